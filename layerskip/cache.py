@@ -1,0 +1,261 @@
+"""The one KV cache, and the layout of a pass over it.
+
+One invariant: slots below ``lengths[row]`` hold full-depth keys and values in every layer. Slots
+at or above it are scratch: drafts write there, verify overwrites, nothing else reads. Accepting
+is ``commit``. Rejecting is doing nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerskip.ops.reference import decode_attention, prefill_attention
+
+SLOT_BLOCK = 512  # torch's CPU attention splits keys here: whole blocks keep a row's bits
+
+
+class KVCache:
+    """Keys and values of all layers and rows in two tensors.
+
+    Attributes:
+        keys, values: ``(layer, row, slot, kv_head, head_dim)``.
+        lengths: ``(row,)`` int32 on the device: committed slots.
+        attended_block: a pass attends to a multiple of this many slots, masked.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_rows: int,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        attended_block: int = SLOT_BLOCK,
+    ) -> None:
+        self.attended_block = attended_block
+        num_slots = -(-num_slots // SLOT_BLOCK) * SLOT_BLOCK
+        shape = (num_layers, num_rows, num_slots, num_kv_heads, head_dim)
+        # Zeros, not empty: a masked slot's value is multiplied by 0, which NaN would survive.
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.layer_keys = self.keys.unbind(0)
+        self.layer_values = self.values.unbind(0)
+        self._ramps: dict[tuple[int, int, int | None], Tensor] = {}
+
+    @property
+    def num_rows(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def num_slots(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def commit(self, row: int, num_tokens: int) -> None:
+        """Make ``num_tokens`` more slots of ``row`` permanent."""
+        self.lengths[row] += num_tokens
+
+    def release(self, row: int) -> None:
+        """Empty ``row``, so that another sequence can take it."""
+        self.lengths[row] = 0
+
+    def grown(self, *, num_rows: int, num_slots: int) -> "KVCache":
+        """A larger cache that holds what this one holds."""
+        layers, _, _, heads, dim = self.keys.shape
+        larger = KVCache(
+            num_layers=layers,
+            num_rows=max(num_rows, self.num_rows),
+            num_slots=max(num_slots, self.num_slots),
+            num_kv_heads=heads,
+            head_dim=dim,
+            dtype=self.keys.dtype,
+            device=self.keys.device,
+            attended_block=self.attended_block,
+        )
+        larger.keys[:, : self.num_rows, : self.num_slots] = self.keys
+        larger.values[:, : self.num_rows, : self.num_slots] = self.values
+        larger.lengths[: self.num_rows] = self.lengths
+        return larger
+
+    def causal_rows(self, start: int, tile: int, group: int, window: int | None) -> Tensor:
+        """Mask ``(group * tile, slots)`` of ``tile`` positions from ``start``: a view, no work.
+
+        Row ``g * tile + t`` may see slot ``s`` iff ``start + t - window < s <= start + t``. All
+        starts read one ramp at different offsets.
+        """
+        key = (tile, group, window)
+        if key not in self._ramps:
+            offset = torch.arange(2 * self.num_slots, device=self.keys.device) - self.num_slots
+            behind = torch.arange(tile, device=self.keys.device)[:, None] - offset
+            visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+            ramp = torch.zeros(visible.shape, dtype=self.keys.dtype, device=self.keys.device)
+            self._ramps[key] = ramp.masked_fill_(~visible, float("-inf")).repeat(group, 1)
+        block = self.attended_block
+        end = min(self.num_slots, -(-(start + tile) // block) * block)
+        first = self.num_slots - start
+        return self._ramps[key][:, first : first + end]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """``count`` consecutive positions of one row, from ``start``."""
+
+    row: int
+    start: int
+    count: int
+
+
+class PassLayout:
+    """Where the tokens of one decode pass write and what they may read.
+
+    The pass holds the tokens of all segments one after another, padded with spare rows to
+    ``num_rows``. Spare rows write nothing. It plays the part of transformers' cache
+    (``update``) and does the attention (``attend``).
+
+    Attributes:
+        num_tokens, num_rows: real tokens; with spare rows.
+        positions: ``(1, num_rows)`` int64; spare rows repeat or follow legal positions.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        segments: Sequence[Segment],
+        *,
+        num_rows: int,
+        group: int,
+        tile: int,
+        windows: Sequence[int | None],
+        all_positions: Tensor,
+    ) -> None:
+        self.cache, self.num_rows = cache, num_rows
+        self.num_tokens = sum(s.count for s in segments)
+        self.windows = windows
+        self.single = segments[0] if len(segments) == 1 else None
+        if self.single is not None:
+            start = self.single.start
+            self.positions = all_positions[:, start : start + num_rows]
+            self.masks = {
+                w: cache.causal_rows(start, num_rows, group, w)[None, None] for w in set(windows)
+            }
+        else:
+            self._lay_out(segments, group, tile)
+        self.num_visible = next(iter(self.masks.values())).shape[-1]
+
+    def _lay_out(self, segments: Sequence[Segment], group: int, tile: int) -> None:
+        """Several rows: index tables between the flat tokens and ``(row, tile)`` queries."""
+        num_rows = self.num_rows
+        longest = max(s.count for s in segments)
+        tile = -(-longest // tile) * tile
+        batch = max(s.row for s in segments) + 1
+        starts = [0] * batch
+        positions = [0] * num_rows
+        gather, scatter = [0] * (batch * tile), [0] * num_rows
+        write_rows, token = [], 0
+        for s in segments:
+            starts[s.row] = s.start
+            for i in range(s.count):
+                positions[token] = s.start + i
+                gather[s.row * tile + i] = token
+                scatter[token] = s.row * tile + i
+                write_rows.append(s.row)
+                token += 1
+        device = self.cache.keys.device
+        self.batch, self.tile = batch, tile
+        self.positions = torch.tensor([positions], device=device)
+        self.gather = torch.tensor(gather, device=device)
+        self.scatter = torch.tensor(scatter, device=device)
+        self.write = (
+            torch.tensor(write_rows, device=device),
+            self.positions[0, : self.num_tokens],
+        )
+        self.masks = {
+            w: self._stacked_mask(starts, tile, group, w) for w in set(self.windows)
+        }
+
+    def _stacked_mask(
+        self, starts: Sequence[int], tile: int, group: int, window: int | None
+    ) -> Tensor:
+        """Every row's mask, as wide as the farthest row's: ``(batch, 1, group * tile, slots)``."""
+        rows = [self.cache.causal_rows(start, tile, group, window) for start in starts]
+        widest = max(r.shape[1] for r in rows)
+        full = rows[0].new_full((len(rows), 1, group * tile, widest), float("-inf"))
+        for i, r in enumerate(rows):
+            full[i, 0, :, : r.shape[1]] = r
+        return full
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
+        """Write new keys and values, ``(1, kv_head, num_rows, head_dim)``; spare rows are left."""
+        n, cache = self.num_tokens, self.cache
+        if self.single is not None:
+            row, start = self.single.row, self.single.start
+            cache.layer_keys[layer][row, start : start + n] = key[0, :, :n].transpose(0, 1)
+            cache.layer_values[layer][row, start : start + n] = value[0, :, :n].transpose(0, 1)
+        else:
+            cache.layer_keys[layer][self.write] = key[0, :, :n].transpose(0, 1)
+            cache.layer_values[layer][self.write] = value[0, :, :n].transpose(0, 1)
+        return key, value
+
+    def attend(self, query: Tensor, layer: int, softmax_scale: float) -> Tensor:
+        """``(1, head, num_rows, head_dim)`` -> ``(1, num_rows, head, head_dim)``."""
+        keys, values = self.cache.layer_keys[layer], self.cache.layer_values[layer]
+        mask, visible = self.masks[self.windows[layer]], self.num_visible
+        query = query.transpose(1, 2)
+        if self.single is not None:
+            row = slice(self.single.row, self.single.row + 1)
+            k, v = keys[row, :visible], values[row, :visible]
+            return decode_attention(query, k, v, mask, softmax_scale)
+        heads, dim = query.shape[2:]
+        tiles = query[0].index_select(0, self.gather).view(self.batch, self.tile, heads, dim)
+        k, v = keys[: self.batch, :visible], values[: self.batch, :visible]
+        out = decode_attention(tiles, k, v, mask, softmax_scale)
+        return out.reshape(-1, heads, dim).index_select(0, self.scatter)[None]
+
+
+class PrefillLayout:
+    """Like ``PassLayout``, for one row's chunk of prompt: no spare rows, exact widths."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        segment: Segment,
+        *,
+        windows: Sequence[int | None],
+        all_positions: Tensor,
+    ) -> None:
+        self.cache, self.windows = cache, windows
+        self.row, self.start = segment.row, segment.start
+        self.num_tokens = self.num_rows = segment.count
+        self.end = segment.start + segment.count
+        self.positions = all_positions[:, self.start : self.end]
+        slots = torch.arange(self.end, device=cache.keys.device)
+        behind = self.positions[0][:, None] - slots
+        self.masks = {}
+        for w in set(windows):
+            visible = behind >= 0 if w is None else (behind >= 0) & (behind < w)
+            mask = torch.zeros(visible.shape, dtype=cache.keys.dtype, device=cache.keys.device)
+            self.masks[w] = mask.masked_fill_(~visible, float("-inf"))[None, None]
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
+        """Write new keys and values, ``(1, kv_head, num_tokens, head_dim)``."""
+        at = slice(self.start, self.end)
+        self.cache.layer_keys[layer][self.row, at] = key[0].transpose(0, 1)
+        self.cache.layer_values[layer][self.row, at] = value[0].transpose(0, 1)
+        return key, value
+
+    def attend(self, query: Tensor, layer: int, softmax_scale: float) -> Tensor:
+        """``(1, head, num_tokens, head_dim)`` -> ``(1, num_tokens, head, head_dim)``."""
+        row = slice(self.row, self.row + 1)
+        keys = self.cache.layer_keys[layer][row, : self.end]
+        values = self.cache.layer_values[layer][row, : self.end]
+        mask = self.masks[self.windows[layer]]
+        return prefill_attention(query.transpose(1, 2), keys, values, mask, softmax_scale)

@@ -1,0 +1,113 @@
+"""Checkpoints: loading one through transformers, and the one inside the package."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from layerskip.errors import UnsupportedModelError
+from layerskip.model import refusal
+from layerskip.plan import DraftPlan
+
+BUILTIN = "builtin"
+PLAN_FILE = "layerskip.json"
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+def builtin_folder() -> Path:
+    """Folder of the checkpoint that ships with the package."""
+    return Path(__file__).parent / "checkpoints" / "small"
+
+
+def pick_device(device: str) -> str:
+    """ "cpu", "cuda", or for "auto" CUDA where there is one."""
+    if device not in ("cpu", "cuda", "auto"):
+        raise ValueError(f"device must be 'cpu', 'cuda' or 'auto', got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' was asked for, but torch sees no CUDA device; use 'cpu'")
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def pick_dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:
+    """A torch dtype, or "auto" for the checkpoint's own."""
+    if dtype is None:
+        return "auto"
+    if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
+        return dtype
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return DTYPES[dtype]
+    raise ValueError(f"dtype must be one of {', '.join(DTYPES)} or None, got {dtype!r}")
+
+
+def load_config(folder: str | Path, **hub: Any) -> Any:
+    """The checkpoint's config; one clear sentence if there is none or it is not supported."""
+    path = Path(folder)
+    looks_local = path.is_absolute() or str(folder).startswith(".") or path.exists()
+    if looks_local and not (path / "config.json").is_file():
+        what = "has no config.json" if path.is_dir() else "is not a folder"
+        raise ValueError(f"model {str(folder)!r} {what}; give a checkpoint folder or a hub id")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, **hub)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise ValueError(f"model {str(folder)!r} cannot be loaded: {first}") from None
+
+
+def load_checkpoint(
+    folder: str | Path,
+    *,
+    dtype: str | torch.dtype | None,
+    device: str,
+    revision: str | None,
+    cache_dir: str | Path | None,
+    token: str | None,
+    local_files_only: bool,
+    check: Callable[[Any], None],
+) -> tuple[PreTrainedModel, Any]:
+    """Model and tokenizer (None if the checkpoint has none).
+
+    Everything that can be refused is refused before any weight is read: ``check`` is called with
+    the config.
+    """
+    hub = {
+        "revision": revision or "main",
+        "cache_dir": cache_dir,
+        "token": token,
+        "local_files_only": local_files_only,
+    }
+    where, wanted = pick_device(device), pick_dtype(dtype)
+    config = load_config(folder, **hub)
+    reason = refusal(config)
+    if reason is not None:
+        raise UnsupportedModelError(f"model {str(folder)!r}: {reason}")
+    check(config)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=wanted, trust_remote_code=False, **hub
+        )
+    except (OSError, ValueError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise ValueError(f"model {str(folder)!r} cannot be loaded: {first}") from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **hub)
+    except (OSError, ValueError):
+        tokenizer = None
+    return model.to(where), tokenizer
+
+
+def known_plan(folder: str | Path) -> tuple[DraftPlan | None, int | None]:
+    """Plan and number of draft tokens from the folder's ``layerskip.json``, if it has one."""
+    path = Path(folder) / PLAN_FILE
+    if not path.is_file():
+        return None, None
+    wanted = json.loads(path.read_text(encoding="utf-8")).get("num_draft_tokens")
+    return DraftPlan.load(path), wanted

@@ -1,0 +1,262 @@
+"""The decoding loop: prefill, draft, verify, accept, commit. Open this file first.
+
+A batch is a set of cache rows. ``Batch.step`` runs one round for every row: the pending token and
+k drafted ones are verified in one full-depth pass, the confirmed ones are emitted and committed.
+``k = 0`` is plain decoding through the same code.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from layerskip.cache import KVCache, Segment
+from layerskip.drafting import Draft, DraftRequest, EarlyExitDrafter
+from layerskip.model import DecoderStack
+from layerskip.outputs import FinishReason, Origin, Round
+from layerskip.plan import DraftPlan
+from layerskip.sampling import Sampler
+from layerskip.text import TextStream
+from layerskip.verification import count_matches
+
+
+@dataclass(eq=False)
+class Row:
+    """One sequence being decoded.
+
+    Attributes:
+        id: what ``Batch.add`` returned.
+        slot_row: its row of the cache.
+        prompt: token ids.
+        limit: most tokens to emit.
+        num_draft_tokens: drafted per round, while that many are left to emit.
+        eos_ids: ids that end it.
+        stream: decodes text and finds stop strings; None without a tokenizer.
+        token_ids: emitted so far; the last one is pending.
+        length: committed slots; the same number as ``cache.lengths[slot_row]``.
+    """
+
+    id: int
+    slot_row: int
+    prompt: tuple[int, ...]
+    sampler: Sampler
+    limit: int
+    num_draft_tokens: int
+    eos_ids: frozenset[int]
+    stream: TextStream | None
+    token_ids: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    length: int = 0
+    finish_reason: FinishReason | None = None
+
+    def emit(self, tokens: Iterable[int]) -> tuple[tuple[int, ...], str]:
+        """Take tokens until something ends the row; what was taken, and its final text."""
+        taken, text = [], ""
+        for token in tokens:
+            taken.append(token)
+            self.token_ids.append(token)
+            if token in self.eos_ids:
+                self.finish_reason = "stop"
+            elif self.stream is not None:
+                text += self.stream.push(token)
+                if self.stream.stopped:
+                    self.finish_reason = "stop"
+            if self.finish_reason is None and len(self.token_ids) == self.limit:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                text += self.stream.finish() if self.stream is not None else ""
+                break
+        return tuple(taken), text
+
+
+class Batch:
+    """Rows decoding together over one cache. Rows join and leave between rounds."""
+
+    def __init__(
+        self,
+        stack: DecoderStack,
+        drafter: EarlyExitDrafter | None,
+        plan: DraftPlan | None,
+        *,
+        num_rows: int = 1,
+        num_slots: int = 1,
+    ) -> None:
+        self.stack, self.drafter = stack, drafter
+        self.shared_depth = plan.shared_depth if plan is not None else 0
+        self.cache = stack.new_cache(num_rows=num_rows, num_slots=num_slots)
+        self.rows: dict[int, Row] = {}
+        self._next_id = 0
+
+    def join(
+        self,
+        prompt: Sequence[int],
+        *,
+        sampler: Sampler,
+        limit: int,
+        num_draft_tokens: int,
+        eos_ids: frozenset[int],
+        stream: TextStream | None,
+    ) -> Row:
+        """Reserve a cache row; its prefill is the row's first round, in the next ``step``."""
+        used = {row.slot_row for row in self.rows.values()}
+        slot_row = next(i for i in range(len(used) + 1) if i not in used)
+        slots = len(prompt) + limit + num_draft_tokens
+        if slot_row >= self.cache.num_rows or slots > self.cache.num_slots:
+            self.cache = self.cache.grown(num_rows=slot_row + 1, num_slots=slots)
+        self.cache.release(slot_row)
+        row = Row(
+            self._next_id,
+            slot_row,
+            tuple(prompt),
+            sampler,
+            limit,
+            num_draft_tokens if self.drafter is not None else 0,
+            eos_ids,
+            stream,
+        )
+        self.rows[row.id] = row
+        self._next_id += 1
+        return row
+
+    def leave(self, row_id: int) -> Row:
+        """Give a row's slots back, finished or not."""
+        if row_id not in self.rows:
+            raise ValueError(f"the batch has no row {row_id}; its rows are {sorted(self.rows)}")
+        return self.rows.pop(row_id)
+
+    @torch.inference_mode()
+    def step(self) -> list[Round]:
+        """One round for every unfinished row: its prefill if it is new, else draft and verify.
+
+        If it raises, no row has changed but those whose prefill had finished.
+        """
+        going = [row for row in self.rows.values() if row.finish_reason is None]
+        new = [row for row in going if not row.token_ids]
+        rounds = [self._prefill(row) for row in new]
+        decoding = [row for row in going if row not in new]
+        return rounds + self._round(decoding) if decoding else rounds
+
+    def _prefill(self, row: Row) -> Round:
+        began = time.perf_counter()
+        logits = self.stack.prefill(row.prompt, self.cache, row.slot_row)
+        token = row.sampler.pick(logits[None], len(row.prompt))
+        self._commit(row, len(row.prompt))
+        return self._record(row, token, (), "prefill", len(row.prompt), 0.0, began)
+
+    def _round(self, rows: Sequence[Row]) -> list[Round]:
+        began = time.perf_counter()
+        requests = [
+            DraftRequest(
+                row.slot_row,
+                row.length,
+                row.token_ids[-1],
+                min(row.num_draft_tokens, row.limit - len(row.token_ids) - 1),
+                row.sampler,
+            )
+            for row in rows
+        ]
+        if self.drafter is not None and any(r.num_draft_tokens for r in requests):
+            drafts = self.drafter.draft(requests, self.cache)
+        else:
+            drafts = [Draft((), ())] * len(rows)
+        drafted = time.perf_counter()
+        targets = self._verify(requests, drafts)
+        rounds = []
+        for row, draft, target in zip(rows, drafts, targets, strict=True):
+            num_matches = count_matches(draft.tokens, target)
+            origin: Origin = "recovered" if num_matches < len(draft.tokens) else "bonus"
+            kept = self._record(
+                row,
+                target[: num_matches + 1],
+                draft.tokens[:num_matches],
+                origin if draft.tokens else "plain",
+                len(draft.tokens) + 1,
+                drafted - began,
+                drafted,
+                num_draft_tokens=len(draft.tokens),
+            )
+            self._commit(row, len(kept.token_ids))
+            rounds.append(kept)
+        return rounds
+
+    def _verify(
+        self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]
+    ) -> list[list[int]]:
+        """The target's token after the pending one and after each drafted one, per row."""
+        hidden = self._through_shared_layers(requests, drafts)
+        segments = [
+            Segment(r.row, r.length, len(d.tokens) + 1)
+            for r, d in zip(requests, drafts, strict=True)
+        ]
+        layers = range(self.shared_depth, self.stack.num_layers)
+        logits = self.stack.logits(self.stack.run_layers(hidden, layers, self.cache, segments))
+        if all(r.sampler.params.greedy for r in requests):
+            tokens = logits.argmax(-1).tolist()
+        targets, start = [], 0
+        for request, segment in zip(requests, segments, strict=True):
+            end = start + segment.count
+            if request.sampler.params.greedy:
+                picked = tokens[start:end] if len(tokens) else []
+            else:
+                picked = request.sampler.pick(logits[start:end], segment.start + 1)
+            targets.append(picked)
+            start = end
+        return targets
+
+    def _through_shared_layers(
+        self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]
+    ) -> Tensor:
+        """Hidden states after the shared layers for all tokens to verify, rows one after another.
+
+        The draft left them for every token but each row's last, which goes through here.
+        """
+        last = [d.tokens[-1] if d.tokens else r.pending for r, d in zip(requests, drafts)]
+        segments = [
+            Segment(r.row, r.length + len(d.tokens), 1) for r, d in zip(requests, drafts)
+        ]
+        hidden = self.stack.run_layers(
+            self.stack.embed(last), range(self.shared_depth), self.cache, segments
+        )
+        if not any(d.tokens for d in drafts):
+            return hidden
+        states = [
+            state for i, d in enumerate(drafts) for state in (*d.shared, hidden[i])
+        ]
+        return torch.stack(states)
+
+    def _commit(self, row: Row, num_tokens: int) -> None:
+        self.cache.commit(row.slot_row, num_tokens)
+        row.length += num_tokens
+
+    def _record(
+        self,
+        row: Row,
+        tokens: Sequence[int],
+        matched: Sequence[int],
+        origin: Origin,
+        positions: int,
+        draft_seconds: float,
+        verify_began: float,
+        *,
+        num_draft_tokens: int = 0,
+    ) -> Round:
+        """Emit ``tokens`` and write down what the round did."""
+        kept, text = row.emit(tokens)
+        row.sampler.forget_before(len(row.prompt) + len(row.token_ids))
+        record = Round(
+            row=row.id,
+            index=len(row.rounds),
+            token_ids=kept,
+            text=text,
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=min(len(matched), len(kept)),
+            origin=origin,
+            draft_seconds=draft_seconds,
+            verify_seconds=time.perf_counter() - verify_began,
+            positions=positions,
+            finish_reason=row.finish_reason,
+        )
+        row.rounds.append(record)
+        return record

@@ -1,0 +1,426 @@
+"""A transformers checkpoint as a stack of layers driven by index. Only here do its internals
+have names.
+
+The user's model is never touched: everything runs on a twin that shares every tensor but has its
+own modules and config, and whose attention is ours.
+"""
+
+import copy
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from layerskip.cache import SLOT_BLOCK, KVCache, PassLayout, PrefillLayout, Segment
+from layerskip.errors import UnsupportedModelError
+from layerskip.ops.reference import decode_attention
+
+logger = logging.getLogger(__name__)
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ATTENTION = "layerskip"
+PREFILL_CHUNK = 512
+ROPE_CHUNK = 1024
+MAX_PASS_ROWS = 64
+ROW_QUANTA = (8, 16, 32)
+SLOT_BLOCKS = (128, SLOT_BLOCK)
+SLOTS_OF_PROBE = 1024
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    layout: PassLayout | PrefillLayout | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Transformers' attention hook: keys and values are in the cache already."""
+    assert layout is not None, "a twin's layers are only run by DecoderStack"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return layout.attend(query, module.layer_idx, scale), None
+
+
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def refusal(config: object) -> str | None:
+    """Why a checkpoint with this config cannot be decoded, or None if it can."""
+    family = getattr(config, "model_type", None)
+    if family not in FAMILIES:
+        return f"architecture {family!r} is not supported; supported are {', '.join(FAMILIES)}"
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        return (
+            f"rope type {rope_type!r} changes with the length of the text; "
+            f"supported are {', '.join(ROPE_TYPES)}"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        return "quantised weights are not supported; load the checkpoint in bfloat16 or float32"
+    return None
+
+
+def check_model(model: object) -> None:
+    """Raise ``UnsupportedModelError`` with the reason unless ``model`` can be wrapped."""
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"model must be a transformers causal language model, got {type(model).__name__}"
+        )
+    reason = refusal(model.config)
+    if reason is not None:
+        raise UnsupportedModelError(reason)
+    if not hasattr(model, "lm_head"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no language-model head; load it as a causal LM"
+        )
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"the model is spread over {len(devices)} devices; load it on one"
+        )
+    for name, parameter in model.named_parameters():
+        # The sum is finite unless an entry is not: one read of the weights, no mask.
+        if not torch.isfinite(parameter.detach().sum()):
+            raise ValueError(f"weight {name} holds NaN or infinite values; the file is damaged")
+
+
+def share_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of ``model`` with its own modules and config over the same tensors."""
+    memo = {id(t): t for t in chain(model.parameters(), model.buffers())}
+    twin = copy.deepcopy(model, memo)
+    twin.set_attn_implementation(ATTENTION)
+    return twin.eval()
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """Whether, and how, a row's bits are independent of the other rows of its pass.
+
+    Attributes:
+        holds: True if passes of several rows give each row the bits it gets alone.
+        row_quantum: passes are padded to a multiple of this many rows.
+        slot_block: passes attend to a multiple of this many slots, masked.
+        reason: one sentence for ``info``.
+    """
+
+    holds: bool
+    row_quantum: int
+    slot_block: int
+    reason: str
+
+
+class DecoderStack:
+    """``embed``, ``run_layers`` and ``logits`` over a twin of a checkpoint."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        check_model(model)
+        self.twin = share_twin(model)
+        config = self.twin.config
+        self._body = self.twin.model
+        self._layers = list(self._body.layers)
+        self._norm, self._head = self._body.norm, self.twin.lm_head
+        self.num_layers: int = config.num_hidden_layers
+        heads: int = config.num_attention_heads
+        self.num_kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.group = heads // self.num_kv_heads
+        self.vocab_size: int = config.vocab_size
+        self.max_positions: int = config.max_position_embeddings
+        self.dtype, self.device = self.twin.dtype, self.twin.device
+        self.windows = _windows(config)
+        self._positions = torch.zeros(1, 0, dtype=torch.int64, device=self.device)
+        self._cos = self._sin = torch.zeros(0)
+        self._proven: dict[tuple[int, int], bool] = {}
+        with torch.inference_mode():
+            self.exactness = self._probe()
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return elements * torch.finfo(self.dtype).bits // 8
+
+    def new_cache(self, *, num_rows: int, num_slots: int) -> KVCache:
+        """An empty cache; ``num_slots`` is rounded up to whole attention blocks."""
+        return KVCache(
+            num_layers=self.num_layers,
+            num_rows=num_rows,
+            num_slots=num_slots,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+            attended_block=self.exactness.slot_block,
+        )
+
+    def embed(self, token_ids: Sequence[int]) -> Tensor:
+        """Token ids -> ``(tokens, hidden)``, padded with spare rows to a legal pass size."""
+        padded = [*token_ids, *[0] * (self._padded(len(token_ids)) - len(token_ids))]
+        return self._body.embed_tokens(torch.tensor(padded, device=self.device))
+
+    def run_layers(
+        self, hidden: Tensor, layers: Iterable[int], cache: KVCache, segments: Sequence[Segment]
+    ) -> Tensor:
+        """Run decoder layers over the tokens of ``segments``, reading and writing ``cache``.
+
+        Args:
+            hidden: ``(>= tokens, hidden)``, tokens in the order of the segments, spare rows last.
+            layers: indices, in order.
+            cache: its slots at the segments' positions are overwritten in those layers.
+            segments: at most one per row.
+
+        Returns:
+            ``(>= tokens, hidden)``, spare rows last.
+        """
+        layers = tuple(layers)
+        if not layers:
+            return hidden
+        parts = self._split(segments)
+        if len(parts) == 1:
+            return self._run_pass(hidden, layers, cache, parts[0])
+        outputs, start = [], 0
+        for part in parts:
+            count = sum(s.count for s in part)
+            out = self._run_pass(hidden[start : start + count], layers, cache, part)
+            outputs.append(out[:count])
+            start += count
+        return torch.cat(outputs)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``(tokens, hidden)`` -> ``(tokens, vocab)`` in the model's dtype."""
+        limit = self._largest_proven(hidden.shape[0])
+        if hidden.shape[0] <= limit:
+            return self._head(self._norm(self._pad(hidden)))
+        pieces = hidden.split(limit)
+        return torch.cat([self._head(self._norm(self._pad(p)))[: p.shape[0]] for p in pieces])
+
+    def prefill(self, token_ids: Sequence[int], cache: KVCache, row: int) -> Tensor:
+        """Write a prompt into ``row`` at full depth; logits of its last position, ``(vocab,)``.
+
+        Chunks are counted from position 0, so the bits do not depend on other rows.
+        """
+        hidden = None
+        ids = torch.tensor(token_ids, device=self.device)
+        for start in range(0, len(token_ids), PREFILL_CHUNK):
+            count = min(PREFILL_CHUNK, len(token_ids) - start)
+            self._extend_tables(start + count)
+            layout = PrefillLayout(
+                cache,
+                Segment(row, start, count),
+                windows=self.windows,
+                all_positions=self._positions,
+            )
+            embedded = self._body.embed_tokens(ids[start : start + count])
+            hidden = self._drive(embedded, range(self.num_layers), layout)
+        assert hidden is not None, "an empty prompt was let through"
+        return self.logits(hidden[-1:])[0]
+
+    def all_exit_logits(self, token_ids: Sequence[int], exits: Sequence[int]) -> dict[int, Tensor]:
+        """Teacher-forced logits of one text after each number of layers in ``exits``.
+
+        Returns:
+            For each exit ``(tokens, vocab)`` float32; the hidden states of one pass serve all.
+        """
+        cache = self.new_cache(num_rows=1, num_slots=len(token_ids))
+        collected: dict[int, list[Tensor]] = {e: [] for e in exits}
+        ids = torch.tensor(token_ids, device=self.device)
+        for start in range(0, len(token_ids), PREFILL_CHUNK):
+            count = min(PREFILL_CHUNK, len(token_ids) - start)
+            self._extend_tables(start + count)
+            segment = Segment(0, start, count)
+            layout = PrefillLayout(
+                cache, segment, windows=self.windows, all_positions=self._positions
+            )
+            hidden, depth = self._body.embed_tokens(ids[start : start + count]), 0
+            for e in sorted(exits):
+                hidden = self._drive(hidden, range(depth, e), layout)
+                depth = e
+                collected[e].append(self._head(self._norm(hidden)).float())
+        return {e: torch.cat(parts) for e, parts in collected.items()}
+
+    def _run_pass(
+        self, hidden: Tensor, layers: Sequence[int], cache: KVCache, segments: Sequence[Segment]
+    ) -> Tensor:
+        hidden = self._pad(hidden)
+        rows = hidden.shape[0]
+        self._extend_tables(max(s.start for s in segments) + rows)
+        layout = PassLayout(
+            cache,
+            segments,
+            num_rows=rows,
+            group=self.group,
+            tile=self.exactness.row_quantum,
+            windows=self.windows,
+            all_positions=self._positions,
+        )
+        return self._drive(hidden, layers, layout)
+
+    def _drive(
+        self, hidden: Tensor, layers: Iterable[int], layout: PassLayout | PrefillLayout
+    ) -> Tensor:
+        positions = layout.positions
+        if isinstance(layout, PrefillLayout) or layout.single is not None:
+            start = layout.start if isinstance(layout, PrefillLayout) else layout.single.start
+            at = slice(start, start + layout.num_rows)
+            rope = (self._cos[:, at], self._sin[:, at])
+        else:
+            rope = (self._cos[:, positions[0]], self._sin[:, positions[0]])
+        hidden = hidden[None]
+        for i in layers:
+            hidden = self._layers[i](
+                hidden,
+                attention_mask=None,
+                position_embeddings=rope,
+                position_ids=positions,
+                past_key_values=layout,
+                use_cache=True,
+                layout=layout,
+            )
+        return hidden[0]
+
+    def _padded(self, num_tokens: int) -> int:
+        quantum = self.exactness.row_quantum
+        return -(-num_tokens // quantum) * quantum
+
+    def _pad(self, hidden: Tensor) -> Tensor:
+        missing = self._padded(hidden.shape[0]) - hidden.shape[0]
+        return F.pad(hidden, (0, 0, 0, missing)) if missing else hidden
+
+    def _split(self, segments: Sequence[Segment]) -> list[Sequence[Segment]]:
+        """Passes of proven sizes; token by token where no size is proven."""
+        total = sum(s.count for s in segments)
+        limit = self._largest_proven(total)
+        if total <= limit:
+            return [segments]
+        parts: list[Sequence[Segment]] = []
+        part: list[Segment] = []
+        room = limit
+        for s in segments:
+            start, left = s.start, s.count
+            while left:
+                take = min(room, left)
+                part.append(Segment(s.row, start, take))
+                start, left, room = start + take, left - take, room - take
+                if room == 0:
+                    parts.append(part)
+                    part, room = [], limit
+        return [*parts, part] if part else parts
+
+    def _largest_proven(self, num_tokens: int) -> int:
+        """The most tokens one pass may hold for ``num_tokens`` to keep their bits."""
+        if not self.exactness.holds:
+            return 1
+        size = min(self._padded(num_tokens), MAX_PASS_ROWS)
+        while size and not self._is_proven(size):
+            size -= self.exactness.row_quantum
+        return max(size, 1)
+
+    def _is_proven(self, size: int) -> bool:
+        key = (torch.get_num_threads(), size)
+        if key not in self._proven:
+            quantum = self.exactness.row_quantum
+            self._proven[key] = self._rows_agree(size, quantum if size > quantum else 1)
+            if not self._proven[key]:
+                logger.info("passes of %d rows change bits; smaller ones are used", size)
+        return self._proven[key]
+
+    def _probe(self) -> Exactness:
+        """Find the smallest padding at which rows do not influence each other (DESIGN 3.6)."""
+        block = next((b for b in SLOT_BLOCKS if self._blocks_agree(b)), SLOT_BLOCKS[-1])
+        for quantum in ROW_QUANTA:
+            reason = f"rows keep their bits in passes padded to {quantum} rows"
+            self.exactness = Exactness(True, quantum, block, reason)
+            if self._rows_agree(quantum, 1):
+                self._proven[(torch.get_num_threads(), quantum)] = True
+                return self.exactness
+        reason = "rows influence each other in every pass size: run one by one"
+        return Exactness(False, ROW_QUANTA[0], block, reason)
+
+    def _blocks_agree(self, block: int) -> bool:
+        """Whether attending to more masked blocks of this many slots leaves a row's bits alone."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (1, SLOTS_OF_PROBE, self.num_kv_heads, self.head_dim)
+        keys, values = (
+            torch.randn(shape, generator=generator).to(self.device, self.dtype) for _ in range(2)
+        )
+        heads = self.group * self.num_kv_heads
+        q = torch.randn(1, ROW_QUANTA[0], heads, self.head_dim, generator=generator)
+        q = q.to(self.device, self.dtype)
+        for position in (1, block // 2, block - 1, SLOTS_OF_PROBE // 2 + 1):
+            mask = torch.zeros(1, 1, self.group * ROW_QUANTA[0], SLOTS_OF_PROBE)
+            mask[..., position + 1 :] = float("-inf")
+            mask = mask.to(self.device, self.dtype)
+            outputs = [
+                decode_attention(q, keys[:, :end], values[:, :end], mask[..., :end], 1.0)
+                for end in range(block, SLOTS_OF_PROBE + 1, block)
+                if end > position
+            ]
+            if not all(torch.equal(outputs[0], other) for other in outputs[1:]):
+                return False
+        return True
+
+    def _rows_agree(self, size: int, reference: int) -> bool:
+        """Whether a pass of ``size`` tokens gives the bits of passes of ``reference`` tokens.
+
+        One layer and the head, as one sequence and as two with different contexts.
+        """
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.vocab_size, (size,), generator=generator).tolist()
+        half = size // 2
+        cases = ([Segment(0, 3, size)], [Segment(0, 5, half), Segment(1, 509, size - half)])
+        for segments in cases:
+            together = self.new_cache(num_rows=2, num_slots=SLOTS_OF_PROBE)
+            apart = self.new_cache(num_rows=2, num_slots=SLOTS_OF_PROBE)
+            hidden = self.embed(ids)[:size]
+            got = self._run_pass(hidden, (0,), together, segments)
+            got_logits = self._head(self._norm(got))
+            done = 0
+            for s in segments:
+                for start in range(0, s.count, reference):
+                    count = min(reference, s.count - start)
+                    piece = Segment(s.row, s.start + start, count)
+                    want = self._run_pass(hidden[done : done + count], (0,), apart, [piece])
+                    want_logits = self._head(self._norm(want))
+                    at = slice(done, done + count)
+                    if not torch.equal(got[at], want[:count]):
+                        return False
+                    if not torch.equal(got_logits[at], want_logits[:count]):
+                        return False
+                    done += count
+            if not torch.equal(together.keys[0], apart.keys[0]):
+                return False
+        return True
+
+    def _extend_tables(self, num_positions: int) -> None:
+        """Rotary tables for positions below ``num_positions``, made once, in fixed chunks."""
+        have = self._positions.shape[1]
+        while have < num_positions:
+            positions = torch.arange(have, have + ROPE_CHUNK, device=self.device)[None]
+            probe = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device)
+            cos, sin = self._body.rotary_emb(probe, positions)
+            if have:
+                cos, sin = torch.cat([self._cos, cos], 1), torch.cat([self._sin, sin], 1)
+                positions = torch.cat([self._positions, positions], 1)
+            self._cos, self._sin, self._positions = cos, sin, positions
+            have += ROPE_CHUNK
+
+
+def _windows(config: object) -> tuple[int | None, ...]:
+    """Each layer's sliding window, None where it sees everything."""
+    num_layers: int = config.num_hidden_layers  # type: ignore[attr-defined]
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return (window,) * num_layers
+    return tuple(window if t == "sliding_attention" else None for t in types)

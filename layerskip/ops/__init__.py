@@ -1,0 +1,1 @@
+"""Operations that draft and verify share. ``reference`` is each one's definition."""

@@ -1,0 +1,95 @@
+"""Each operation in plain PyTorch: its definition, and the path that runs on a CPU."""
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+UNIFORM_BITS = 24
+
+
+def decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor, softmax_scale: float
+) -> Tensor:
+    """Attention of a few new positions per sequence over its cache.
+
+    Query heads are folded into rows of their key head, so keys are read once and never repeated,
+    and every call of one model has the same number of rows per position (DESIGN: bits).
+
+    Args:
+        q: ``(batch, seqlen, nheads, headdim)``.
+        k_cache: ``(batch, seqlen_cache, nheads_k, headdim)``, a view of the cache; ``nheads_k``
+            divides ``nheads``.
+        v_cache: like ``k_cache``. Scratch slots must be finite.
+        mask: broadcastable to ``(batch, 1, group * seqlen, seqlen_cache)``, of q's dtype: 0 where
+            a position may look, -inf elsewhere; ``group = nheads / nheads_k`` repeats of seqlen.
+        softmax_scale: multiplies the scores.
+
+    Returns:
+        ``(batch, seqlen, nheads, headdim)``.
+    """
+    batch, seqlen, nheads, headdim = q.shape
+    nheads_k = k_cache.shape[2]
+    group = nheads // nheads_k
+    rows = q.view(batch, seqlen, nheads_k, group, headdim).permute(0, 2, 3, 1, 4)
+    out = F.scaled_dot_product_attention(
+        rows.reshape(batch, nheads_k, group * seqlen, headdim),
+        k_cache.transpose(1, 2),
+        v_cache.transpose(1, 2),
+        attn_mask=mask,
+        scale=softmax_scale,
+    )
+    out = out.view(batch, nheads_k, group, seqlen, headdim).permute(0, 3, 1, 2, 4)
+    return out.reshape(batch, seqlen, nheads, headdim)
+
+
+def prefill_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor, softmax_scale: float
+) -> Tensor:
+    """Attention of one sequence's chunk of prompt; shapes as in ``decode_attention``.
+
+    Args:
+        mask: ``(1, 1, seqlen, seqlen_cache)``.
+    """
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k_cache.transpose(1, 2),
+        v_cache.transpose(1, 2),
+        attn_mask=mask,
+        scale=softmax_scale,
+        enable_gqa=q.shape[2] != k_cache.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+def uniform_bits(seed: int, position: int, vocab_size: int) -> np.ndarray:
+    """24-bit integers for every token id, from Philox4x64-10 (Salmon et al. 2011).
+
+    Key ``(seed, 0)``, counter ``(1 + block, position, 0, 0)``. Token ``t`` takes 64-bit word
+    ``t // 2`` of the stream (four words a block), its low half if t is even, its high half if
+    odd, and of that half the upper 24 bits.
+
+    Returns:
+        ``(vocab_size,)`` uint32, each below 2**24.
+    """
+    stream = np.random.Philox(counter=[0, position, 0, 0], key=[seed, 0])
+    words = np.asarray(stream.random_raw((vocab_size + 1) // 2))
+    return words.astype("<u8", copy=False).view("<u4")[:vocab_size] >> (32 - UNIFORM_BITS)
+
+
+def gumbel_from_bits(bits: np.ndarray) -> np.ndarray:
+    """Standard Gumbel noise of 24-bit uniforms: ``-log(-log((bits + 0.5) / 2**24))``.
+
+    Computed in float64 and rounded once, so that a value depends on its bits alone, not on the
+    shape of the array or the vector unit (tested on all 2**24 values).
+
+    Returns:
+        float32 array of the same shape.
+    """
+    u = (bits.astype(np.float64) + 0.5) * 2.0**-UNIFORM_BITS
+    return (-np.log(-np.log(u))).astype(np.float32)
+
+
+def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
+    """Noise of one absolute position: ``(vocab_size,)`` float32 on the CPU."""
+    return torch.from_numpy(gumbel_from_bits(uniform_bits(seed, position, vocab_size)))

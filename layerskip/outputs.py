@@ -1,0 +1,145 @@
+"""What decoding returns. Stats, streams and telemetry are all made of ``Round``."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "cancelled"]
+Origin = Literal["prefill", "plain", "accepted", "recovered", "bonus"]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round did for one row.
+
+    Attributes:
+        row: id that ``Batch.add`` returned.
+        index: 0 for the prefill (which emits one token), then 1, 2, ...
+        token_ids: tokens emitted, after any cut at an end of sequence or stop string.
+        text: text that became final in this round.
+        num_draft_tokens: tokens drafted.
+        num_accepted_tokens: drafted tokens that were emitted.
+        origin: of the last token of the uncut block; every token before it was accepted.
+        draft_seconds, verify_seconds: wall time of the round's two phases. Shared by all rows of
+            a batch; for the prefill, ``verify_seconds`` is its time.
+        positions: (token, position) pairs that went through layer 0, spare rows not counted.
+        finish_reason: None while the row goes on.
+    """
+
+    row: int
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    origin: Origin
+    draft_seconds: float
+    verify_seconds: float
+    positions: int
+    finish_reason: FinishReason | None = None
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Where each of ``token_ids`` came from."""
+        accepted = self.num_accepted_tokens
+        return tuple(
+            "accepted" if i < accepted else self.origin for i in range(len(self.token_ids))
+        )
+
+
+@dataclass(frozen=True)
+class DecodeStats:
+    """Counts and times of one or several generations; definitions as in vLLM."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    kv_cache_bytes: int = 0
+    positions_through_first_layer: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted; 0 if nothing was drafted."""
+        return self.num_accepted_tokens / max(1, self.num_draft_tokens)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens emitted per round: 1 + accepted / rounds."""
+        return 1.0 + self.num_accepted_tokens / max(1, self.num_rounds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed: tokens after the first, over the time after the prefill."""
+        return (self.new_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields and derived figures, ready for JSON."""
+        return asdict(self) | {
+            "acceptance_rate": self.acceptance_rate,
+            "mean_accepted_length": self.mean_accepted_length,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+    @classmethod
+    def merge(cls, parts: Iterable["DecodeStats"]) -> "DecodeStats":
+        """Field-wise sums; cache bytes are the largest."""
+        parts = list(parts)
+        sums = {f.name: sum(getattr(part, f.name) for part in parts) for f in fields(cls)}
+        sums["kv_cache_bytes"] = max((part.kv_cache_bytes for part in parts), default=0)
+        return cls(**sums)
+
+    @classmethod
+    def from_rounds(
+        cls, rounds: Iterable[Round], *, prompt_tokens: int, kv_cache_bytes: int
+    ) -> "DecodeStats":
+        """Sum up one row's rounds, its prefill among them."""
+        rounds = list(rounds)
+        prefills = [r for r in rounds if r.index == 0]
+        decoded = [r for r in rounds if r.index > 0]
+        return cls(
+            prompt_tokens=prompt_tokens,
+            new_tokens=sum(len(r.token_ids) for r in rounds),
+            num_rounds=len(decoded),
+            num_draft_tokens=sum(r.num_draft_tokens for r in decoded),
+            num_accepted_tokens=sum(r.num_accepted_tokens for r in decoded),
+            prefill_seconds=sum(r.verify_seconds for r in prefills),
+            decode_seconds=sum(r.draft_seconds + r.verify_seconds for r in decoded),
+            kv_cache_bytes=kv_cache_bytes,
+            positions_through_first_layer=sum(r.positions for r in rounds),
+        )
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """One finished generation.
+
+    Attributes:
+        text: decoded continuation, without special tokens and cut before a stop string; "" if
+            there is no tokenizer.
+        token_ids: emitted ids, the end-of-sequence token included.
+        finish_reason: "stop" (end of sequence or stop string) or "length".
+        seed: of the sampling noise; the same seed gives the same text. None when greedy.
+        stats: counts and times.
+        rounds: the records that ``stats`` sums up.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    seed: int | None
+    stats: DecodeStats
+    rounds: tuple[Round, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``layerskip generate --json`` prints it."""
+        return {
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "seed": self.seed,
+            "stats": self.stats.to_dict(),
+        }

@@ -1,0 +1,1 @@
+"""Losses and schedules that make early exits worth taking. Pure functions of tensors."""

@@ -1,0 +1,81 @@
+"""Training text every machine has, and its split: Python's standard library, or your own files.
+
+A file is held out by the SHA-256 of its module path, so the split is the same on every machine
+and no function of a held-out module is ever trained on.
+"""
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+MAX_FILE_BYTES = 300_000  # larger ones in the standard library are tables, not code
+# Newlines, indentation and single digits stand alone: easy tokens that early layers get right.
+SPLIT = r"\n| {2,}| ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\s"
+
+
+def is_held_out(module_path: str, *, every: int = 40) -> bool:
+    """True for about one module path in ``every``, by its hash alone."""
+    return int(hashlib.sha256(module_path.encode()).hexdigest(), 16) % every == 0
+
+
+def stdlib_files() -> Iterator[tuple[str, Path]]:
+    """(module path, file) of the running Python's standard library, in a fixed order."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if name.startswith("encodings/"):  # code pages: tables that differ in a few entries
+            continue
+        if "site-packages" not in name and 200 < path.stat().st_size < MAX_FILE_BYTES:
+            yield name, path
+
+
+def text_files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """(relative path, file) of every ``.py``, ``.txt`` and ``.md`` file under ``folder``."""
+    for path in sorted(p for p in [folder, *folder.rglob("*")] if p.is_file()):
+        if path.suffix in {".py", ".txt", ".md"}:
+            yield (path.name if path == folder else path.relative_to(folder).as_posix()), path
+
+
+def read_documents(files: Iterable[tuple[str, Path]]) -> tuple[dict[str, str], dict[str, str]]:
+    """Read files as (training, held-out) documents; what is not UTF-8 is left out."""
+    train: dict[str, str] = {}
+    held_out: dict[str, str] = {}
+    for name, path in files:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        (held_out if is_held_out(name) else train)[name] = text
+    return train, held_out
+
+
+def read_questions(path: Path) -> list[str]:
+    """GSM8K-style JSON lines (``question``, ``answer``) as plain documents."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    rows = (json.loads(line) for line in lines if line)
+    return [f"Question: {row['question']}\nAnswer: {row['answer']}" for row in rows]
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE; lossless on any text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer

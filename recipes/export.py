@@ -1,0 +1,2 @@
+def export_checkpoint(*a): pass
+def plot_curves(*a): pass
