@@ -114,6 +114,35 @@ class SelfSpeculativeLM:
             device: "cpu", "cuda" or "auto" (CUDA where there is one).
             revision, cache_dir, token, local_files_only: as in transformers.
         """
+        loaded, tokenizer, plan, num_draft_tokens = cls.load_parts(
+            model,
+            exit_layer=exit_layer,
+            plan=plan,
+            num_draft_tokens=num_draft_tokens,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            cache_dir=cache_dir,
+            token=token,
+            local_files_only=local_files_only,
+        )
+        return cls(loaded, tokenizer, plan, num_draft_tokens=num_draft_tokens)
+
+    @staticmethod
+    def load_parts(
+        model: str | Path,
+        *,
+        exit_layer: int | None = None,
+        plan: DraftPlan | None = None,
+        num_draft_tokens: int | None = None,
+        dtype: str | torch.dtype | None = None,
+        device: str = "auto",
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        token: str | None = None,
+        local_files_only: bool = False,
+    ) -> tuple[PreTrainedModel, Any, DraftPlan | None, int]:
+        """What ``from_pretrained`` wraps: model, tokenizer, plan, number of draft tokens."""
         if exit_layer is not None and plan is not None:
             raise ValueError("give exit_layer or plan, not both")
         folder = builtin_folder() if str(model) == BUILTIN else model
@@ -136,7 +165,7 @@ class SelfSpeculativeLM:
             if plan is None:
                 logger.warning("no draft plan is known for %s: decoding is plain", model)
         wanted = DEFAULT_NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
-        return cls(loaded, tokenizer, plan, num_draft_tokens=wanted)
+        return loaded, tokenizer, plan, wanted
 
     @property
     def exactness(self) -> str:
@@ -265,7 +294,7 @@ class SelfSpeculativeLM:
         text = self.tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True
         )
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.encode(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked against the vocabulary and the context."""
@@ -306,10 +335,6 @@ class RowRequest:
     seed: int | None
     settings: RowSettings
 
-    @property
-    def limit(self) -> int:
-        return self.settings.max_new_tokens
-
 
 class Batch:
     """Rows decoding together: ``add``, ``step``, ``remove``; made by ``open_batch``."""
@@ -321,8 +346,9 @@ class Batch:
 
     def add(
         self,
-        prompt: Prompt,
+        prompt: Prompt | None = None,
         *,
+        messages: Sequence[Message] | None = None,
         max_new_tokens: int | None = None,
         num_draft_tokens: int | None = None,
         sampling: SamplingParams | None = None,
@@ -331,6 +357,7 @@ class Batch:
 
         Args:
             prompt: text or token ids.
+            messages: a chat instead.
             max_new_tokens, num_draft_tokens, sampling: of this row; None is the batch's own.
         """
         settings = self._settings
@@ -343,7 +370,10 @@ class Batch:
         if sampling is not None:
             seed = secrets.randbelow(2**32) if sampling.seed is None else sampling.seed
             settings = replace(settings, sampling=replace(sampling, seed=seed))
-        return self._join(self.check(self._lm.encode(prompt), settings=settings)).id
+        if messages is None and not _is_single(prompt):
+            raise TypeError(f"a row takes one prompt, text or token ids, got {prompt!r}")
+        ids = self._lm._encode_all(prompt, messages)[0]
+        return self._join(self.check(ids, settings=settings)).id
 
     def step(self) -> list[Round]:
         """One round of every unfinished row; for a new row that is its prefill."""

@@ -111,3 +111,10 @@ def known_plan(folder: str | Path) -> tuple[DraftPlan | None, int | None]:
         return None, None
     wanted = json.loads(path.read_text(encoding="utf-8")).get("num_draft_tokens")
     return DraftPlan.load(path), wanted
+
+
+def held_out_modules() -> list[str]:
+    """Standard-library modules that the built-in checkpoint never saw."""
+    card = json.loads((builtin_folder() / PLAN_FILE).read_text(encoding="utf-8"))
+    modules: list[str] = card["held_out_modules"]
+    return modules

@@ -1,0 +1,61 @@
+# Everything runs in .venv, which is made on first use and again when the pins change.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow lint bench clean
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.runtime-installed
+TOOLS := $(VENV)/.tools-installed
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check --no-input
+# The first of these that is new enough makes .venv; `make PYTHON=... test` names another.
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& { echo $$python; break; }; done)
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' Makefile | while IFS=: read -r name what; do \
+		printf '  make %-10s%s\n' "$$name" "$$what"; done
+
+demo: $(RUNTIME)  ## complete real code prompts with the built-in checkpoint, and compare
+	@$(BIN)/layerskip demo
+
+test: $(TOOLS)  ## the tests, but for the slow ones
+	@$(BIN)/python -m pytest -q
+
+test-slow: $(TOOLS)  ## the slow tests alone
+	@$(BIN)/python -m pytest -q -m slow
+
+lint: $(TOOLS)  ## formatting, lint and types
+	@$(BIN)/ruff format --check --quiet . || { echo "Run '$(BIN)/ruff format .'"; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+
+bench: $(TOOLS)  ## the benchmarks
+	@$(BIN)/python -m pytest bench --benchmark-only
+
+clean:  ## remove .venv, caches and build outputs
+	rm -rf $(VENV) dist build .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find layerskip recipes tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "layerskip needs Python 3.11 or later:" \
+		"install it, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "layerskip needs" \
+		"Python 3.11 or later, and $(PYTHON) is not." >&2; exit 1; }
+	@echo "Making $(VENV) with $$($(PYTHON) --version)."
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "Python's venv module does not work here" \
+		"(on Debian and Ubuntu: apt install python3-venv)." >&2; exit 1; }
+
+# torch goes in by itself, so that nothing else decides which build of it is taken.
+$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing torch and transformers (once; a minute or more)."
+	@$(PIP) install "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(TOOLS): $(RUNTIME)
+	@echo "Installing the tools for tests, lint, benchmarks and recipes (once)."
+	@$(PIP) install -c constraints.txt -e '.[dev,test,bench,recipes]'
+	@touch $@

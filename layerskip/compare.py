@@ -1,0 +1,420 @@
+"""Side by side on the same work: our modes and transformers', interleaved, paired."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from layerskip.api import SelfSpeculativeLM
+from layerskip.cache import Segment
+from layerskip.outputs import DecodeStats, GenerationOutput
+from layerskip.params import SamplingParams
+from layerskip.prompts import Example
+from layerskip.sampling import Sampler
+
+MODES = ("plain", "layerskip", "hf", "hf-early-exit", "hf-prompt-lookup")
+REPEAT_SPAN = 8
+BOOTSTRAP_SAMPLES = 2000
+PROMPT_LOOKUP_TOKENS = 10
+
+
+@dataclass(frozen=True)
+class Run:
+    """One decoding of one prompt in one mode.
+
+    Attributes:
+        token_ids: what was emitted.
+        seconds: wall time of the whole call, prefill included.
+        stats: of our modes; None for transformers'.
+        positions: (token, position) pairs through layer 0; 0 where not counted.
+        kv_cache_bytes: of every cache that the call used; 0 where not counted.
+    """
+
+    token_ids: tuple[int, ...]
+    seconds: float
+    stats: DecodeStats | None = None
+    positions: int = 0
+    kv_cache_bytes: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.token_ids) / self.seconds
+
+
+@dataclass(frozen=True)
+class EarlyExitSettings:
+    """Transformers' early exit at its best on this work.
+
+    Attributes:
+        exit_layer: ``assistant_early_exit``.
+        num_assistant_tokens, confidence: as in its generation config.
+    """
+
+    exit_layer: int
+    num_assistant_tokens: int
+    confidence: float
+
+
+@dataclass(frozen=True)
+class Theory:
+    """Predicted speed-up, ``mean_accepted_length / (k c + v)``, from bare passes.
+
+    Attributes:
+        c: a draft token's pass in units of one plain pass.
+        v: a full-depth pass of k+1 positions in the same units.
+        speedup: the prediction.
+    """
+
+    c: float
+    v: float
+    speedup: float
+
+
+class Comparison:
+    """Runs the modes of one model on the same prompts.
+
+    Args:
+        model: the loaded checkpoint; transformers' modes run on it as it is.
+        lm: our decoder over the same model.
+        sampling: greedy or sampled, for all modes.
+        max_new_tokens: most tokens a prompt.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        lm: SelfSpeculativeLM,
+        *,
+        sampling: SamplingParams,
+        max_new_tokens: int,
+    ) -> None:
+        self.model, self.lm = model, lm
+        self.sampling, self.max_new_tokens = sampling, max_new_tokens
+        self.early_exit = EarlyExitSettings(2, 4, 0.4)
+
+    def run(self, mode: str, ids: Sequence[int], *, count: bool = False) -> Run:
+        """Decode one prompt; ``count`` also counts positions and cache bytes, untimed."""
+        if mode in ("plain", "layerskip"):
+            return self._ours(ids, 0 if mode == "plain" else None)
+        extra: dict[str, Any] = {}
+        if mode == "hf-early-exit":
+            extra["assistant_early_exit"] = self.early_exit.exit_layer
+        elif mode == "hf-prompt-lookup":
+            extra["prompt_lookup_num_tokens"] = PROMPT_LOOKUP_TOKENS
+        with _counted(self.model, count) as counts, self._early_exit_config():
+            began = time.perf_counter()
+            tokens = self._transformers(ids, extra)
+            seconds = time.perf_counter() - began
+        return Run(tokens, seconds, None, counts.positions, counts.kv_cache_bytes)
+
+    def _ours(self, ids: Sequence[int], num_draft_tokens: int | None) -> Run:
+        began = time.perf_counter()
+        out = self.lm.generate(
+            ids,
+            max_new_tokens=self.max_new_tokens,
+            sampling=self.sampling,
+            num_draft_tokens=num_draft_tokens,
+        )
+        seconds = time.perf_counter() - began
+        assert isinstance(out, GenerationOutput)
+        stats = out.stats
+        positions, cache = stats.positions_through_first_layer, stats.kv_cache_bytes
+        return Run(out.token_ids, seconds, stats, positions, cache)
+
+    def _transformers(self, ids: Sequence[int], extra: dict[str, Any]) -> tuple[int, ...]:
+        sampling = self.sampling
+        settings: dict[str, Any] = {"do_sample": False}
+        if not sampling.greedy:
+            torch.manual_seed(sampling.seed or 0)
+            settings = {
+                "do_sample": True,
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p or None,
+            }
+        prompt = torch.tensor([ids], device=self.model.device)
+        out = self.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=self.max_new_tokens,
+            pad_token_id=0,
+            **settings,
+            **extra,
+        )
+        return tuple(out[0, len(ids) :].tolist())
+
+    @contextmanager
+    def _early_exit_config(self) -> Iterator[None]:
+        """Transformers reads these from the model's own generation config only."""
+        before = self.model.generation_config
+        config: GenerationConfig = GenerationConfig.from_dict(before.to_dict())
+        config.num_assistant_tokens = self.early_exit.num_assistant_tokens
+        config.num_assistant_tokens_schedule = "constant"
+        config.assistant_confidence_threshold = self.early_exit.confidence
+        self.model.generation_config = config
+        try:
+            yield
+        finally:
+            self.model.generation_config = before
+
+    def tune_early_exit(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Find transformers' best exit settings on a few prompts, before anything is timed."""
+        exits = [e for e in (1, 2, 3) if e < self.lm.stack.num_layers]
+        grid = [EarlyExitSettings(e, k, p) for e in exits for k in (2, 4, 6) for p in (0.0, 0.4)]
+        times: dict[EarlyExitSettings, float] = {}
+        for settings in grid:
+            self.early_exit = settings
+            runs = [self.run("hf-early-exit", ids) for ids in prompts]
+            times[settings] = sum(r.seconds / len(r.token_ids) for r in runs)
+        self.early_exit = min(grid, key=lambda s: times[s])
+
+    def theory(self, stats: DecodeStats, *, context: int, repeats: int = 30) -> Theory:
+        """Bare draft, verify and plain passes, interleaved, at ``context`` committed slots."""
+        stack, plan = self.lm.stack, self.lm.plan
+        k = stats.num_draft_tokens / max(1, stats.num_rounds)
+        rows = max(1, round(k)) + 1
+        cache = stack.new_cache(num_rows=1, num_slots=context + rows)
+        everything = tuple(range(stack.num_layers))
+        draft_layers = plan.layers if plan is not None else everything
+
+        def bare(layers: Sequence[int], num_tokens: int) -> float:
+            began = time.perf_counter()
+            hidden = stack.embed([1] * num_tokens)
+            segment = Segment(0, context, num_tokens)
+            stack.logits(stack.run_layers(hidden, layers, cache, [segment]))
+            return time.perf_counter() - began
+
+        with torch.inference_mode():
+            times = [
+                (bare(draft_layers, 1), bare(everything, rows), bare(everything, 1))
+                for _ in range(repeats + 3)
+            ][3:]
+        c = statistics.median(draft / plain for draft, _, plain in times)
+        v = statistics.median(verify / plain for _, verify, plain in times)
+        return Theory(c, v, stats.mean_accepted_length / (k * c + v))
+
+
+@dataclass
+class _Counts:
+    positions: int = 0
+    kv_cache_bytes: int = 0
+
+
+@contextmanager
+def _counted(model: PreTrainedModel, wanted: bool) -> Iterator[_Counts]:
+    """Count what transformers runs through layer 0, and the caches it uses."""
+    counts = _Counts()
+    if not wanted:
+        yield counts
+        return
+    caches: dict[int, Any] = {}
+
+    def hook(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        counts.positions += hidden.shape[0] * hidden.shape[1]
+        cache = kwargs.get("past_key_values")
+        if cache is not None:
+            caches[id(cache)] = cache
+
+    handle = model.model.layers[0].register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield counts
+    finally:
+        handle.remove()
+    for cache in caches.values():
+        for layer in cache.layers:
+            if getattr(layer, "keys", None) is not None:
+                counts.kv_cache_bytes += layer.keys.nbytes + layer.values.nbytes
+
+
+def compare(
+    comparison: Comparison,
+    examples: Sequence[Example],
+    *,
+    modes: Sequence[str],
+    repeats: int,
+    max_repeated: float = 1.0,
+    tuning_prompts: int = 3,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Run every mode on every prompt, in random order within each repeat.
+
+    Args:
+        comparison: model and settings.
+        examples: prompts.
+        modes: names out of ``MODES``; "plain" is always run, as the base of every ratio.
+        repeats: timed runs of each (prompt, mode), after one that only warms up and counts.
+        max_repeated: leave out prompts whose plain output repeats more of its 8-grams than this
+            (looping text flatters every drafter).
+        tuning_prompts: prompts on which transformers' early-exit settings are chosen.
+        on_progress: called with (prompts done, prompts).
+
+    Returns:
+        The document that ``layerskip compare --json`` prints, less ``model``.
+    """
+    modes = tuple(dict.fromkeys(("plain", *modes)))
+    prompts = [comparison.lm.encode(e.prompt) for e in examples]
+    if "hf-early-exit" in modes:
+        comparison.tune_early_exit(prompts[:tuning_prompts])
+    shuffle = random.Random(0)
+    kept, shares = 0, []
+    counted: dict[str, list[Run]] = {m: [] for m in modes}
+    timed: dict[str, list[list[Run]]] = {m: [] for m in modes}
+    for done, ids in enumerate(prompts):
+        on_progress(done, len(prompts))
+        first = {m: comparison.run(m, ids, count=True) for m in modes}
+        share = repeated_share([first["plain"].token_ids])
+        if share > max_repeated:
+            continue
+        kept += 1
+        shares.append(share)
+        runs: dict[str, list[Run]] = {m: [] for m in modes}
+        for _ in range(repeats):
+            for mode in shuffle.sample(modes, len(modes)):
+                runs[mode].append(comparison.run(mode, ids))
+        for mode in modes:
+            counted[mode].append(first[mode])
+            timed[mode].append(runs[mode])
+    on_progress(len(prompts), len(prompts))
+    if not kept:
+        raise ValueError(f"every prompt's plain output repeats more than {max_repeated:.0%}")
+    return _document(comparison, prompts, counted, timed, shares, len(prompts) - kept)
+
+
+def _document(
+    comparison: Comparison,
+    prompts: Sequence[Sequence[int]],
+    counted: dict[str, list[Run]],
+    timed: dict[str, list[list[Run]]],
+    shares: Sequence[float],
+    left_out: int,
+) -> dict[str, Any]:
+    modes = {mode: _summary(comparison, mode, counted, timed) for mode in counted}
+    document: dict[str, Any] = {
+        "prompts": len(shares),
+        "prompts_left_out": left_out,
+        "new_tokens": sum(len(r.token_ids) for r in counted["plain"]),
+        "temperature": comparison.sampling.temperature,
+        "threads": torch.get_num_threads(),
+        "repeated_8gram_share": statistics.fmean(shares),
+        "modes": modes,
+    }
+    if "layerskip" in counted:
+        stats = DecodeStats.merge(r.stats for r in counted["layerskip"] if r.stats is not None)
+        context = round(statistics.fmean(len(p) for p in prompts) + comparison.max_new_tokens / 2)
+        theory = comparison.theory(stats, context=context)
+        document["theory"] = {"c": theory.c, "v": theory.v, "speedup": theory.speedup}
+    if "hf-early-exit" in counted:
+        best = comparison.early_exit
+        modes["hf-early-exit"]["settings"] = {
+            "assistant_early_exit": best.exit_layer,
+            "num_assistant_tokens": best.num_assistant_tokens,
+            "assistant_confidence_threshold": best.confidence,
+        }
+    return document
+
+
+def _summary(
+    comparison: Comparison,
+    mode: str,
+    counted: dict[str, list[Run]],
+    timed: dict[str, list[list[Run]]],
+) -> dict[str, Any]:
+    ratios = [
+        run.tokens_per_second / base.tokens_per_second
+        for runs, bases in zip(timed[mode], timed["plain"], strict=True)
+        for run, base in zip(runs, bases, strict=True)
+    ]
+    same = [
+        r.token_ids == p.token_ids
+        for r, p in zip(counted[mode], counted["plain"], strict=True)
+    ]
+    comparable = comparison.sampling.greedy or not mode.startswith("hf")
+    stats = [r.stats for r in counted[mode] if r.stats is not None]
+    merged = DecodeStats.merge(stats) if stats and mode != "plain" else None
+    speeds = [run.tokens_per_second for runs in timed[mode] for run in runs]
+    return {
+        "tokens_per_second": statistics.median(speeds),
+        "speedup_vs_plain": statistics.median(ratios),
+        "speedup_vs_plain_ci95": bootstrap_interval(ratios),
+        "identical_to_plain": statistics.fmean(same) if comparable else None,
+        "acceptance_rate": merged.acceptance_rate if merged else None,
+        "mean_accepted_length": merged.mean_accepted_length if merged else None,
+        "kv_cache_bytes": max(r.kv_cache_bytes for r in counted[mode]),
+        "positions_through_first_layer": sum(r.positions for r in counted[mode]),
+    }
+
+
+def repeated_share(outputs: Sequence[Sequence[int]]) -> float:
+    """Share of 8-grams that occurred before in the same output."""
+    seen_before = total = 0
+    for ids in outputs:
+        grams = [tuple(ids[i : i + REPEAT_SPAN]) for i in range(len(ids) - REPEAT_SPAN + 1)]
+        total += len(grams)
+        seen_before += len(grams) - len(set(grams))
+    return seen_before / total if total else 0.0
+
+
+def bootstrap_interval(ratios: Sequence[float]) -> list[float]:
+    """95 % percentile interval of the median, 2000 resamples, fixed seed."""
+    rng = random.Random(0)
+    medians = sorted(
+        statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(BOOTSTRAP_SAMPLES)
+    )
+    return [medians[int(0.025 * len(medians))], medians[int(0.975 * len(medians)) - 1]]
+
+
+@torch.inference_mode()
+def teacher_forced(
+    lm: SelfSpeculativeLM,
+    examples: Sequence[Example],
+    *,
+    sampling: SamplingParams,
+    exits: Sequence[int],
+    max_new_tokens: int,
+) -> dict[str, Any]:
+    """Acceptance of the first drafted token along each prompt's real continuation, by exit.
+
+    At every position of the continuation the exit and the full model pick a token, with the same
+    noise when sampling; acceptance is the share of positions where they agree. Text does not
+    loop here, whatever the model would write by itself.
+
+    Returns:
+        ``{"positions": n, "exits": {E: {"acceptance_rate": a, "overlap": 1 - TV}}}``.
+    """
+    stack = lm.stack
+    settings = replace(sampling, seed=sampling.seed or 0)
+    agree = dict.fromkeys(exits, 0)
+    overlap = dict.fromkeys(exits, 0.0)
+    positions = 0
+    for example in examples:
+        prompt = lm.encode(example.prompt)
+        ids = lm.tokenizer(example.prompt + example.continuation)["input_ids"]
+        ids = ids[: min(len(prompt) + max_new_tokens, stack.max_positions)]
+        if len(ids) <= len(prompt):
+            continue
+        first = len(prompt) - 1
+        logits = stack.all_exit_logits(ids[:-1], (*exits, stack.num_layers))
+        sampler = Sampler(settings, settings.seed or 0, stack.vocab_size)
+        target_logits = logits[stack.num_layers][first:]
+        target = sampler.pick(target_logits, len(prompt))
+        p = target_logits.softmax(-1)
+        positions += len(target)
+        for e in exits:
+            picked = sampler.pick(logits[e][first:], len(prompt))
+            agree[e] += sum(a == b for a, b in zip(picked, target, strict=True))
+            overlap[e] += torch.minimum(p, logits[e][first:].softmax(-1)).sum().item()
+    if not positions:
+        raise ValueError("--teacher-forced needs prompts with a continuation, and none has one")
+    rates = {
+        e: {"acceptance_rate": agree[e] / positions, "overlap": overlap[e] / positions}
+        for e in exits
+    }
+    return {"positions": positions, "exits": rates}

@@ -1,0 +1,94 @@
+"""Prompts to measure on: JSON lines of several shapes, or held-out code of this Python."""
+
+import ast
+import json
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CONTEXT_LINES = 20
+MAX_PROMPT_CHARACTERS = 1500
+CONTINUATION_FIELDS = ("continuation", "completion", "canonical_solution", "answer")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt and, where known, the text that really follows it."""
+
+    prompt: str
+    continuation: str = ""
+
+
+def read_text(path: str | Path) -> str:
+    """A UTF-8 file's text; one clear sentence if it cannot be read as such."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 (byte {error.start}); convert it first") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_prompts(path: str | Path) -> list[Example]:
+    """Examples of a JSON-lines file.
+
+    A line has ``prompt`` (and perhaps ``continuation``, ``completion`` or
+    ``canonical_solution``), or ``question`` and ``answer``, or Spec-Bench's ``turns`` (the first
+    is taken).
+    """
+    examples = []
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            examples.append(_example(json.loads(line)))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise ValueError(
+                f"{path} line {number} is not a prompt ({error!r}); "
+                "it needs 'prompt', or 'question' and 'answer', or 'turns'"
+            ) from None
+    if not examples:
+        raise ValueError(f"{path} holds no prompts")
+    return examples
+
+
+def _example(row: dict[str, str]) -> Example:
+    if "question" in row:
+        return Example(f"Question: {row['question']}\nAnswer:", " " + row.get("answer", ""))
+    if "turns" in row:
+        return Example(row["turns"][0])
+    follows = next((row[name] for name in CONTINUATION_FIELDS if name in row), "")
+    return Example(row["prompt"], follows)
+
+
+def held_out_code(modules: list[str], limit: int) -> list[Example]:
+    """Functions of standard-library modules, spread over them: context up to ``def``, then body.
+
+    Args:
+        modules: module paths below the standard library, such as "email/parser.py"; those this
+            Python does not have are passed over.
+        limit: most examples to return.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [root / name for name in sorted(modules)]
+    pools = [list(_functions(path.read_text("utf-8"))) for path in paths if path.is_file()]
+    chosen: list[Example] = []
+    while len(chosen) < limit and any(pools):
+        for pool in pools:
+            if pool and len(chosen) < limit:
+                chosen.append(pool.pop(len(pool) // 2))
+    return chosen
+
+
+def _functions(source: str) -> Iterator[Example]:
+    lines = source.split("\n")
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        body, end = node.body[0].lineno - 1, node.end_lineno or node.lineno
+        if end - body >= 6 and body > node.lineno - 1 >= 8:
+            start = max(0, node.lineno - 1 - CONTEXT_LINES)
+            prompt = "\n".join(lines[start:body]) + "\n"
+            if len(prompt) <= MAX_PROMPT_CHARACTERS:
+                yield Example(prompt, "\n".join(lines[body:end]) + "\n")
