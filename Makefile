@@ -28,8 +28,8 @@ test-slow: $(TOOLS)  ## the slow tests alone
 	@$(BIN)/python -m pytest -q -m slow
 
 lint: $(TOOLS)  ## formatting, lint and types
-	@$(BIN)/ruff format --check --quiet . || { echo "Run '$(BIN)/ruff format .'"; exit 1; }
-	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
 bench: $(TOOLS)  ## the benchmarks

@@ -2,49 +2,27 @@
 
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from layerskip.batch import Batch, RowSettings, StreamStep, check_num_draft_tokens
 from layerskip.checkpoint import BUILTIN, builtin_folder, known_plan, load_checkpoint
-from layerskip.decode import Batch as RowBatch
-from layerskip.decode import Row
 from layerskip.drafting import EarlyExitDrafter
+from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
 from layerskip.model import DecoderStack
-from layerskip.outputs import DecodeStats, GenerationOutput, Round
-from layerskip.params import MAX_SEED, SamplingParams, check_integer
+from layerskip.outputs import GenerationOutput
+from layerskip.params import SamplingParams, check_integer
 from layerskip.plan import DraftPlan
-from layerskip.sampling import Sampler
-from layerskip.text import TextStream
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_DRAFT_TOKENS = 4
 DEFAULT_MAX_NEW_TOKENS = 128
-MAX_NUM_DRAFT_TOKENS = 32
-MAX_ROWS = 32
-
-Prompt = str | Sequence[int]
-Message = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class StreamStep:
-    """One round of a stream.
-
-    Attributes:
-        text: text that became final.
-        token_ids: tokens emitted.
-        round: the round's record.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    round: Round
 
 
 class SelfSpeculativeLM:
@@ -75,7 +53,7 @@ class SelfSpeculativeLM:
     ) -> None:
         if plan is not None and not isinstance(plan, DraftPlan):
             raise TypeError(f"plan must be a DraftPlan or None, got {type(plan).__name__}")
-        _check_num_draft_tokens(num_draft_tokens)
+        check_num_draft_tokens(num_draft_tokens)
         depth = getattr(getattr(model, "config", None), "num_hidden_layers", None)
         if plan is not None and depth is not None and plan.num_layers != depth:
             raise ValueError(
@@ -84,6 +62,9 @@ class SelfSpeculativeLM:
         self.stack = DecoderStack(model)
         self.tokenizer, self.plan = tokenizer, plan
         self.num_draft_tokens = num_draft_tokens if plan is not None else 0
+        self._encoder = PromptEncoder(
+            tokenizer, vocab_size=self.stack.vocab_size, max_positions=self.stack.max_positions
+        )
         self._eos_ids = _eos_ids(model)
         self._drafter = EarlyExitDrafter(self.stack, plan) if plan is not None else None
 
@@ -201,13 +182,12 @@ class SelfSpeculativeLM:
             One output for one prompt, a list for a list.
         """
         check_integer("num_return_sequences", num_return_sequences, 1)
-        single = messages is not None or _is_single(prompts)
+        single = messages is not None or is_single(prompts)
         batch = self._open(sampling, num_draft_tokens, stop, ignore_eos, max_new_tokens)
-        encoded = self._encode_all(prompts, messages)
-        requests = []
-        for ids in encoded:
-            for i in range(num_return_sequences):
-                requests.append(batch.check(ids, seed_offset=i))
+        encoded = self._encoder.encode_all(prompts, messages)
+        requests = [
+            batch.check(ids, seed_offset=i) for ids in encoded for i in range(num_return_sequences)
+        ]
         outputs = batch.run(requests)
         return outputs[0] if single and num_return_sequences == 1 else outputs
 
@@ -226,11 +206,11 @@ class SelfSpeculativeLM:
 
         Arguments are checked at the call, not at the first step. The consumer may stop any time.
         """
-        if messages is None and not _is_single(prompt):
+        if messages is None and not is_single(prompt):
             raise TypeError("stream takes one prompt; use generate or open_batch for several")
         batch = self._open(sampling, num_draft_tokens, stop, ignore_eos, max_new_tokens)
-        request = batch.check(self._encode_all(prompt, messages)[0])
-        return _stream(batch, request)
+        request = batch.check(self._encoder.encode_all(prompt, messages)[0])
+        return batch.stream(request)
 
     def open_batch(
         self,
@@ -240,7 +220,7 @@ class SelfSpeculativeLM:
         num_draft_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
-    ) -> "Batch":
+    ) -> Batch:
         """An empty batch that rows join and leave between rounds.
 
         The arguments are defaults for its rows, as in ``generate``.
@@ -254,12 +234,12 @@ class SelfSpeculativeLM:
         stop: str | Sequence[str],
         ignore_eos: bool,
         max_new_tokens: int,
-    ) -> "Batch":
+    ) -> Batch:
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise TypeError(f"sampling must be SamplingParams, got {type(sampling).__name__}")
         if num_draft_tokens is None:
             num_draft_tokens = self.num_draft_tokens
-        _check_num_draft_tokens(num_draft_tokens)
+        check_num_draft_tokens(num_draft_tokens)
         check_integer("max_new_tokens", max_new_tokens, 1)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if any(not isinstance(s, str) or not s for s in stops):
@@ -271,217 +251,11 @@ class SelfSpeculativeLM:
             sampling = replace(sampling, seed=secrets.randbelow(2**32))
         eos = frozenset() if ignore_eos else self._eos_ids
         settings = RowSettings(max_new_tokens, sampling, num_draft_tokens, stops, eos)
-        return Batch(self, settings)
-
-    def _encode_all(
-        self,
-        prompts: Prompt | Sequence[Prompt] | None,
-        messages: Sequence[Message] | None,
-    ) -> list[list[int]]:
-        if (prompts is None) == (messages is None):
-            raise ValueError("give either prompts or messages")
-        if messages is not None:
-            return [self._encode_chat(messages)]
-        if _is_single(prompts):
-            return [self.encode(prompts)]  # type: ignore[arg-type]
-        if not isinstance(prompts, Sequence) or not prompts:
-            raise ValueError(f"prompts must be text, token ids or a list of them, got {prompts!r}")
-        return [self.encode(p) for p in prompts]  # type: ignore[arg-type]
-
-    def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
-            raise ValueError("messages need a tokenizer with a chat template; give prompts instead")
-        text = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-        return self.encode(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return Batch(self.stack, self._drafter, self.plan, self._encoder, settings)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked against the vocabulary and the context."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise TypeError("this model has no tokenizer: give token ids instead of text")
-            ids = list(self.tokenizer(prompt)["input_ids"])
-        else:
-            ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
-            for token in ids:
-                check_integer("a token id", token, 0, self.stack.vocab_size - 1)
-        if not ids:
-            raise ValueError("the prompt is empty; give at least one token")
-        if len(ids) >= self.stack.max_positions:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens; the model has {self.stack.max_positions} "
-                "positions, and at least one must be left to decode"
-            )
-        return ids
-
-
-@dataclass(frozen=True)
-class RowSettings:
-    """How a row of a ``Batch`` decodes; the arguments of ``generate``."""
-
-    max_new_tokens: int
-    sampling: SamplingParams
-    num_draft_tokens: int
-    stop: tuple[str, ...]
-    eos_ids: frozenset[int]
-
-
-@dataclass(frozen=True)
-class RowRequest:
-    """A checked prompt, ready to join."""
-
-    prompt: tuple[int, ...]
-    seed: int | None
-    settings: RowSettings
-
-
-class Batch:
-    """Rows decoding together: ``add``, ``step``, ``remove``; made by ``open_batch``."""
-
-    def __init__(self, lm: SelfSpeculativeLM, settings: RowSettings) -> None:
-        self._lm, self._settings = lm, settings
-        self._rows: RowBatch | None = None
-        self._seeds: dict[int, int | None] = {}
-
-    def add(
-        self,
-        prompt: Prompt | None = None,
-        *,
-        messages: Sequence[Message] | None = None,
-        max_new_tokens: int | None = None,
-        num_draft_tokens: int | None = None,
-        sampling: SamplingParams | None = None,
-    ) -> int:
-        """Add a row; its prefill runs in the next ``step``. Returns its id.
-
-        Args:
-            prompt: text or token ids.
-            messages: a chat instead.
-            max_new_tokens, num_draft_tokens, sampling: of this row; None is the batch's own.
-        """
-        settings = self._settings
-        if max_new_tokens is not None:
-            check_integer("max_new_tokens", max_new_tokens, 1)
-            settings = replace(settings, max_new_tokens=max_new_tokens)
-        if num_draft_tokens is not None:
-            _check_num_draft_tokens(num_draft_tokens)
-            settings = replace(settings, num_draft_tokens=num_draft_tokens)
-        if sampling is not None:
-            seed = secrets.randbelow(2**32) if sampling.seed is None else sampling.seed
-            settings = replace(settings, sampling=replace(sampling, seed=seed))
-        if messages is None and not _is_single(prompt):
-            raise TypeError(f"a row takes one prompt, text or token ids, got {prompt!r}")
-        ids = self._lm._encode_all(prompt, messages)[0]
-        return self._join(self.check(ids, settings=settings)).id
-
-    def step(self) -> list[Round]:
-        """One round of every unfinished row; for a new row that is its prefill."""
-        return self._rows.step() if self._rows is not None else []
-
-    def remove(self, row: int) -> GenerationOutput:
-        """Take a row out, finished or not; its output so far."""
-        if self._rows is None:
-            raise ValueError(f"the batch has no row {row}; its rows are []")
-        return self._output(self._rows.leave(row))
-
-    @property
-    def unfinished(self) -> list[int]:
-        """Ids of rows that go on."""
-        rows = self._rows.rows.values() if self._rows is not None else ()
-        return [row.id for row in rows if row.finish_reason is None]
-
-    def check(
-        self, prompt: Sequence[int], *, seed_offset: int = 0, settings: RowSettings | None = None
-    ) -> RowRequest:
-        """A request for encoded ids; decoding stops where the model's positions end."""
-        settings = settings or self._settings
-        seed = settings.sampling.seed
-        if seed is not None and not settings.sampling.greedy:
-            seed = (seed + seed_offset) % (MAX_SEED + 1)
-        else:
-            seed = None
-        room = self._lm.stack.max_positions - len(prompt)
-        settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, room))
-        return RowRequest(tuple(prompt), seed, settings)
-
-    def run(self, requests: Sequence[RowRequest]) -> list[GenerationOutput]:
-        """Decode all requests, at most ``MAX_ROWS`` at a time; outputs in their order."""
-        self._reserve(requests[:MAX_ROWS])
-        waiting = list(enumerate(requests))[::-1]
-        places: dict[int, int] = {}
-        outputs: dict[int, GenerationOutput] = {}
-        while len(outputs) < len(requests):
-            while waiting and len(places) < MAX_ROWS:
-                place, request = waiting.pop()
-                places[self._join(request).id] = place
-            for record in self.step():
-                if record.finish_reason is not None:
-                    outputs[places.pop(record.row)] = self.remove(record.row)
-        return [outputs[i] for i in range(len(requests))]
-
-    def _reserve(self, requests: Sequence[RowRequest]) -> None:
-        slots = max(
-            len(r.prompt) + r.settings.max_new_tokens + r.settings.num_draft_tokens
-            for r in requests
-        )
-        lm = self._lm
-        self._rows = RowBatch(
-            lm.stack, lm._drafter, lm.plan, num_rows=len(requests), num_slots=slots
-        )
-
-    def _join(self, request: RowRequest) -> Row:
-        if self._rows is None:
-            self._reserve([request])
-        assert self._rows is not None
-        settings, lm = request.settings, self._lm
-        stream = TextStream(lm.tokenizer, settings.stop) if lm.tokenizer is not None else None
-        row = self._rows.join(
-            request.prompt,
-            sampler=Sampler(settings.sampling, request.seed or 0, lm.stack.vocab_size),
-            limit=settings.max_new_tokens,
-            num_draft_tokens=settings.num_draft_tokens,
-            eos_ids=settings.eos_ids,
-            stream=stream,
-        )
-        self._seeds[row.id] = request.seed
-        return row
-
-    def _output(self, row: Row) -> GenerationOutput:
-        assert self._rows is not None
-        stats = DecodeStats.from_rounds(
-            row.rounds,
-            prompt_tokens=len(row.prompt),
-            kv_cache_bytes=self._rows.cache.nbytes,
-        )
-        return GenerationOutput(
-            text="".join(r.text for r in row.rounds),
-            token_ids=tuple(row.token_ids),
-            finish_reason=row.finish_reason or "cancelled",
-            seed=self._seeds.pop(row.id),
-            stats=stats,
-            rounds=tuple(row.rounds),
-        )
-
-
-def _stream(batch: Batch, request: RowRequest) -> Iterator[StreamStep]:
-    batch._join(request)
-    while batch.unfinished:
-        for record in batch.step():
-            yield StreamStep(record.text, record.token_ids, record)
-
-
-def _is_single(prompt: object) -> bool:
-    """Whether this is one prompt: text, a tensor of ids, or a sequence of ints."""
-    if isinstance(prompt, str):
-        return True
-    if isinstance(prompt, torch.Tensor):
-        return prompt.ndim == 1
-    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], int)
-
-
-def _check_num_draft_tokens(value: object) -> None:
-    check_integer("num_draft_tokens", value, 0, MAX_NUM_DRAFT_TOKENS)
+        return self._encoder.encode(prompt)
 
 
 def _check_plan_depth(config: Any, exit_layer: int | None, plan: DraftPlan | None) -> None:

@@ -124,6 +124,7 @@ class PassLayout:
     Attributes:
         num_tokens, num_rows: real tokens; with spare rows.
         positions: ``(1, num_rows)`` int64; spare rows repeat or follow legal positions.
+        start: first position where they are consecutive (one row's), else None.
     """
 
     def __init__(
@@ -141,8 +142,9 @@ class PassLayout:
         self.num_tokens = sum(s.count for s in segments)
         self.windows = windows
         self.single = segments[0] if len(segments) == 1 else None
-        if self.single is not None:
-            start = self.single.start
+        self.start = self.single.start if self.single is not None else None
+        if self.start is not None:
+            start = self.start
             self.positions = all_positions[:, start : start + num_rows]
             self.masks = {
                 w: cache.causal_rows(start, num_rows, group, w)[None, None] for w in set(windows)
@@ -178,9 +180,7 @@ class PassLayout:
             torch.tensor(write_rows, device=device),
             self.positions[0, : self.num_tokens],
         )
-        self.masks = {
-            w: self._stacked_mask(starts, tile, group, w) for w in set(self.windows)
-        }
+        self.masks = {w: self._stacked_mask(starts, tile, group, w) for w in set(self.windows)}
 
     def _stacked_mask(
         self, starts: Sequence[int], tile: int, group: int, window: int | None
@@ -233,7 +233,8 @@ class PrefillLayout:
         all_positions: Tensor,
     ) -> None:
         self.cache, self.windows = cache, windows
-        self.row, self.start = segment.row, segment.start
+        self.row = segment.row
+        self.start: int = segment.start
         self.num_tokens = self.num_rows = segment.count
         self.end = segment.start + segment.count
         self.positions = all_positions[:, self.start : self.end]

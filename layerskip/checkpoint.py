@@ -101,7 +101,7 @@ def load_checkpoint(
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **hub)
     except (OSError, ValueError):
         tokenizer = None
-    return model.to(where), tokenizer
+    return model.to(where), tokenizer  # type: ignore[arg-type]  # to() is mistyped upstream
 
 
 def known_plan(folder: str | Path) -> tuple[DraftPlan | None, int | None]:

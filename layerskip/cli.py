@@ -166,9 +166,7 @@ def _generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     prompt = read_text(args.prompt_file) if args.prompt_file else args.prompt
     messages = [{"role": "user", "content": args.chat}] if args.chat is not None else None
     lm = _load(args)
-    batch = lm.open_batch(
-        max_new_tokens=args.max_new_tokens, sampling=sampling, stop=args.stop
-    )
+    batch = lm.open_batch(max_new_tokens=args.max_new_tokens, sampling=sampling, stop=args.stop)
     row = batch.add(messages=messages) if messages else batch.add(prompt)
     if prompt is not None:
         console.print(escape(prompt), style="dim", end="", highlight=False)
@@ -353,9 +351,7 @@ def _demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             _print_tokens(console, comparison.lm, step.round)
         console.print("\n")
     with console.status("timing four decoders in turn"):
-        document = compare(
-            comparison, examples, modes=DEMO_MODES, repeats=2, tuning_prompts=1
-        )
+        document = compare(comparison, examples, modes=DEMO_MODES, repeats=2, tuning_prompts=1)
     console.print(_mode_table(document, DEMO_NAMES))
     return {"model": args.model, **document}
 

@@ -140,7 +140,8 @@ class Comparison:
                 "min_p": sampling.min_p or None,
             }
         prompt = torch.tensor([ids], device=self.model.device)
-        out = self.model.generate(
+        generate: Callable[..., torch.Tensor] = self.model.generate  # type: ignore[assignment]
+        out = generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=self.max_new_tokens,
@@ -333,8 +334,7 @@ def _summary(
         for run, base in zip(runs, bases, strict=True)
     ]
     same = [
-        r.token_ids == p.token_ids
-        for r, p in zip(counted[mode], counted["plain"], strict=True)
+        r.token_ids == p.token_ids for r, p in zip(counted[mode], counted["plain"], strict=True)
     ]
     comparable = comparison.sampling.greedy or not mode.startswith("hf")
     stats = [r.stats for r in counted[mode] if r.stats is not None]

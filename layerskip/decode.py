@@ -1,8 +1,8 @@
 """The decoding loop: prefill, draft, verify, accept, commit. Open this file first.
 
-A batch is a set of cache rows. ``Batch.step`` runs one round for every row: the pending token and
-k drafted ones are verified in one full-depth pass, the confirmed ones are emitted and committed.
-``k = 0`` is plain decoding through the same code.
+A decoder holds a set of cache rows. ``Decoder.step`` runs one round for every row: the pending
+token and k drafted ones are verified in one full-depth pass, the confirmed ones are emitted and
+committed. ``k = 0`` is plain decoding through the same code.
 """
 
 import time
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from layerskip.cache import KVCache, Segment
+from layerskip.cache import Segment
 from layerskip.drafting import Draft, DraftRequest, EarlyExitDrafter
 from layerskip.model import DecoderStack
 from layerskip.outputs import FinishReason, Origin, Round
@@ -71,7 +71,7 @@ class Row:
         return tuple(taken), text
 
 
-class Batch:
+class Decoder:
     """Rows decoding together over one cache. Rows join and leave between rounds."""
 
     def __init__(
@@ -181,9 +181,7 @@ class Batch:
             rounds.append(kept)
         return rounds
 
-    def _verify(
-        self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]
-    ) -> list[list[int]]:
+    def _verify(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> list[list[int]]:
         """The target's token after the pending one and after each drafted one, per row."""
         hidden = self._through_shared_layers(requests, drafts)
         segments = [
@@ -212,18 +210,15 @@ class Batch:
 
         The draft left them for every token but each row's last, which goes through here.
         """
-        last = [d.tokens[-1] if d.tokens else r.pending for r, d in zip(requests, drafts)]
-        segments = [
-            Segment(r.row, r.length + len(d.tokens), 1) for r, d in zip(requests, drafts)
-        ]
+        pairs = list(zip(requests, drafts, strict=True))
+        last = [d.tokens[-1] if d.tokens else r.pending for r, d in pairs]
+        segments = [Segment(r.row, r.length + len(d.tokens), 1) for r, d in pairs]
         hidden = self.stack.run_layers(
             self.stack.embed(last), range(self.shared_depth), self.cache, segments
         )
         if not any(d.tokens for d in drafts):
             return hidden
-        states = [
-            state for i, d in enumerate(drafts) for state in (*d.shared, hidden[i])
-        ]
+        states = [state for i, d in enumerate(drafts) for state in (*d.shared, hidden[i])]
         return torch.stack(states)
 
     def _commit(self, row: Row, num_tokens: int) -> None:

@@ -62,9 +62,7 @@ class EarlyExitDrafter:
             inputs = [tokens[i][-1] if step else requests[i].pending for i in asking]
             segments = [Segment(requests[i].row, requests[i].length + step, 1) for i in asking]
             hidden = self.stack.embed(inputs)
-            hidden = self.stack.run_layers(
-                hidden, range(self.plan.shared_depth), cache, segments
-            )
+            hidden = self.stack.run_layers(hidden, range(self.plan.shared_depth), cache, segments)
             for i, state in zip(asking, hidden, strict=False):
                 shared[i].append(state)
             hidden = self.stack.run_layers(hidden, self._rest, cache, segments)

@@ -8,8 +8,8 @@ own modules and config, and whose attention is ours.
 import copy
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from layerskip.cache import SLOT_BLOCK, KVCache, PassLayout, PrefillLayout, Segment
+from layerskip.cache import KVCache, PassLayout, PrefillLayout, Segment
 from layerskip.errors import UnsupportedModelError
-from layerskip.ops.reference import decode_attention
+from layerskip.exactness import Exactness, probe, rows_agree
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +29,6 @@ ATTENTION = "layerskip"
 PREFILL_CHUNK = 512
 ROPE_CHUNK = 1024
 MAX_PASS_ROWS = 64
-ROW_QUANTA = (8, 16, 32)
-SLOT_BLOCKS = (128, SLOT_BLOCK)
-SLOTS_OF_PROBE = 1024
 
 
 def attention(
@@ -48,7 +45,8 @@ def attention(
     """Transformers' attention hook: keys and values are in the cache already."""
     assert layout is not None, "a twin's layers are only run by DecoderStack"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return layout.attend(query, module.layer_idx, scale), None
+    layer = cast(int, module.layer_idx)
+    return layout.attend(query, layer, scale), None
 
 
 AttentionInterface.register(ATTENTION, attention)
@@ -104,23 +102,6 @@ def share_twin(model: PreTrainedModel) -> PreTrainedModel:
     return twin.eval()
 
 
-@dataclass(frozen=True)
-class Exactness:
-    """Whether, and how, a row's bits are independent of the other rows of its pass.
-
-    Attributes:
-        holds: True if passes of several rows give each row the bits it gets alone.
-        row_quantum: passes are padded to a multiple of this many rows.
-        slot_block: passes attend to a multiple of this many slots, masked.
-        reason: one sentence for ``info``.
-    """
-
-    holds: bool
-    row_quantum: int
-    slot_block: int
-    reason: str
-
-
 class DecoderStack:
     """``embed``, ``run_layers`` and ``logits`` over a twin of a checkpoint."""
 
@@ -130,7 +111,6 @@ class DecoderStack:
         config = self.twin.config
         self._body = self.twin.model
         self._layers = list(self._body.layers)
-        self._norm, self._head = self._body.norm, self.twin.lm_head
         self.num_layers: int = config.num_hidden_layers
         heads: int = config.num_attention_heads
         self.num_kv_heads: int = config.num_key_value_heads
@@ -143,8 +123,9 @@ class DecoderStack:
         self._positions = torch.zeros(1, 0, dtype=torch.int64, device=self.device)
         self._cos = self._sin = torch.zeros(0)
         self._proven: dict[tuple[int, int], bool] = {}
+        self.exactness: Exactness
         with torch.inference_mode():
-            self.exactness = self._probe()
+            self.exactness = probe(self)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -188,11 +169,11 @@ class DecoderStack:
             return hidden
         parts = self._split(segments)
         if len(parts) == 1:
-            return self._run_pass(hidden, layers, cache, parts[0])
+            return self.run_pass(hidden, layers, cache, parts[0])
         outputs, start = [], 0
         for part in parts:
             count = sum(s.count for s in part)
-            out = self._run_pass(hidden[start : start + count], layers, cache, part)
+            out = self.run_pass(hidden[start : start + count], layers, cache, part)
             outputs.append(out[:count])
             start += count
         return torch.cat(outputs)
@@ -201,9 +182,13 @@ class DecoderStack:
         """``(tokens, hidden)`` -> ``(tokens, vocab)`` in the model's dtype."""
         limit = self._largest_proven(hidden.shape[0])
         if hidden.shape[0] <= limit:
-            return self._head(self._norm(self._pad(hidden)))
+            return self.head(self._pad(hidden))
         pieces = hidden.split(limit)
-        return torch.cat([self._head(self._norm(self._pad(p)))[: p.shape[0]] for p in pieces])
+        return torch.cat([self.head(self._pad(p))[: p.shape[0]] for p in pieces])
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Final norm and vocabulary projection of one pass's rows, as they are."""
+        return self.twin.lm_head(self._body.norm(hidden))
 
     def prefill(self, token_ids: Sequence[int], cache: KVCache, row: int) -> Tensor:
         """Write a prompt into ``row`` at full depth; logits of its last position, ``(vocab,)``.
@@ -246,12 +231,13 @@ class DecoderStack:
             for e in sorted(exits):
                 hidden = self._drive(hidden, range(depth, e), layout)
                 depth = e
-                collected[e].append(self._head(self._norm(hidden)).float())
+                collected[e].append(self.head(hidden).float())
         return {e: torch.cat(parts) for e, parts in collected.items()}
 
-    def _run_pass(
+    def run_pass(
         self, hidden: Tensor, layers: Sequence[int], cache: KVCache, segments: Sequence[Segment]
     ) -> Tensor:
+        """``run_layers`` as one pass, whatever its size."""
         hidden = self._pad(hidden)
         rows = hidden.shape[0]
         self._extend_tables(max(s.start for s in segments) + rows)
@@ -270,9 +256,8 @@ class DecoderStack:
         self, hidden: Tensor, layers: Iterable[int], layout: PassLayout | PrefillLayout
     ) -> Tensor:
         positions = layout.positions
-        if isinstance(layout, PrefillLayout) or layout.single is not None:
-            start = layout.start if isinstance(layout, PrefillLayout) else layout.single.start
-            at = slice(start, start + layout.num_rows)
+        if layout.start is not None:
+            at = slice(layout.start, layout.start + layout.num_rows)
             rope = (self._cos[:, at], self._sin[:, at])
         else:
             rope = (self._cos[:, positions[0]], self._sin[:, positions[0]])
@@ -330,77 +315,10 @@ class DecoderStack:
         key = (torch.get_num_threads(), size)
         if key not in self._proven:
             quantum = self.exactness.row_quantum
-            self._proven[key] = self._rows_agree(size, quantum if size > quantum else 1)
+            self._proven[key] = rows_agree(self, size, quantum if size > quantum else 1)
             if not self._proven[key]:
                 logger.info("passes of %d rows change bits; smaller ones are used", size)
         return self._proven[key]
-
-    def _probe(self) -> Exactness:
-        """Find the smallest padding at which rows do not influence each other (DESIGN 3.6)."""
-        block = next((b for b in SLOT_BLOCKS if self._blocks_agree(b)), SLOT_BLOCKS[-1])
-        for quantum in ROW_QUANTA:
-            reason = f"rows keep their bits in passes padded to {quantum} rows"
-            self.exactness = Exactness(True, quantum, block, reason)
-            if self._rows_agree(quantum, 1):
-                self._proven[(torch.get_num_threads(), quantum)] = True
-                return self.exactness
-        reason = "rows influence each other in every pass size: run one by one"
-        return Exactness(False, ROW_QUANTA[0], block, reason)
-
-    def _blocks_agree(self, block: int) -> bool:
-        """Whether attending to more masked blocks of this many slots leaves a row's bits alone."""
-        generator = torch.Generator().manual_seed(0)
-        shape = (1, SLOTS_OF_PROBE, self.num_kv_heads, self.head_dim)
-        keys, values = (
-            torch.randn(shape, generator=generator).to(self.device, self.dtype) for _ in range(2)
-        )
-        heads = self.group * self.num_kv_heads
-        q = torch.randn(1, ROW_QUANTA[0], heads, self.head_dim, generator=generator)
-        q = q.to(self.device, self.dtype)
-        for position in (1, block // 2, block - 1, SLOTS_OF_PROBE // 2 + 1):
-            mask = torch.zeros(1, 1, self.group * ROW_QUANTA[0], SLOTS_OF_PROBE)
-            mask[..., position + 1 :] = float("-inf")
-            mask = mask.to(self.device, self.dtype)
-            outputs = [
-                decode_attention(q, keys[:, :end], values[:, :end], mask[..., :end], 1.0)
-                for end in range(block, SLOTS_OF_PROBE + 1, block)
-                if end > position
-            ]
-            if not all(torch.equal(outputs[0], other) for other in outputs[1:]):
-                return False
-        return True
-
-    def _rows_agree(self, size: int, reference: int) -> bool:
-        """Whether a pass of ``size`` tokens gives the bits of passes of ``reference`` tokens.
-
-        One layer and the head, as one sequence and as two with different contexts.
-        """
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(self.vocab_size, (size,), generator=generator).tolist()
-        half = size // 2
-        cases = ([Segment(0, 3, size)], [Segment(0, 5, half), Segment(1, 509, size - half)])
-        for segments in cases:
-            together = self.new_cache(num_rows=2, num_slots=SLOTS_OF_PROBE)
-            apart = self.new_cache(num_rows=2, num_slots=SLOTS_OF_PROBE)
-            hidden = self.embed(ids)[:size]
-            got = self._run_pass(hidden, (0,), together, segments)
-            got_logits = self._head(self._norm(got))
-            done = 0
-            for s in segments:
-                for start in range(0, s.count, reference):
-                    count = min(reference, s.count - start)
-                    piece = Segment(s.row, s.start + start, count)
-                    want = self._run_pass(hidden[done : done + count], (0,), apart, [piece])
-                    want_logits = self._head(self._norm(want))
-                    at = slice(done, done + count)
-                    if not torch.equal(got[at], want[:count]):
-                        return False
-                    if not torch.equal(got_logits[at], want_logits[:count]):
-                        return False
-                    done += count
-            if not torch.equal(together.keys[0], apart.keys[0]):
-                return False
-        return True
 
     def _extend_tables(self, num_positions: int) -> None:
         """Rotary tables for positions below ``num_positions``, made once, in fixed chunks."""

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib
+import matplotlib as mpl
 
-matplotlib.use("Agg")
+mpl.use("Agg")
 import torch
 from corpus import END_OF_TEXT
 from matplotlib import pyplot as plt
@@ -33,7 +33,7 @@ def export_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     model = trainer.model
     model.config.dtype = torch.bfloat16
-    model.config._attn_implementation = "sdpa"
+    model.set_attn_implementation("sdpa")
     model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
     model.save_pretrained(partial, max_shard_size=SHARD_SIZE)
     tokenizer = PreTrainedTokenizerFast(
@@ -125,7 +125,9 @@ def plot_curves(log: list[dict[str, Any]], path: Path) -> None:
     tokens = [r["tokens"] / 1e6 for r in steps]
     left.plot(tokens, [r["loss"] for r in steps], linewidth=0.7, label="full depth")
     early = [(t, r["exit_loss"]) for t, r in zip(tokens, steps, strict=True) if r["exit_layer"]]
-    left.plot(*zip(*early, strict=True), ".", markersize=1.5, label="sampled exit") if early else None
+    left.plot(
+        *zip(*early, strict=True), ".", markersize=1.5, label="sampled exit"
+    ) if early else None
     left.set(xlabel="million tokens", ylabel="loss (nats per token)", title="training")
     left.legend()
     for name in [k for r in scored[:1] for k in r if "bits_per_byte" in k or "agreement_2" in k]:

@@ -15,7 +15,6 @@ Face checkpoint with ``layerskip.json`` beside the weights.
 import argparse
 import json
 import math
-import os
 import random
 import signal
 import time
@@ -351,7 +350,7 @@ class Trainer:
         }
         partial = path.with_suffix(".partial")
         torch.save(state, partial)
-        os.replace(partial, path)
+        partial.replace(path)
 
     def load(self, path: Path) -> None:
         state = torch.load(path, weights_only=True, map_location=self.device)
@@ -423,7 +422,7 @@ def train(trainer: Trainer, corpus: Corpus, state: Path, console: Console) -> bo
     signal.signal(signal.SIGTERM, request_stop)
     saved, columns = time.monotonic(), (TextColumn("{task.description}"), BarColumn())
     bar = Progress(*columns, MofNCompleteColumn(), TimeRemainingColumn(), console=console)
-    with bar, open(state.with_name("log.jsonl"), "a", encoding="utf-8") as log:
+    with bar, state.with_name("log.jsonl").open("a", encoding="utf-8") as log:
         task = bar.add_task("training (seconds)", total=int(60 * trainer.settings.minutes))
         while trainer.progress() < 1.0 and not stop:
             record = trainer.step(corpus)

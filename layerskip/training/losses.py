@@ -1,6 +1,5 @@
 """Early-exit losses."""
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -1,0 +1,109 @@
+"""Whether a row's bits depend on the other rows of its pass: probed, not assumed.
+
+On a CPU the kernels of one row and of several differ, and so do their roundings. Two habits undo
+that wherever the probe finds that they do: passes are padded to a multiple of some rows, and
+attention sees whole blocks of slots, masked (DESIGN 3.6).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from layerskip.cache import SLOT_BLOCK, Segment
+from layerskip.ops.reference import decode_attention
+
+if TYPE_CHECKING:
+    from layerskip.model import DecoderStack
+
+ROW_QUANTA = (8, 16, 32)
+SLOT_BLOCKS = (128, SLOT_BLOCK)
+SLOTS_OF_PROBE = 1024
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """How rows keep their bits.
+
+    Attributes:
+        holds: True if passes of several rows give each row the bits it gets alone; else tokens
+            run one by one.
+        row_quantum: passes are padded to a multiple of this many rows.
+        slot_block: passes attend to a multiple of this many slots, masked.
+        reason: one sentence for ``info``.
+    """
+
+    holds: bool
+    row_quantum: int
+    slot_block: int
+    reason: str
+
+
+def probe(stack: "DecoderStack") -> Exactness:
+    """The smallest padding at which rows do not influence each other; sets it on ``stack``."""
+    block = next((b for b in SLOT_BLOCKS if blocks_agree(stack, b)), SLOT_BLOCKS[-1])
+    for quantum in ROW_QUANTA:
+        reason = f"rows keep their bits in passes padded to {quantum} rows"
+        stack.exactness = Exactness(True, quantum, block, reason)
+        if rows_agree(stack, quantum, 1):
+            return stack.exactness
+    reason = "rows influence each other in every pass size: tokens run one by one"
+    return Exactness(False, ROW_QUANTA[0], block, reason)
+
+
+def blocks_agree(stack: "DecoderStack", block: int) -> bool:
+    """Whether attending to more masked blocks of this many slots leaves a row's bits alone."""
+    generator = torch.Generator().manual_seed(0)
+    rows, heads = ROW_QUANTA[0], stack.group * stack.num_kv_heads
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(stack.device, stack.dtype)
+
+    q = noise(1, rows, heads, stack.head_dim)
+    keys, values = (noise(1, SLOTS_OF_PROBE, stack.num_kv_heads, stack.head_dim) for _ in "kv")
+    for position in (1, block // 2, block - 1, SLOTS_OF_PROBE // 2 + 1):
+        mask = torch.zeros(1, 1, stack.group * rows, SLOTS_OF_PROBE)
+        mask[..., position + 1 :] = float("-inf")
+        mask = mask.to(stack.device, stack.dtype)
+        outputs = [
+            decode_attention(q, keys[:, :end], values[:, :end], mask[..., :end], 1.0)
+            for end in range(block, SLOTS_OF_PROBE + 1, block)
+            if end > position
+        ]
+        if not all(torch.equal(outputs[0], other) for other in outputs[1:]):
+            return False
+    return True
+
+
+def rows_agree(stack: "DecoderStack", size: int, reference: int) -> bool:
+    """Whether a pass of ``size`` tokens gives the bits of passes of ``reference`` tokens.
+
+    One layer and the head, as one sequence and as two with different contexts.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(stack.vocab_size, (size,), generator=generator).tolist()
+    half = size // 2
+    cases = ([Segment(0, 3, size)], [Segment(0, 5, half), Segment(1, 509, size - half)])
+    return all(_segments_agree(stack, ids, segments, reference) for segments in cases)
+
+
+def _segments_agree(
+    stack: "DecoderStack", ids: list[int], segments: list[Segment], reference: int
+) -> bool:
+    together = stack.new_cache(num_rows=2, num_slots=SLOTS_OF_PROBE)
+    apart = stack.new_cache(num_rows=2, num_slots=SLOTS_OF_PROBE)
+    hidden = stack.embed(ids)[: len(ids)]
+    got = stack.run_pass(hidden, (0,), together, segments)
+    got_logits = stack.head(got)
+    done = 0
+    for s in segments:
+        for start in range(0, s.count, reference):
+            count = min(reference, s.count - start)
+            at = slice(done, done + count)
+            piece = Segment(s.row, s.start + start, count)
+            want = stack.run_pass(hidden[at], (0,), apart, [piece])
+            same = torch.equal(got[at], want[:count])
+            if not same or not torch.equal(got_logits[at], stack.head(want)[:count]):
+                return False
+            done += count
+    return torch.equal(together.keys[0], apart.keys[0])

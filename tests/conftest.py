@@ -1,0 +1,47 @@
+"""What the tests share: models and wrappers are made once, hypothesis is reproducible."""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import transformers
+from hypothesis import settings
+from toys import PLANS, make_model, make_tokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from layerskip import SelfSpeculativeLM
+
+transformers.logging.set_verbosity_error()
+# Examples are the same in every run: a test that fails here fails at the next desk too.
+settings.register_profile("layerskip", deadline=None, derandomize=True, database=None)
+settings.load_profile("layerskip")
+
+
+@pytest.fixture(scope="session")
+def toy() -> Callable[..., PreTrainedModel]:
+    """``toy(family, dtype, shape)``: a model that no test may change."""
+    return functools.cache(make_model)
+
+
+@pytest.fixture(scope="session")
+def wrap(toy: Callable[..., PreTrainedModel]) -> Callable[..., SelfSpeculativeLM]:
+    """``wrap(plan_name, family, dtype, shape)``: that model wrapped, without a tokenizer."""
+
+    @functools.cache
+    def build(plan: str | None = "exit", *model: str) -> SelfSpeculativeLM:
+        return SelfSpeculativeLM(toy(*model), None, PLANS[plan] if plan else None)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def talking(
+    toy: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast
+) -> SelfSpeculativeLM:
+    """A wrapper with a tokenizer: text in, text out."""
+    return SelfSpeculativeLM(toy(), tokenizer, PLANS["exit"])
