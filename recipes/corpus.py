@@ -6,10 +6,14 @@ and no function of a held-out module is ever trained on.
 
 import hashlib
 import json
+import platform
+import random
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
+import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
@@ -79,3 +83,53 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+class Corpus:
+    """Token streams: training code and math, and held-out documents with their byte counts."""
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        vocab_size: int,
+        seed: int,
+        text: Path | None = None,
+        math: Path | None = None,
+        math_held_out: Path | None = None,
+    ) -> None:
+        python = f"the standard library of Python {platform.python_version()} (PSF licence)"
+        self.source = python if text is None else f"text files in {text.name!r}"
+        train, self.held_out = read_documents(stdlib_files() if text is None else text_files(text))
+        if not train or not self.held_out:
+            raise ValueError(f"{text}: too little text to train on and hold out; add files")
+        questions = read_questions(math) if math else []
+        self.math_held_out = read_questions(math_held_out) if math_held_out else []
+        path = out / "tokenizer.json"
+        if path.exists():
+            self.tokenizer = Tokenizer.from_file(str(path))
+        else:
+            self.tokenizer = train_tokenizer([*train.values(), *questions], vocab_size)
+            self.tokenizer.save(str(path))
+        names = sorted(train)
+        random.Random(seed).shuffle(names)
+        self.code = self.encode(train[name] for name in names)
+        self.math = self.encode(questions) if questions else None
+
+    def encode(self, texts: Iterator[str] | list[str]) -> np.ndarray:
+        """One uint16 stream, documents separated by the end-of-text token."""
+        end = self.tokenizer.token_to_id(END_OF_TEXT)
+        encoded = self.tokenizer.encode_batch_fast(list(texts))
+        return np.concatenate([np.array([*e.ids, end], dtype=np.uint16) for e in encoded])
+
+    def batch(
+        self, rng: np.random.Generator, rows: int, length: int, math_share: float
+    ) -> torch.Tensor:
+        """``(rows, length + 1)`` int64 ids, each row a random crop."""
+        crops = []
+        for _ in range(rows):
+            use_math = self.math is not None and rng.random() < math_share
+            stream = self.math if use_math else self.code
+            start = int(rng.integers(0, max(1, len(stream) - length - 1)))
+            crops.append(np.resize(stream[start : start + length + 1], length + 1))
+        return torch.from_numpy(np.stack(crops).astype(np.int64))

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,8 @@ from matplotlib import pyplot as plt
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 if TYPE_CHECKING:
-    from pretrain_small import Corpus, Trainer
+    from corpus import Corpus
+    from trainer import Trainer
 
 SHARD_SIZE = "14MB"
 CHAT_TEMPLATE = (
@@ -26,7 +26,12 @@ CHAT_TEMPLATE = (
 
 
 def export_checkpoint(
-    trainer: "Trainer", corpus: "Corpus", scores: dict[str, float], folder: Path
+    trainer: "Trainer",
+    corpus: "Corpus",
+    scores: dict[str, float],
+    folder: Path,
+    *,
+    note: str = "",
 ) -> None:
     """Weights in bfloat16 shards, tokenizer, generation config, ``layerskip.json`` and card."""
     partial = folder.with_name(folder.name + ".partial")
@@ -56,7 +61,7 @@ def export_checkpoint(
         "scores": scores,
     }
     (partial / "layerskip.json").write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
-    card = model_card(trainer, corpus, scores)
+    card = model_card(trainer, corpus, scores, note)
     (partial / "README.md").write_text(card, encoding="utf-8")
     plot_curves(trainer.log, partial / "curves.png")
     shutil.rmtree(folder, ignore_errors=True)
@@ -71,11 +76,12 @@ def _best_exit(scores: dict[str, float], exits: list[int]) -> int:
     return max(shallow, key=lambda e: scores.get(f"code_agreement_{e}", 0.0))
 
 
-def model_card(trainer: "Trainer", corpus: "Corpus", scores: dict[str, float]) -> str:
+def model_card(trainer: "Trainer", corpus: "Corpus", scores: dict[str, float], note: str) -> str:
     """What the checkpoint is, was trained on, scores, and cannot do."""
     settings = trainer.settings
     count = sum(p.numel() for p in trainer.model.parameters())
     rows = "\n".join(f"| {name} | {value:.3f} |" for name, value in scores.items())
+    note = f"- {note}\n" if note else ""
     modules = ", ".join(f"`{name}`" for name in sorted(corpus.held_out))
     return f"""---
 license: apache-2.0
@@ -89,8 +95,8 @@ self-speculative decoding on any machine.
 **What it cannot do**: it is far too small to write correct programs or to solve problems. It has
 seen English only in documentation, comments and school-maths questions. Do not use its output.
 
-- Data: the standard library of Python {sys.version.split()[0]} (PSF licence){_math_line(corpus)};
-  {trainer.tokens / 1e6:.1f} M tokens seen. No code of the standard library is in this folder.
+- Data: {corpus.source}{_math_line(corpus)};
+  {trainer.tokens / 1e6:.1f} M tokens seen. None of it is in this folder.
 - Vocabulary: {settings.vocab_size} byte-level BPE tokens; documents end with `{END_OF_TEXT}`.
 - Context: {settings.max_positions} positions.
 - Loss: next token at full depth, plus {settings.early_exit:g} times the loss of one sampled early
@@ -98,7 +104,7 @@ seen English only in documentation, comments and school-maths questions. Do not 
   {1 - settings.distil:.1f} cross-entropy. Layer dropout to {settings.layer_dropout:g} at the last
   layer. After LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710).
 - Time: {trainer.seconds / 60:.0f} minutes on {trainer.device}, {trainer.steps} steps.
-
+{note}
 Held-out scores: bits per byte at full depth; by exit layer, `agreement` is the share of
 teacher-forced positions where the exit's most likely token is the full model's, and `overlap` is
 1 minus the total variation distance.

@@ -1,0 +1,227 @@
+"""The cache against a plain list model, its attention against float64 arithmetic."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerskip.cache import SLOT_BLOCK, KVCache, PassLayout, PrefillLayout, Segment
+
+NUM_LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 6
+POSITIONS = torch.arange(4 * SLOT_BLOCK)[None]
+# Starts on both sides of the 128- and 512-slot borders, and of the cache's own end.
+STARTS = st.one_of(st.integers(0, 20), st.sampled_from([119, 120, 127, 128, 500, 505, 511, 512]))
+WINDOWS = st.sampled_from([None, 1, 7, 200])
+
+
+def make_cache(num_rows: int = 1, num_slots: int = 1, **settings) -> KVCache:
+    shape = {"num_layers": NUM_LAYERS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    shape |= {"dtype": torch.float32, "device": torch.device("cpu")} | settings
+    return KVCache(num_rows=num_rows, num_slots=num_slots, **shape)
+
+
+def fill(cache: KVCache, seed: int = 0) -> torch.Generator:
+    """Random keys and values in every slot, scratch or not."""
+    generator = torch.Generator().manual_seed(seed)
+    cache.keys.normal_(generator=generator)
+    cache.values.normal_(generator=generator)
+    return generator
+
+
+def visible(position: int, window: int | None) -> range:
+    """Slots that a position may read."""
+    return range(0 if window is None else max(0, position - window + 1), position + 1)
+
+
+def naive_attention(query, keys, values, position, window):
+    """One position in float64: ``(head, dim)`` over ``(slot, kv_head, dim)``."""
+    seen = list(visible(position, window))
+    group = query.shape[0] // keys.shape[1]
+    out = []
+    for head, q in enumerate(query.double()):
+        k, v = keys[seen, head // group].double(), values[seen, head // group].double()
+        out.append((k @ q / math.sqrt(len(q))).softmax(0) @ v)
+    return torch.stack(out)
+
+
+# --- lengths
+
+
+@given(st.lists(st.tuples(st.sampled_from(["commit", "release"]), st.integers(0, 2))))
+def test_lengths_are_counted_per_row(steps):
+    cache, expected = make_cache(num_rows=3), [0, 0, 0]
+    before = cache.keys.clone()
+    for number, (action, row) in enumerate(steps):
+        if action == "commit":
+            cache.commit(row, number)
+            expected[row] += number
+        else:
+            cache.release(row)
+            expected[row] = 0
+        assert cache.lengths.tolist() == expected
+    assert torch.equal(cache.keys, before)
+
+
+@given(st.integers(1, 3), st.integers(1, 1100), st.integers(1, 4), st.integers(1, 1600))
+@settings(max_examples=25)
+def test_growing_keeps_what_was_held(rows, slots, more_rows, more_slots):
+    cache = make_cache(rows, slots, attended_block=128)
+    fill(cache)
+    for row in range(rows):
+        cache.commit(row, 10 + row)
+    larger = cache.grown(num_rows=more_rows, num_slots=more_slots)
+    assert larger.num_rows == max(rows, more_rows)
+    assert larger.num_slots >= max(slots, more_slots)
+    assert larger.num_slots % SLOT_BLOCK == 0
+    assert larger.attended_block == 128
+    expected = [10 + row for row in range(rows)] + [0] * (larger.num_rows - rows)
+    assert larger.lengths.tolist() == expected
+    for old, new in ((cache.keys, larger.keys), (cache.values, larger.values)):
+        assert torch.equal(new[:, :rows, : cache.num_slots], old)
+        assert torch.count_nonzero(new[:, rows:]) == 0  # a NaN there would survive any mask
+        assert torch.count_nonzero(new[:, :, cache.num_slots :]) == 0
+
+
+def test_a_cache_is_two_tensors():
+    cache = make_cache(num_rows=2, num_slots=600, dtype=torch.bfloat16)
+    assert cache.num_slots == 1024
+    assert cache.nbytes == 2 * NUM_LAYERS * 2 * 1024 * KV_HEADS * HEAD_DIM * 2
+    assert cache.layer_keys[1].data_ptr() == cache.keys[1].data_ptr()
+    assert cache.lengths.dtype == torch.int32
+
+
+# --- masks
+
+
+@given(st.integers(0, 1016), st.sampled_from([8, 16]), st.sampled_from([1, 2, 4]), WINDOWS)
+def test_causal_rows_are_the_mask_written_out(start, tile, group, window):
+    cache = MASKED
+    mask = cache.causal_rows(start, tile, group, window)
+    assert mask.shape[0] == group * tile
+    assert mask.shape[1] == min(1024, math.ceil((start + tile) / 128) * 128)
+    for row in range(group * tile):
+        seen = visible(start + row % tile, window)
+        expected = torch.full((mask.shape[1],), -math.inf)
+        expected[seen.start : seen.stop] = 0.0
+        assert torch.equal(mask[row], expected)
+
+
+MASKED = make_cache(num_slots=1024, attended_block=128)
+
+
+@pytest.mark.parametrize("block", [128, 512])
+@pytest.mark.parametrize("end", [127, 128, 129, 511, 512, 513, 1024])
+def test_masks_are_whole_blocks_wide_and_no_copies(block, end):
+    cache = make_cache(num_slots=1024, attended_block=block)
+    mask = cache.causal_rows(end - 8, 8, 1, None)
+    assert mask.shape[1] == math.ceil(end / block) * block
+    other = cache.causal_rows(3, 8, 1, None)
+    assert mask.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+# --- passes
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A ragged decode pass: segments, the shape of its layout and its windows per layer."""
+
+    segments: tuple[Segment, ...]
+    group: int
+    tile: int
+    windows: tuple[int | None, int | None]
+
+
+@st.composite
+def passes(draw) -> Pass:
+    rows = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True))
+    segments = tuple(Segment(r, draw(STARTS), draw(st.integers(1, 9))) for r in rows)
+    shape = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([8, 16]))
+    return Pass(segments, *shape, (draw(WINDOWS), draw(WINDOWS)))
+
+
+def lay_out(cache: KVCache, case: Pass) -> PassLayout:
+    tokens = sum(s.count for s in case.segments)
+    return PassLayout(
+        cache,
+        case.segments,
+        num_rows=math.ceil(tokens / case.tile) * case.tile,
+        group=case.group,
+        tile=case.tile,
+        windows=case.windows,
+        all_positions=POSITIONS,
+    )
+
+
+def token_places(segments) -> list[tuple[int, int]]:
+    """(row, slot) of each token, in the order of the pass."""
+    return [(s.row, s.start + i) for s in segments for i in range(s.count)]
+
+
+def write(layout, cache: KVCache, places, layer: int, generator: torch.Generator) -> None:
+    """Update the cache through the layout, and check that nothing but ``places`` changed."""
+    shape = (1, KV_HEADS, layout.num_rows, HEAD_DIM)
+    new_keys, new_values = (torch.randn(shape, generator=generator) for _ in range(2))
+    keys, values = cache.keys.clone(), cache.values.clone()
+    for token, (row, slot) in enumerate(places):
+        keys[layer, row, slot] = new_keys[0, :, token]
+        values[layer, row, slot] = new_values[0, :, token]
+    layout.update(new_keys, new_values, layer)
+    assert torch.equal(cache.keys, keys)
+    assert torch.equal(cache.values, values)
+
+
+def check_attention(layout, cache: KVCache, places, layer, window, heads, generator) -> None:
+    query = torch.randn(1, heads, layout.num_rows, HEAD_DIM, generator=generator)
+    out = layout.attend(query, layer, HEAD_DIM**-0.5)
+    assert out.shape == (1, layout.num_rows, heads, HEAD_DIM)
+    for token, (row, slot) in enumerate(places):
+        keys, values = cache.keys[layer, row], cache.values[layer, row]
+        expected = naive_attention(query[0, :, token], keys, values, slot, window)
+        torch.testing.assert_close(out[0, token].double(), expected, atol=2e-6, rtol=2e-6)
+
+
+@given(passes())
+@settings(max_examples=60)
+def test_a_pass_writes_its_tokens_and_reads_what_they_may_see(case):
+    cache = make_cache(num_rows=4, num_slots=600, attended_block=128)
+    generator = fill(cache)
+    layout, places = lay_out(cache, case), token_places(case.segments)
+    assert layout.positions[0, : len(places)].tolist() == [slot for _, slot in places]
+    for layer, window in enumerate(case.windows):
+        write(layout, cache, places, layer, generator)
+        heads = KV_HEADS * case.group
+        check_attention(layout, cache, places, layer, window, heads, generator)
+
+
+@given(passes())
+@settings(max_examples=30)
+def test_huge_scratch_changes_no_bit(case):
+    """Slots behind the tokens' own are masked: what lies there must not come through."""
+    cache = make_cache(num_rows=4, num_slots=600, attended_block=128)
+    generator = fill(cache)
+    layout, heads = lay_out(cache, case), KV_HEADS * case.group
+    query = torch.randn(1, heads, layout.num_rows, HEAD_DIM, generator=generator)
+    tokens = layout.num_tokens
+    before = layout.attend(query, 0, 1.0)[:, :tokens].clone()
+    for s in case.segments:
+        cache.keys[:, s.row, s.start + s.count :] = 1e30
+        cache.values[:, s.row, s.start + s.count :] = -1e30
+    assert torch.equal(layout.attend(query, 0, 1.0)[:, :tokens], before)
+
+
+@given(st.integers(0, 3), STARTS, st.integers(1, 40), st.sampled_from([1, 2, 4]), WINDOWS)
+@settings(max_examples=40)
+def test_a_chunk_of_prompt_is_attended_exactly(row, start, count, group, window):
+    cache = make_cache(num_rows=4, num_slots=600)
+    generator = fill(cache)
+    segment = Segment(row, start, count)
+    layout = PrefillLayout(cache, segment, windows=(None, window), all_positions=POSITIONS)
+    places = token_places([segment])
+    assert layout.positions[0].tolist() == [slot for _, slot in places]
+    for layer, seen in enumerate((None, window)):
+        write(layout, cache, places, layer, generator)
+        check_attention(layout, cache, places, layer, seen, KV_HEADS * group, generator)

@@ -1,0 +1,140 @@
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerskip.ops.reference import (
+    UNIFORM_BITS,
+    decode_attention,
+    gumbel_from_bits,
+    gumbel_noise,
+    prefill_attention,
+    uniform_bits,
+)
+
+BLOCK = 2**20
+MASK_64 = 2**64 - 1
+
+
+# --- attention
+
+
+def naive_attention(q, k, v, mask, scale):
+    """Float64, head by head; ``mask`` is ``(seqlen, seqlen_cache)``."""
+    group = q.shape[2] // k.shape[2]
+    out = torch.empty(q.shape, dtype=torch.float64)
+    for b, h in np.ndindex(q.shape[0], q.shape[2]):
+        keys, values = k[b, :, h // group].double(), v[b, :, h // group].double()
+        scores = q[b, :, h].double() @ keys.T * scale + mask.double()
+        out[b, :, h] = scores.softmax(-1) @ values
+    return out
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize(("batch", "seqlen", "slots"), [(1, 8, 40), (3, 5, 128), (2, 1, 7)])
+def test_decode_attention_is_attention(group, batch, seqlen, slots):
+    generator = torch.Generator().manual_seed(group)
+    q = torch.randn(batch, seqlen, 2 * group, 10, generator=generator)
+    k, v = (torch.randn(batch, slots, 2, 10, generator=generator) for _ in range(2))
+    # Slot 0 stays visible: a query that sees nothing has no answer.
+    hidden = torch.rand(seqlen, slots, generator=generator) < 0.5
+    hidden[:, 0] = False
+    mask = torch.zeros(seqlen, slots).masked_fill_(hidden, -math.inf)
+    expected = naive_attention(q, k, v, mask, 0.3)
+    got = decode_attention(q, k, v, mask.repeat(group, 1)[None, None], 0.3)
+    torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=2e-6)
+    got = prefill_attention(q, k, v, mask[None, None], 0.3)
+    torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=2e-6)
+
+
+# --- noise
+
+
+def in_odd_pieces(bits: np.ndarray) -> np.ndarray:
+    """The noise of ``bits``, computed in pieces of 1, 2, 5, 12, ... entries."""
+    parts, start, size = [], 0, 1
+    while start < len(bits):
+        parts.append(gumbel_from_bits(bits[start : start + size]))
+        start, size = start + size, 2 * size + 3
+    return np.concatenate(parts)
+
+
+def test_noise_has_the_same_bits_for_every_uniform_in_any_shape():
+    """All 2**24: another shape, stride, offset or library takes other vector loops."""
+    for first in range(0, 2**UNIFORM_BITS, BLOCK):
+        bits = np.arange(first, first + BLOCK, dtype=np.uint32)
+        whole = gumbel_from_bits(bits)
+        assert whole.dtype == np.float32
+        assert np.isfinite(whole).all()
+        assert np.array_equal(in_odd_pieces(bits), whole)
+        table = gumbel_from_bits(bits.reshape(-1, 4).T)  # strided: column c holds 4c .. 4c + 3
+        assert np.array_equal(table.T.ravel(), whole)
+        u = (torch.from_numpy(bits.astype(np.float64)) + 0.5) * 2.0**-UNIFORM_BITS
+        assert np.array_equal((-torch.log(-torch.log(u))).float().numpy(), whole)
+
+
+def test_noise_is_what_scalar_arithmetic_gives():
+    edges = [0, 1, 2, 2**23 - 1, 2**23, 2**24 - 2, 2**24 - 1]
+    sample = edges + random.Random(0).choices(range(2**24), k=20_000)
+    got = gumbel_from_bits(np.array(sample, dtype=np.uint32))
+    expected = [-math.log(-math.log((b + 0.5) / 2**24)) for b in sample]
+    assert np.array_equal(got, np.array(expected).astype(np.float32))
+
+
+def test_noise_grows_with_its_uniform_and_is_gumbel_distributed():
+    noise = [
+        gumbel_from_bits(np.arange(first, first + BLOCK, dtype=np.uint32)).astype(np.float64)
+        for first in range(0, 2**UNIFORM_BITS, BLOCK)
+    ]
+    assert all((np.diff(part) >= 0).all() for part in noise)
+    mean = sum(part.sum() for part in noise) / 2**UNIFORM_BITS
+    square = sum((part**2).sum() for part in noise) / 2**UNIFORM_BITS
+    # Each uniform once, so these are midpoint sums of the integrals, not samples of them.
+    assert mean == pytest.approx(0.5772156649, abs=1e-5)
+    assert square - mean**2 == pytest.approx(math.pi**2 / 6, abs=1e-4)
+
+
+def philox_block(seed: int, counter: int, position: int) -> list[int]:
+    """Philox4x64-10 as in Salmon et al. 2011, in Python's integers."""
+    c, key = [counter, position, 0, 0], [seed, 0]
+    for _ in range(10):
+        a, b = 0xD2E7470EE14C6C93 * c[0], 0xCA5A826395121157 * c[2]
+        c = [(b >> 64) ^ c[1] ^ key[0], b & MASK_64, (a >> 64) ^ c[3] ^ key[1], a & MASK_64]
+        key = [(key[0] + 0x9E3779B97F4A7C15) & MASK_64, (key[1] + 0xBB67AE8584CAA73B) & MASK_64]
+    return c
+
+
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (1, 0), (0, 1), (2**63 - 1, 131_071)])
+def test_uniforms_are_the_documented_philox_stream(seed, position):
+    expected = []
+    for token in range(19):
+        word = philox_block(seed, 1 + token // 8, position)[token // 2 % 4]
+        half = word >> 32 if token % 2 else word & 0xFFFFFFFF
+        expected.append(half >> 8)
+    assert uniform_bits(seed, position, 19).tolist() == expected
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**20), st.integers(1, 700), st.integers(1, 700))
+def test_a_token_s_uniform_does_not_depend_on_the_vocabulary(seed, position, one, other):
+    small, large = sorted([one, other])
+    first = uniform_bits(seed, position, large)
+    assert first.max() < 2**UNIFORM_BITS
+    assert np.array_equal(uniform_bits(seed, position, small), first[:small])
+
+
+def test_seeds_positions_and_tokens_all_matter():
+    streams = [uniform_bits(s, p, 4096) for s in range(4) for p in range(4)]
+    for i, one in enumerate(streams):
+        assert len(np.unique(one)) > 4000  # 0.5 collisions expected within 4096 of 2**24
+        for other in streams[:i]:
+            assert np.count_nonzero(one == other) <= 3  # 0.0002 expected
+
+
+def test_noise_of_a_position_is_made_from_its_uniforms():
+    noise = gumbel_noise(7, 12, 331)
+    assert noise.dtype == torch.float32
+    assert np.array_equal(noise.numpy(), gumbel_from_bits(uniform_bits(7, 12, 331)))

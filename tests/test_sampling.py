@@ -1,0 +1,162 @@
+import math
+
+import pytest
+import torch
+import transformers
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from layerskip import SamplingParams
+from layerskip.sampling import Sampler, keep_mask
+
+VOCAB_SIZE = 331
+SETTINGS = [
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": VOCAB_SIZE + 5},
+    {"top_p": 0.9},
+    {"top_p": 0.01},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"top_k": 40, "top_p": 0.8, "min_p": 0.05},
+    {},
+]
+
+
+def random_logits(rows: int, vocab: int = VOCAB_SIZE, seed: int = 0) -> torch.Tensor:
+    return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def softmax(scores: list[float]) -> list[float]:
+    weights = [math.exp(s - max(scores)) for s in scores]
+    return [w / math.fsum(weights) for w in weights]
+
+
+def kept_slowly(scores: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
+    """One row in Python lists: top-k (ties at the border stay), then top-p, then min-p."""
+    kept = list(range(len(scores)))
+    if 0 < top_k < len(scores):
+        border = sorted(scores, reverse=True)[top_k - 1]
+        kept = [i for i in kept if scores[i] >= border]
+    if top_p < 1.0:
+        likely_first = sorted(kept, key=lambda i: -scores[i])
+        nucleus, before = [], 0.0
+        for i, p in zip(likely_first, softmax([scores[i] for i in likely_first]), strict=True):
+            assume(abs(before - top_p) > 1e-5)  # on the border float32 may decide either way
+            if before < top_p:
+                nucleus.append(i)
+            before += p
+        kept = nucleus
+    if min_p > 0.0:
+        p = dict(zip(kept, softmax([scores[i] for i in kept]), strict=True))
+        border = min_p * max(p.values())
+        assume(all(abs(q - border) > 1e-6 or q == max(p.values()) for q in p.values()))
+        kept = [i for i in kept if p[i] >= border]
+    return set(kept)
+
+
+# Quarters: exact in float32, and equal often enough to test ties.
+SCORES = st.lists(st.integers(-20, 20).map(lambda n: n / 4), min_size=1, max_size=24)
+PROBABILITY = st.integers(1, 100).map(lambda n: n / 100)
+
+
+@given(SCORES, st.integers(0, 30), PROBABILITY, st.integers(0, 100).map(lambda n: n / 100))
+def test_keep_mask_keeps_what_lists_keep(scores, top_k, top_p, min_p):
+    params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+    masked = keep_mask(torch.tensor([scores]), params)[0].tolist()
+    expected = kept_slowly(scores, top_k, top_p, min_p)
+    assert {i for i, s in enumerate(masked) if s > -math.inf} == expected
+    assert all(masked[i] == scores[i] for i in expected)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_keep_mask_keeps_what_transformers_keeps(settings, temperature):
+    logits = random_logits(50)
+    warpers = [transformers.TemperatureLogitsWarper(temperature)]
+    if "top_k" in settings:
+        warpers.append(transformers.TopKLogitsWarper(settings["top_k"]))
+    if "top_p" in settings:
+        warpers.append(transformers.TopPLogitsWarper(settings["top_p"]))
+    if "min_p" in settings:
+        warpers.append(transformers.MinPLogitsWarper(settings["min_p"]))
+    expected = logits
+    for warper in warpers:
+        expected = warper(None, expected)
+    params = SamplingParams(temperature=temperature, **settings)
+    assert torch.equal(keep_mask(logits / temperature, params), expected)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_rows_together_are_rows_alone(settings):
+    logits = random_logits(9)
+    params = SamplingParams(temperature=0.8, seed=5, **settings)
+    together = keep_mask(logits, params)
+    alone = torch.cat([keep_mask(row[None], params) for row in logits])
+    assert torch.equal(together, alone)
+    sampler = Sampler(params, 5, VOCAB_SIZE)
+    picked = sampler.pick(logits, 30)
+    fresh = Sampler(params, 5, VOCAB_SIZE)
+    assert picked == [fresh.pick(logits[i : i + 1], 30 + i)[0] for i in range(9)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 5, VOCAB_SIZE, 100_000])
+def test_greedy_ties_go_to_the_lowest_id(dtype, vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(4, vocab, generator=generator).clamp(max=1.0).to(dtype)
+    places = [torch.randint(vocab, (5,), generator=generator).tolist() for _ in range(4)]
+    for row, ids in enumerate(places):
+        logits[row, ids] = 2.0
+    sampler = Sampler(SamplingParams(), 0, vocab)
+    assert sampler.pick(logits, 0) == [min(ids) for ids in places]
+
+
+def test_a_pick_depends_on_seed_and_position_alone():
+    logits = torch.zeros(1, VOCAB_SIZE)
+    params = SamplingParams(temperature=1.0, seed=1)
+    picks = {
+        (seed, position): Sampler(params, seed, VOCAB_SIZE).pick(logits, position)[0]
+        for seed in range(8)
+        for position in range(8)
+    }
+    assert len(set(picks.values())) > 40  # 64 draws of 331 ids repeat about six times
+    walked = Sampler(params, 3, VOCAB_SIZE)
+    again = [walked.pick(logits, position)[0] for position in (5, 2, 5, 7)]
+    assert again == [picks[3, position] for position in (5, 2, 5, 7)]
+
+
+def test_noise_is_made_once_and_forgotten():
+    sampler = Sampler(SamplingParams(temperature=1.0), 3, VOCAB_SIZE)
+    kept, dropped = sampler.noise(8), sampler.noise(7)
+    sampler.forget_before(8)
+    assert sampler.noise(8) is kept
+    assert sampler.noise(7) is not dropped
+    assert torch.equal(sampler.noise(7), dropped)
+
+
+def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    expected = probabilities.double() * counts.sum()
+    assert expected.min() > 5, "too few draws for the test to be sound"
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sampling_at_temperature_1_follows_softmax(seed):
+    draws = 6000
+    logits = torch.randn(20, generator=torch.Generator().manual_seed(seed))
+    sampler = Sampler(SamplingParams(temperature=1.0), seed, 20)
+    picked = torch.tensor(sampler.pick(logits.expand(draws, 20), 0))
+    statistic = chi_square(picked.bincount(minlength=20), logits.softmax(-1))
+    assert statistic < 64.0  # 19 degrees of freedom: exceeded once in a million
+
+
+def test_restricted_sampling_follows_the_renormalised_softmax():
+    draws = 6000
+    logits = torch.randn(20, generator=torch.Generator().manual_seed(2))
+    params = SamplingParams(temperature=0.7, top_k=6)
+    picked = torch.tensor(Sampler(params, 4, 20).pick(logits.expand(draws, 20), 100))
+    best = logits.topk(6).indices
+    assert set(picked.tolist()) == set(best.tolist())
+    probabilities = (logits[best] / 0.7).softmax(-1)
+    assert chi_square(picked.bincount(minlength=20)[best], probabilities) < 38.0  # 5 degrees
