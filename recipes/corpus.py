@@ -24,7 +24,11 @@ SPLIT = r"\n| {2,}| ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\s"
 
 def is_held_out(module_path: str, *, every: int = 40) -> bool:
     """True for about one module path in ``every``, by its hash alone."""
-    return int(hashlib.sha256(module_path.encode()).hexdigest(), 16) % every == 0
+    return _path_hash(module_path) % every == 0
+
+
+def _path_hash(path: str) -> int:
+    return int(hashlib.sha256(path.encode()).hexdigest(), 16)
 
 
 def stdlib_files() -> Iterator[tuple[str, Path]]:
@@ -55,6 +59,13 @@ def read_documents(files: Iterable[tuple[str, Path]]) -> tuple[dict[str, str], d
         except UnicodeDecodeError:
             continue
         (held_out if is_held_out(name) else train)[name] = text
+    if not held_out and len(train) > 1:  # too few files for one in forty: the lowest hash
+        name = min(train, key=_path_hash)
+        held_out[name] = train.pop(name)
+    elif not held_out:  # one file: its last twentieth
+        for name, text in train.items():
+            cut = len(text) - len(text) // 20
+            train[name], held_out[name] = text[:cut], text[cut:]
     return train, held_out
 
 
@@ -101,8 +112,8 @@ class Corpus:
         python = f"the standard library of Python {platform.python_version()} (PSF licence)"
         self.source = python if text is None else f"text files in {text.name!r}"
         train, self.held_out = read_documents(stdlib_files() if text is None else text_files(text))
-        if not train or not self.held_out:
-            raise ValueError(f"{text}: too little text to train on and hold out; add files")
+        if not any(self.held_out.values()):
+            raise ValueError(f"{text} holds no .py, .txt or .md text to train on")
         questions = read_questions(math) if math else []
         self.math_held_out = read_questions(math_held_out) if math_held_out else []
         path = out / "tokenizer.json"

@@ -1,0 +1,107 @@
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from toys import VOCAB_SIZE, make_tokenizer
+
+from layerskip.text import TextStream
+
+TOKENIZER = make_tokenizer()
+IDS = st.lists(st.integers(2, VOCAB_SIZE - 1), max_size=24)  # mostly broken UTF-8
+TEXT = st.text(st.sampled_from("aet h\n😀é€\u0301"), max_size=16)
+
+
+def encode(text: str, cuts: list[bool] = ()) -> list[int]:
+    """Ids of ``text``: the tokenizer's, or with ``cuts`` its bytes, merged only where False."""
+    if not cuts:
+        return TOKENIZER(text)["input_ids"]
+    pieces, symbols = [], TOKENIZER.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    for symbol in "".join(piece for piece, _ in symbols):
+        pair = pieces[-1] + symbol if pieces else ""
+        merges = pair in TOKENIZER.get_vocab() and not cuts[len(pieces) % len(cuts)]
+        pieces = [*pieces[:-1], pair] if merges else [*pieces, symbol]
+    return TOKENIZER.convert_tokens_to_ids(pieces)
+
+
+def decode(ids: list[int]) -> str:
+    return TOKENIZER.decode(ids, skip_special_tokens=True)
+
+
+def run(ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
+    """All pieces of a stream, with the last one from ``finish``."""
+    stream = TextStream(TOKENIZER, stop)
+    pieces = []
+    for token in ids:
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            break
+    return [*pieces, stream.finish()], stream
+
+
+def cut_at_stop(text: str, stops: tuple[str, ...]) -> str:
+    found = [i for i in (text.find(s) for s in stops) if i >= 0]
+    return text[: min(found)] if found else text
+
+
+@given(IDS)
+@example(encode("😀")[:1])  # ends inside a character
+def test_pieces_of_any_tokens_join_to_the_whole(ids):
+    assert "".join(run(ids)[0]) == decode(ids)
+
+
+@given(TEXT, st.lists(st.booleans(), min_size=1, max_size=7))
+def test_pieces_of_text_are_whole_characters(text, cuts):
+    pieces, stream = run(encode(text, cuts))
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert not stream.stopped
+
+
+def test_a_character_comes_out_with_its_last_byte():
+    first, second = encode("😀")
+    stream = TextStream(TOKENIZER, ())
+    assert [stream.push(first), stream.push(second)] == ["", "😀"]
+    assert stream.finish() == ""
+
+
+@given(TEXT, st.lists(st.booleans(), min_size=1, max_size=7), st.data())
+def test_stop_strings_cut_wherever_tokens_end(text, cuts, data):
+    stops = tuple(data.draw(st.lists(stops_near(text), min_size=1, max_size=3)))
+    pieces, stream = run(encode(text, cuts), stops)
+    assert "".join(pieces) == cut_at_stop(text, stops)
+    assert stream.stopped == any(s in text for s in stops)
+
+
+def stops_near(text: str) -> st.SearchStrategy[str]:
+    """Pieces of the text, and strings that begin like one."""
+    spans = st.tuples(st.integers(0, max(0, len(text) - 1)), st.integers(1, 5))
+    inside = spans.map(lambda s: text[s[0] : s[0] + s[1]] or "x")
+    return st.one_of(inside, inside.map(lambda s: s + "!"), TEXT.filter(bool))
+
+
+@given(IDS, st.lists(st.text(st.sampled_from("aet oin"), min_size=1, max_size=3), max_size=2))
+@example([*encode("the e"), encode("😀")[0]], ["e"])  # the last token is no whole character
+def test_text_of_any_tokens_is_cut_before_the_stop(ids, stops):
+    pieces, _ = run(ids, tuple(stops))
+    assert "".join(pieces) == cut_at_stop(decode(ids), tuple(stops))
+
+
+def test_text_that_may_become_a_stop_is_held_back():
+    stream = TextStream(TOKENIZER, ("END", "ENTER"))
+    pieces = [stream.push(token) for token in encode("aENt", [True])]
+    assert pieces == ["a", "", "", "ENt"]
+    pieces = [stream.push(token) for token in encode("tEND", [True])]
+    assert pieces == ["t", "", "", ""]
+    assert stream.stopped
+    assert stream.finish() == ""
+
+
+def test_what_was_held_back_comes_at_the_end():
+    stream = TextStream(TOKENIZER, ("END",))
+    assert [stream.push(token) for token in encode("aEN", [True])] == ["a", "", ""]
+    assert stream.finish() == "EN"
+
+
+@pytest.mark.parametrize("special", ["<s>", "</s>"])
+def test_special_tokens_are_no_text(special):
+    ids = [*encode("at"), TOKENIZER.convert_tokens_to_ids(special), *encode("e")]
+    assert "".join(run(ids)[0]) == "ate"
