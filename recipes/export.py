@@ -101,8 +101,9 @@ seen English only in documentation, comments and school-maths questions. Do not 
 - Context: {settings.max_positions} positions.
 - Loss: next token at full depth, plus {settings.early_exit:g} times the loss of one sampled early
   exit through the shared head: {settings.distil:g} KL from the detached full-depth distribution,
-  {1 - settings.distil:.1f} cross-entropy. Layer dropout to {settings.layer_dropout:g} at the last
-  layer. After LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710).
+  {1 - settings.distil:.1f} cross-entropy. Full depth is pulled towards that exit with weight
+  {settings.consistency:g} (`consistency_loss`). Layer dropout to {settings.layer_dropout:g} at
+  the last layer. After LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710).
 - Time: {trainer.seconds / 60:.0f} minutes on {trainer.device}, {trainer.steps} steps.
 {note}
 Held-out scores: bits per byte at full depth; by exit layer, `agreement` is the share of

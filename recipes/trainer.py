@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-from layerskip.training.losses import exit_loss
+from layerskip.training.losses import consistency_loss, exit_loss
 from layerskip.training.schedules import layer_dropout_rate, warmup_stable_decay
 
 ATTENTION_CHUNK = 128
@@ -42,6 +42,7 @@ class Settings:
     layer_dropout: float = 0.1
     early_exit: float = 1.0
     distil: float = 0.7
+    consistency: float = 0.0
     exit_weights: dict[int, float] | None = None
     math_share: float = 0.14
     seed: int = 0
@@ -190,11 +191,15 @@ class Trainer:
         hidden, at_exit = run_stack(self.model, ids[:, :-1], kept, exits)
         logits = self.model.lm_head(hidden).flatten(0, 1).float()
         full = F.cross_entropy(logits, labels)
-        early = torch.zeros((), device=full.device)
+        early = pull = torch.zeros((), device=full.device)
         if exit_layer:
             exit_logits = self.model.lm_head(at_exit[exit_layer]).flatten(0, 1)
             early = exit_loss(exit_logits, logits, labels, distil=self.settings.distil)
-        ((full + self.settings.early_exit * early) * share).backward()
+            if self.settings.consistency:
+                pull = consistency_loss(logits, exit_logits)
+        settings = self.settings
+        loss = full + settings.early_exit * early + settings.consistency * pull
+        (loss * share).backward()
         return np.array([full.item(), early.item()])
 
     def update(self, factor: float) -> None:
