@@ -270,10 +270,11 @@ def compare(
     timed: dict[str, list[list[Run]]] = {m: [] for m in modes}
     for done, ids in enumerate(prompts):
         on_progress(done, len(prompts))
-        first = {m: comparison.run(m, ids, count=True) for m in modes}
-        share = repeated_share([first["plain"].token_ids])
+        plain = comparison.run("plain", ids)
+        share = repeated_share([plain.token_ids])
         if share > max_repeated:
             continue
+        first = {m: comparison.run(m, ids, count=True) if m != "plain" else plain for m in modes}
         kept += 1
         shares.append(share)
         runs: dict[str, list[Run]] = {m: [] for m in modes}

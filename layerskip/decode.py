@@ -17,7 +17,7 @@ from layerskip.drafting import Draft, DraftRequest, EarlyExitDrafter
 from layerskip.model import DecoderStack
 from layerskip.outputs import FinishReason, Origin, Round
 from layerskip.plan import DraftPlan
-from layerskip.sampling import Sampler
+from layerskip.sampling import Sampler, greedy_tokens
 from layerskip.text import TextStream
 from layerskip.verification import count_matches
 
@@ -190,17 +190,14 @@ class Decoder:
         ]
         layers = range(self.shared_depth, self.stack.num_layers)
         logits = self.stack.logits(self.stack.run_layers(hidden, layers, self.cache, segments))
-        if all(r.sampler.params.greedy for r in requests):
-            tokens = logits.argmax(-1).tolist()
+        everything_greedy = all(r.sampler.params.greedy for r in requests)
+        tokens = greedy_tokens(logits) if everything_greedy else []
         targets, start = [], 0
         for request, segment in zip(requests, segments, strict=True):
-            end = start + segment.count
-            if request.sampler.params.greedy:
-                picked = tokens[start:end] if len(tokens) else []
-            else:
-                picked = request.sampler.pick(logits[start:end], segment.start + 1)
+            rows = slice(start, start + segment.count)
+            picked = tokens[rows] or request.sampler.pick(logits[rows], segment.start + 1)
             targets.append(picked)
-            start = end
+            start += segment.count
         return targets
 
     def _through_shared_layers(

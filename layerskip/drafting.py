@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from layerskip.cache import KVCache, Segment
 from layerskip.model import DecoderStack
 from layerskip.plan import DraftPlan
-from layerskip.sampling import Sampler
+from layerskip.sampling import Sampler, greedy_tokens
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class EarlyExitDrafter:
         self, requests: Sequence[DraftRequest], asking: Sequence[int], logits: Tensor, step: int
     ) -> list[int]:
         if all(requests[i].sampler.params.greedy for i in asking):
-            return torch.argmax(logits[: len(asking)], dim=-1).tolist()
+            return greedy_tokens(logits[: len(asking)])
         return [
             requests[i].sampler.pick(logits[n : n + 1], requests[i].length + step + 1)[0]
             for n, i in enumerate(asking)

@@ -8,6 +8,16 @@ from layerskip.ops.reference import gumbel_noise
 from layerskip.params import SamplingParams
 
 
+def greedy_tokens(logits: Tensor) -> list[int]:
+    """Most likely token of each row; ties go to the lowest id.
+
+    Args:
+        logits: ``(rows, vocab)`` of any dtype. Through float32, which keeps order and ties:
+            torch's bfloat16 argmax takes three times as long on a CPU.
+    """
+    return logits.float().argmax(-1).tolist()
+
+
 def keep_mask(scores: Tensor, params: SamplingParams) -> Tensor:
     """Scores of what top-k, top-p and min-p keep, -inf elsewhere.
 
@@ -61,7 +71,7 @@ class Sampler:
             position: absolute position of the first predicted token.
         """
         if self.params.greedy:
-            return logits.argmax(-1).tolist()
+            return greedy_tokens(logits)
         scores = keep_mask(logits.float() / self.params.temperature, self.params)
         noise = torch.stack([self.noise(position + i) for i in range(logits.shape[0])])
         return (scores.log_softmax(-1) + noise.to(scores.device)).argmax(-1).tolist()

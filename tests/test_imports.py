@@ -13,7 +13,13 @@ import layerskip
 PACKAGE = Path(layerskip.__file__).parent
 VALUES = {"errors", "params", "outputs", "plan", "text"}
 # From the bottom up: a module may import what stands in the lines before its own.
-ENGINE = [{"cache", "sampling", "verification"}, {"model"}, {"drafting"}, {"decode"}]
+ENGINE = [
+    {"cache", "sampling", "verification"},
+    {"exactness"},
+    {"model"},
+    {"drafting"},
+    {"decode"},
+]
 
 
 def module_names() -> list[str]:
@@ -23,11 +29,20 @@ def module_names() -> list[str]:
     return [n for n in names if not n.endswith("__init__")]
 
 
+class WithoutTypeChecking(ast.NodeTransformer):
+    """Drops ``if TYPE_CHECKING:``, which never runs."""
+
+    def visit_If(self, node: ast.If) -> ast.If | None:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            return None
+        return self.generic_visit(node)
+
+
 def imported(module: str) -> set[str]:
-    """Dotted names of everything that ``module`` imports, wherever in it the statement stands."""
+    """Dotted names that ``module`` imports when it runs, inside functions too."""
     tree = ast.parse((PACKAGE / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8"))
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(WithoutTypeChecking().visit(tree)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
