@@ -38,7 +38,7 @@ class KVCache:
         attended_block: int = SLOT_BLOCK,
     ) -> None:
         self.attended_block = attended_block
-        num_slots = -(-num_slots // SLOT_BLOCK) * SLOT_BLOCK
+        num_slots = -(-num_slots // attended_block) * attended_block
         shape = (num_layers, num_rows, num_slots, num_kv_heads, head_dim)
         # Zeros, not empty: a masked slot's value is multiplied by 0, which NaN would survive.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
@@ -118,8 +118,7 @@ class PassLayout:
     """Where the tokens of one decode pass write and what they may read.
 
     The pass holds the tokens of all segments one after another, padded with spare rows to
-    ``num_rows``. Spare rows write nothing. It plays the part of transformers' cache
-    (``update``) and does the attention (``attend``).
+    ``num_rows``. Spare rows write nothing.
 
     Attributes:
         num_tokens, num_rows: real tokens; with spare rows.
@@ -193,32 +192,30 @@ class PassLayout:
             full[i, 0, :, : r.shape[1]] = r
         return full
 
-    def update(self, key: Tensor, value: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
-        """Write new keys and values, ``(1, kv_head, num_rows, head_dim)``; spare rows are left."""
+    def append(self, key: Tensor, value: Tensor, layer: int) -> None:
+        """Write new keys and values, ``(num_rows, kv_head, head_dim)``; spare rows are left."""
         n, cache = self.num_tokens, self.cache
         if self.single is not None:
-            row, start = self.single.row, self.single.start
-            cache.layer_keys[layer][row, start : start + n] = key[0, :, :n].transpose(0, 1)
-            cache.layer_values[layer][row, start : start + n] = value[0, :, :n].transpose(0, 1)
+            start = self.single.start
+            at: tuple[int | Tensor, slice | Tensor] = self.single.row, slice(start, start + n)
         else:
-            cache.layer_keys[layer][self.write] = key[0, :, :n].transpose(0, 1)
-            cache.layer_values[layer][self.write] = value[0, :, :n].transpose(0, 1)
-        return key, value
+            at = self.write
+        cache.layer_keys[layer][at] = key[:n]
+        cache.layer_values[layer][at] = value[:n]
 
     def attend(self, query: Tensor, layer: int, softmax_scale: float) -> Tensor:
-        """``(1, head, num_rows, head_dim)`` -> ``(1, num_rows, head, head_dim)``."""
+        """``(num_rows, head, head_dim)`` -> the same, over the cache."""
         keys, values = self.cache.layer_keys[layer], self.cache.layer_values[layer]
         mask, visible = self.masks[self.windows[layer]], self.num_visible
-        query = query.transpose(1, 2)
         if self.single is not None:
             row = slice(self.single.row, self.single.row + 1)
             k, v = keys[row, :visible], values[row, :visible]
-            return decode_attention(query, k, v, mask, softmax_scale)
-        heads, dim = query.shape[2:]
-        tiles = query[0].index_select(0, self.gather).view(self.batch, self.tile, heads, dim)
+            return decode_attention(query[None], k, v, mask, softmax_scale)[0]
+        heads, dim = query.shape[1:]
+        tiles = query.index_select(0, self.gather).view(self.batch, self.tile, heads, dim)
         k, v = keys[: self.batch, :visible], values[: self.batch, :visible]
         out = decode_attention(tiles, k, v, mask, softmax_scale)
-        return out.reshape(-1, heads, dim).index_select(0, self.scatter)[None]
+        return out.reshape(-1, heads, dim).index_select(0, self.scatter)
 
 
 class PrefillLayout:
@@ -246,17 +243,31 @@ class PrefillLayout:
             mask = torch.zeros(visible.shape, dtype=cache.keys.dtype, device=cache.keys.device)
             self.masks[w] = mask.masked_fill_(~visible, float("-inf"))[None, None]
 
-    def update(self, key: Tensor, value: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
-        """Write new keys and values, ``(1, kv_head, num_tokens, head_dim)``."""
-        at = slice(self.start, self.end)
-        self.cache.layer_keys[layer][self.row, at] = key[0].transpose(0, 1)
-        self.cache.layer_values[layer][self.row, at] = value[0].transpose(0, 1)
-        return key, value
+    def append(self, key: Tensor, value: Tensor, layer: int) -> None:
+        """Write new keys and values, ``(num_tokens, kv_head, head_dim)``."""
+        at = self.row, slice(self.start, self.end)
+        self.cache.layer_keys[layer][at] = key
+        self.cache.layer_values[layer][at] = value
 
     def attend(self, query: Tensor, layer: int, softmax_scale: float) -> Tensor:
-        """``(1, head, num_tokens, head_dim)`` -> ``(1, num_tokens, head, head_dim)``."""
+        """``(num_tokens, head, head_dim)`` -> the same, over the cache."""
         row = slice(self.row, self.row + 1)
         keys = self.cache.layer_keys[layer][row, : self.end]
         values = self.cache.layer_values[layer][row, : self.end]
         mask = self.masks[self.windows[layer]]
-        return prefill_attention(query.transpose(1, 2), keys, values, mask, softmax_scale)
+        return prefill_attention(query[None], keys, values, mask, softmax_scale)[0]
+
+
+Layout = PassLayout | PrefillLayout
+
+
+class CacheGuest:
+    """A layout in the place of transformers' cache: its layers call ``update``."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
+        """``(1, kv_head, rows, head_dim)`` each."""
+        self.layout.append(key[0].transpose(0, 1), value[0].transpose(0, 1), layer)
+        return key, value

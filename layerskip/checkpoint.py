@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from layerskip.errors import UnsupportedModelError
-from layerskip.model import refusal
+from layerskip.model import pack_model, refusal
 from layerskip.plan import DraftPlan
 
 BUILTIN = "builtin"
@@ -101,7 +101,9 @@ def load_checkpoint(
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **hub)
     except (OSError, ValueError):
         tokenizer = None
-    return model.to(where), tokenizer  # type: ignore[arg-type]  # to() is mistyped upstream
+    model.to(where)  # type: ignore[arg-type]  # to() is mistyped upstream
+    pack_model(model)
+    return model, tokenizer
 
 
 def known_plan(folder: str | Path) -> tuple[DraftPlan | None, int | None]:

@@ -325,7 +325,7 @@ def _info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "kv_cache_bytes_per_token": stack.kv_bytes_per_token,
         "bit_identical": stack.exactness.holds,
         "exactness": lm.exactness,
-        "backend": "the checkpoint's own modules, attention by torch (no kernel of ours yet)",
+        "backend": stack.backend,
         "version": __version__,
     }
     table = Table(show_header=False, title=f"layerskip {__version__}")

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from layerskip.cache import KVCache, PassLayout, PrefillLayout, Segment
+from layerskip.cache import CacheGuest, KVCache, Layout, PassLayout, PrefillLayout, Segment
+from layerskip.dense import DenseLayer, fits, pack, signed_rope
 from layerskip.errors import UnsupportedModelError
 from layerskip.exactness import Exactness, probe, rows_agree
 
@@ -39,14 +40,14 @@ def attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    layout: PassLayout | PrefillLayout | None = None,
+    layout: Layout | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Transformers' attention hook: keys and values are in the cache already."""
     assert layout is not None, "a twin's layers are only run by DecoderStack"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = cast(int, module.layer_idx)
-    return layout.attend(query, layer, scale), None
+    return layout.attend(query[0].transpose(0, 1), layer, scale)[None], None
 
 
 AttentionInterface.register(ATTENTION, attention)
@@ -102,6 +103,13 @@ def share_twin(model: PreTrainedModel) -> PreTrainedModel:
     return twin.eval()
 
 
+def pack_model(model: PreTrainedModel) -> None:
+    """Re-home a model's weights for speed; only one that we loaded ourselves. Values stay."""
+    if all(fits(layer) for layer in model.model.layers):
+        for layer in model.model.layers:
+            pack(layer)
+
+
 class DecoderStack:
     """``embed``, ``run_layers`` and ``logits`` over a twin of a checkpoint."""
 
@@ -111,6 +119,12 @@ class DecoderStack:
         config = self.twin.config
         self._body = self.twin.model
         self._layers = list(self._body.layers)
+        self._dense: list[DenseLayer] | None = None
+        self.backend = "the checkpoint's own modules, attention by torch"
+        if all(fits(layer) for layer in self._layers):
+            self._dense = [DenseLayer(layer, i) for i, layer in enumerate(self._layers)]
+            how = "packed" if self._dense[0].qkv.packed is not None else "where they lie"
+            self.backend = f"dense layers by torch, weights {how} (no kernel of ours yet)"
         self.num_layers: int = config.num_hidden_layers
         heads: int = config.num_attention_heads
         self.num_kv_heads: int = config.num_key_value_heads
@@ -122,6 +136,7 @@ class DecoderStack:
         self.windows = _windows(config)
         self._positions = torch.zeros(1, 0, dtype=torch.int64, device=self.device)
         self._cos = self._sin = torch.zeros(0)
+        self._signed = (self._cos, self._sin)
         self._proven: dict[tuple[int, int], bool] = {}
         self.exactness: Exactness
         with torch.inference_mode():
@@ -252,23 +267,25 @@ class DecoderStack:
         )
         return self._drive(hidden, layers, layout)
 
-    def _drive(
-        self, hidden: Tensor, layers: Iterable[int], layout: PassLayout | PrefillLayout
-    ) -> Tensor:
+    def _drive(self, hidden: Tensor, layers: Iterable[int], layout: Layout) -> Tensor:
         positions = layout.positions
         if layout.start is not None:
-            at = slice(layout.start, layout.start + layout.num_rows)
-            rope = (self._cos[:, at], self._sin[:, at])
+            at: slice | Tensor = slice(layout.start, layout.start + layout.num_rows)
         else:
-            rope = (self._cos[:, positions[0]], self._sin[:, positions[0]])
-        hidden = hidden[None]
+            at = positions[0]
+        if self._dense is not None:
+            signed = (self._signed[0][at], self._signed[1][at])
+            for i in layers:
+                hidden = self._dense[i](hidden, signed, layout)
+            return hidden
+        rope, hidden, guest = (self._cos[:, at], self._sin[:, at]), hidden[None], CacheGuest(layout)
         for i in layers:
             hidden = self._layers[i](
                 hidden,
                 attention_mask=None,
                 position_embeddings=rope,
                 position_ids=positions,
-                past_key_values=layout,
+                past_key_values=guest,
                 use_cache=True,
                 layout=layout,
             )
@@ -331,6 +348,7 @@ class DecoderStack:
                 cos, sin = torch.cat([self._cos, cos], 1), torch.cat([self._sin, sin], 1)
                 positions = torch.cat([self._positions, positions], 1)
             self._cos, self._sin, self._positions = cos, sin, positions
+            self._signed = signed_rope(cos, sin)
             have += ROPE_CHUNK
 
 

@@ -31,7 +31,7 @@ def decode_attention(
     batch, seqlen, nheads, headdim = q.shape
     nheads_k = k_cache.shape[2]
     group = nheads // nheads_k
-    rows = q.view(batch, seqlen, nheads_k, group, headdim).permute(0, 2, 3, 1, 4)
+    rows = q.unflatten(2, (nheads_k, group)).permute(0, 2, 3, 1, 4)
     out = F.scaled_dot_product_attention(
         rows.reshape(batch, nheads_k, group * seqlen, headdim),
         k_cache.transpose(1, 2),

@@ -1,0 +1,146 @@
+"""A dense Llama-family layer as one function over the checkpoint's own tensors.
+
+The same arithmetic as transformers' modules, roundings included, without their Python: two thirds
+of the time of a small layer on a CPU (bench/LOG.md). A layer that is not exactly what this file
+knows, or that somebody has hooked or adapted, goes through its own modules instead.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from layerskip.cache import Layout
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+Rope = tuple[Tensor, Tensor]
+
+
+def fits(layer: nn.Module) -> bool:
+    """Whether ``DenseLayer`` computes what this layer computes."""
+    if type(layer).__name__ not in {f"{family}DecoderLayer" for family in FAMILIES}:
+        return False
+    known = {"Linear", "SiLUActivation", "SiLU"}
+    known |= {f"{family}{part}" for family in FAMILIES for part in ("Attention", "MLP", "RMSNorm")}
+    parts = list(layer.modules())
+    # torch has no public way to ask.
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in parts)  # noqa: SLF001
+    return not hooked and all(
+        type(m).__name__ in known and (not isinstance(m, nn.Linear) or type(m) is nn.Linear)
+        for m in parts[1:]
+    )
+
+
+def pack(layer: Any) -> None:
+    """Move the weights of projections that read the same input side by side in memory.
+
+    Parameters keep their names and values and become views, so nothing is stored twice. Only for
+    a model that we loaded ourselves: a guest's tensors are left where they are.
+    """
+    attention, mlp = layer.self_attn, layer.mlp
+    for group in (
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        (mlp.gate_proj, mlp.up_proj),
+    ):
+        for name in ("weight", "bias"):
+            parameters = [getattr(linear, name) for linear in group]
+            if parameters[0] is not None:
+                packed = torch.cat([p.data for p in parameters])
+                for p, part in zip(
+                    parameters, packed.split([len(p) for p in parameters]), strict=True
+                ):
+                    p.data = part
+
+
+class Projections:
+    """Linear maps of one input: one product if their weights lie side by side, else several."""
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        self.linears = linears
+        self.packed = _joined([linear.weight for linear in linears])
+        biases = [linear.bias for linear in linears]
+        self.bias = None if biases[0] is None else _joined(biases)
+        if biases[0] is not None and self.bias is None:
+            self.packed = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``(rows, in)`` -> ``(rows, all outs)``."""
+        if self.packed is not None:
+            return F.linear(x, self.packed, self.bias)
+        return torch.cat([F.linear(x, m.weight, m.bias) for m in self.linears], dim=-1)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """One view over tensors that follow each other in one storage, or None."""
+    for left, right in pairwise(parts):
+        follows = left.data_ptr() + left.nbytes == right.data_ptr()
+        same = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+        if not (follows and same and left.is_contiguous() and right.is_contiguous()):
+            return None
+    shape = (sum(len(p) for p in parts), *parts[0].shape[1:])
+    first = parts[0].detach()
+    return first.as_strided(shape, first.stride(), first.storage_offset())
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm (Zhang and Sennrich 2019), rounded where transformers rounds.
+
+    Args:
+        x: ``(..., width)``.
+        weight: ``(width,)``.
+    """
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def signed_rope(cos: Tensor, sin: Tensor) -> Rope:
+    """Rotary tables for ``rotate``: ``(positions, 1, head_dim)``, the sine's first half negated."""
+    half = sin.shape[-1] // 2
+    signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+    return cos[0, :, None], signed[0, :, None]
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Rotary embedding (Su et al. 2021) of ``(rows, heads, head_dim)``, halves paired."""
+    cos, signed_sin = rope
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * signed_sin
+
+
+class DenseLayer:
+    """Attention and gated MLP, each behind an RMS norm, each added to the residual."""
+
+    def __init__(self, layer: Any, index: int) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index, self.scale, self.head_dim = index, attention.scaling, attention.head_dim
+        self.norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        self.head_norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
+        self.qkv = Projections(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.gate_up = Projections(mlp.gate_proj, mlp.up_proj)
+        self.out, self.down = attention.o_proj, mlp.down_proj
+        self.num_kv_heads = attention.k_proj.out_features // self.head_dim
+        self.num_heads = attention.q_proj.out_features // self.head_dim
+
+    def __call__(self, hidden: Tensor, rope: Rope, layout: Layout) -> Tensor:
+        """``(rows, width)`` -> ``(rows, width)``; appends keys and values to the cache."""
+        first, second = self.norms
+        qkv = self.qkv(rms_norm(hidden, first.weight, first.variance_epsilon))
+        qkv = qkv.view(len(hidden), -1, self.head_dim)
+        rotated = self.num_heads + self.num_kv_heads
+        qk, value = qkv[:, :rotated], qkv[:, rotated:]
+        q_norm, k_norm = self.head_norms
+        if q_norm is not None and k_norm is not None:
+            q = rms_norm(qk[:, : self.num_heads], q_norm.weight, q_norm.variance_epsilon)
+            k = rms_norm(qk[:, self.num_heads :], k_norm.weight, k_norm.variance_epsilon)
+            qk = torch.cat([q, k], dim=1)
+        qk = rotate(qk, rope)
+        layout.append(qk[:, self.num_heads :], value, self.index)
+        mixed = layout.attend(qk[:, : self.num_heads], self.index, self.scale)
+        hidden = hidden + F.linear(mixed.flatten(1), self.out.weight, self.out.bias)
+        gate, up = self.gate_up(rms_norm(hidden, second.weight, second.variance_epsilon)).chunk(
+            2, dim=-1
+        )
+        return hidden + F.linear(F.silu(gate) * up, self.down.weight, self.down.bias)
