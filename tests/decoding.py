@@ -1,6 +1,6 @@
-"""A drafter with known answers, and short ways to run a ``Decoder``."""
+"""A drafter with known answers, and short ways to run, or break, a ``Decoder``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from toys import PLANS, VOCAB_SIZE, random_ids
@@ -63,3 +63,17 @@ def decode(batch: Decoder, **settings) -> Row:
 
 def self_drafting(stack: DecoderStack, plan: str = "exit") -> Decoder:
     return Decoder(stack, EarlyExitDrafter(stack, PLANS[plan]), PLANS[plan])
+
+
+class Interruption:
+    """Calls through ``times`` times, then raises after the work is done, once."""
+
+    def __init__(self, function: Callable, times: int, error: type[BaseException]) -> None:
+        self.function, self.left, self.error = function, times, error
+
+    def __call__(self, *args, **kwargs):
+        result = self.function(*args, **kwargs)
+        self.left -= 1
+        if self.left == -1:
+            raise self.error
+        return result

@@ -8,12 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerskip.cache import SLOT_BLOCK, KVCache, PassLayout, PrefillLayout, Segment
+from layerskip.cache import SLOT_BLOCK, CacheGuest, KVCache, PassLayout, PrefillLayout, Segment
 
 NUM_LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 6
 POSITIONS = torch.arange(4 * SLOT_BLOCK)[None]
 # Starts on both sides of the 128- and 512-slot borders, and of the cache's own end.
-STARTS = st.one_of(st.integers(0, 20), st.sampled_from([119, 120, 127, 128, 500, 505, 511, 512]))
+STARTS = st.one_of(
+    st.integers(0, 20), st.sampled_from([119, 120, 127, 128, 500, 505, 511, 512, 631])
+)
 WINDOWS = st.sampled_from([None, 1, 7, 200])
 
 
@@ -47,9 +49,6 @@ def naive_attention(query, keys, values, position, window):
     return torch.stack(out)
 
 
-# --- lengths
-
-
 @given(st.lists(st.tuples(st.sampled_from(["commit", "release"]), st.integers(0, 2))))
 def test_lengths_are_counted_per_row(steps):
     cache, expected = make_cache(num_rows=3), [0, 0, 0]
@@ -75,7 +74,7 @@ def test_growing_keeps_what_was_held(rows, slots, more_rows, more_slots):
     larger = cache.grown(num_rows=more_rows, num_slots=more_slots)
     assert larger.num_rows == max(rows, more_rows)
     assert larger.num_slots >= max(slots, more_slots)
-    assert larger.num_slots % SLOT_BLOCK == 0
+    assert larger.num_slots % 128 == 0
     assert larger.attended_block == 128
     expected = [10 + row for row in range(rows)] + [0] * (larger.num_rows - rows)
     assert larger.lengths.tolist() == expected
@@ -91,9 +90,6 @@ def test_a_cache_is_two_tensors():
     assert cache.nbytes == 2 * NUM_LAYERS * 2 * 1024 * KV_HEADS * HEAD_DIM * 2
     assert cache.layer_keys[1].data_ptr() == cache.keys[1].data_ptr()
     assert cache.lengths.dtype == torch.int32
-
-
-# --- masks
 
 
 @given(st.integers(0, 1016), st.sampled_from([8, 16]), st.sampled_from([1, 2, 4]), WINDOWS)
@@ -120,9 +116,6 @@ def test_masks_are_whole_blocks_wide_and_no_copies(block, end):
     assert mask.shape[1] == math.ceil(end / block) * block
     other = cache.causal_rows(3, 8, 1, None)
     assert mask.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-# --- passes
 
 
 @dataclass(frozen=True)
@@ -162,26 +155,26 @@ def token_places(segments) -> list[tuple[int, int]]:
 
 
 def write(layout, cache: KVCache, places, layer: int, generator: torch.Generator) -> None:
-    """Update the cache through the layout, and check that nothing but ``places`` changed."""
-    shape = (1, KV_HEADS, layout.num_rows, HEAD_DIM)
+    """Append to the cache through the layout, and check that nothing but ``places`` changed."""
+    shape = (layout.num_rows, KV_HEADS, HEAD_DIM)
     new_keys, new_values = (torch.randn(shape, generator=generator) for _ in range(2))
     keys, values = cache.keys.clone(), cache.values.clone()
     for token, (row, slot) in enumerate(places):
-        keys[layer, row, slot] = new_keys[0, :, token]
-        values[layer, row, slot] = new_values[0, :, token]
-    layout.update(new_keys, new_values, layer)
+        keys[layer, row, slot] = new_keys[token]
+        values[layer, row, slot] = new_values[token]
+    layout.append(new_keys, new_values, layer)
     assert torch.equal(cache.keys, keys)
     assert torch.equal(cache.values, values)
 
 
 def check_attention(layout, cache: KVCache, places, layer, window, heads, generator) -> None:
-    query = torch.randn(1, heads, layout.num_rows, HEAD_DIM, generator=generator)
+    query = torch.randn(layout.num_rows, heads, HEAD_DIM, generator=generator)
     out = layout.attend(query, layer, HEAD_DIM**-0.5)
-    assert out.shape == (1, layout.num_rows, heads, HEAD_DIM)
+    assert out.shape == query.shape
     for token, (row, slot) in enumerate(places):
         keys, values = cache.keys[layer, row], cache.values[layer, row]
-        expected = naive_attention(query[0, :, token], keys, values, slot, window)
-        torch.testing.assert_close(out[0, token].double(), expected, atol=2e-6, rtol=2e-6)
+        expected = naive_attention(query[token], keys, values, slot, window)
+        torch.testing.assert_close(out[token].double(), expected, atol=2e-6, rtol=2e-6)
 
 
 @given(passes())
@@ -204,13 +197,13 @@ def test_huge_scratch_changes_no_bit(case):
     cache = make_cache(num_rows=4, num_slots=600, attended_block=128)
     generator = fill(cache)
     layout, heads = lay_out(cache, case), KV_HEADS * case.group
-    query = torch.randn(1, heads, layout.num_rows, HEAD_DIM, generator=generator)
+    query = torch.randn(layout.num_rows, heads, HEAD_DIM, generator=generator)
     tokens = layout.num_tokens
-    before = layout.attend(query, 0, 1.0)[:, :tokens].clone()
+    before = layout.attend(query, 0, 1.0)[:tokens].clone()
     for s in case.segments:
         cache.keys[:, s.row, s.start + s.count :] = 1e30
         cache.values[:, s.row, s.start + s.count :] = -1e30
-    assert torch.equal(layout.attend(query, 0, 1.0)[:, :tokens], before)
+    assert torch.equal(layout.attend(query, 0, 1.0)[:tokens], before)
 
 
 @given(st.integers(0, 3), STARTS, st.integers(1, 40), st.sampled_from([1, 2, 4]), WINDOWS)
@@ -225,3 +218,16 @@ def test_a_chunk_of_prompt_is_attended_exactly(row, start, count, group, window)
     for layer, seen in enumerate((None, window)):
         write(layout, cache, places, layer, generator)
         check_attention(layout, cache, places, layer, seen, KV_HEADS * group, generator)
+
+
+def test_transformers_layers_write_through_a_guest():
+    """Their shapes are ``(1, kv_head, rows, head_dim)``."""
+    cache, segment = make_cache(), Segment(0, 4, 3)
+    layout = PrefillLayout(cache, segment, windows=(None,), all_positions=POSITIONS)
+    generator = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(1, KV_HEADS, 3, HEAD_DIM, generator=generator) for _ in "kv")
+    assert CacheGuest(layout).update(key, value, 1, {}) == (key, value)
+    for token in range(3):
+        assert torch.equal(cache.keys[1, 0, 4 + token], key[0, :, token])
+        assert torch.equal(cache.values[1, 0, 4 + token], value[0, :, token])
+    assert torch.count_nonzero(cache.keys[0]) == 0

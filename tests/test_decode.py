@@ -1,7 +1,5 @@
 """The decoding loop with drafters that never, always and sometimes guess right."""
 
-import itertools
-
 import pytest
 from decoding import LIMIT, PROMPT, Oracle, decode, self_drafting
 from toys import PLANS, without_times
@@ -33,9 +31,6 @@ def record(index, tokens, drafted, accepted, origin, finish_reason=None) -> dict
         "positions": drafted + 1 if index else len(PROMPT),
         "finish_reason": finish_reason,
     }
-
-
-# --- acceptance
 
 
 def test_a_drafter_that_is_never_right(stack, plain):
@@ -87,7 +82,7 @@ def test_a_drafter_may_draft_less_than_asked(stack, plain):
     assert [len(r.token_ids) for r in row.rounds] == [1, 2, 2]
 
 
-@pytest.mark.parametrize("hits", itertools.product([0, 1, 3], repeat=2))
+@pytest.mark.parametrize("hits", [(0, 1), (0, 3), (1, 3), (3, 3)])
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_positions_are_what_was_decoded_and_what_was_rejected(stack, plain, hits, k):
     row = decode(Decoder(stack, Oracle(stack, plain, hits=hits), None), num_draft_tokens=k)
@@ -97,11 +92,10 @@ def test_positions_are_what_was_decoded_and_what_was_rejected(stack, plain, hits
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_layer_0_sees_each_position_as_often_as_rounds_say(stack, plan, monkeypatch):
-    """Counted at the layer itself, for plans that share it with the draft and one that does not."""
+    """Counted where layers run; the last plan does not share layer 0 with verify."""
     seen = count_positions_through_layer_0(stack, monkeypatch)
     row = decode(self_drafting(stack, plan))
-    drafted_apart = 0  # a draft that skips layer 0 never runs it, and shares nothing with verify
-    assert len(seen) == sum(r.positions for r in row.rounds) + drafted_apart
+    assert len(seen) == sum(r.positions for r in row.rounds)
 
 
 def count_positions_through_layer_0(stack, monkeypatch) -> list[int]:
@@ -115,9 +109,6 @@ def count_positions_through_layer_0(stack, monkeypatch) -> list[int]:
 
     monkeypatch.setattr(stack, "_drive", counting)
     return seen
-
-
-# --- ends inside a block
 
 
 @pytest.mark.parametrize("end", range(LIMIT))
@@ -146,7 +137,7 @@ def test_max_new_tokens_is_exact(stack, plain, limit, plan):
 
 def test_stop_strings_inside_a_block_cut_it(stack, plain, tokenizer):
     """Every piece of the text as a stop: inside tokens, across tokens and across rounds."""
-    text = tokenizer.decode(plain)
+    text = tokenizer.decode(plain, skip_special_tokens=True)
     pieces = {text[i : i + n] for i in range(len(text)) for n in (1, 3)} - {""}
     assert len(pieces) > 15
     for stop in sorted(pieces):

@@ -15,7 +15,7 @@ VALUES = {"errors", "params", "outputs", "plan", "text"}
 # From the bottom up: a module may import what stands in the lines before its own.
 ENGINE = [
     {"cache", "sampling", "verification"},
-    {"exactness"},
+    {"exactness", "dense"},
     {"model"},
     {"drafting"},
     {"decode"},

@@ -20,9 +20,6 @@ BLOCK = 2**20
 MASK_64 = 2**64 - 1
 
 
-# --- attention
-
-
 def naive_attention(q, k, v, mask, scale):
     """Float64, head by head; ``mask`` is ``(seqlen, seqlen_cache)``."""
     group = q.shape[2] // k.shape[2]
@@ -49,9 +46,6 @@ def test_decode_attention_is_attention(group, batch, seqlen, slots):
     torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=2e-6)
     got = prefill_attention(q, k, v, mask[None, None], 0.3)
     torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=2e-6)
-
-
-# --- noise
 
 
 def in_odd_pieces(bits: np.ndarray) -> np.ndarray:

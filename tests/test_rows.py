@@ -1,14 +1,17 @@
 """What rows of one cache do to each other, and what an interrupted round leaves: nothing."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from decoding import PROMPT, SAMPLED, Oracle, decode, join, self_drafting
+from decoding import PROMPT, SAMPLED, Interruption, Oracle, decode, join, self_drafting
 from toys import PLANS, random_ids
 
 from layerskip import SamplingParams
 from layerskip.cache import KVCache
 from layerskip.decode import Decoder
 from layerskip.model import DecoderStack
+from layerskip.text import TextStream
 
 
 @pytest.fixture(scope="module")
@@ -19,9 +22,6 @@ def stack(wrap) -> DecoderStack:
 @pytest.fixture(scope="module")
 def plain(stack) -> list[int]:
     return decode(Decoder(stack, None, None)).token_ids
-
-
-# --- scratch and cache
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -65,51 +65,121 @@ def test_one_cache_and_accepting_copies_nothing(stack, plain, monkeypatch):
     assert (batch.cache.keys.data_ptr(), batch.cache.values.data_ptr()) == places
 
 
-# --- interruptions
-
-
-class Interruption:
-    """Calls through ``times`` times, then raises after the work is done, once."""
-
-    def __init__(self, function: Callable, times: int, error: type[BaseException]) -> None:
-        self.function, self.left, self.error = function, times, error
-
-    def __call__(self, *args, **kwargs):
-        result = self.function(*args, **kwargs)
-        self.left -= 1
-        if self.left == -1:
-            raise self.error
-        return result
-
-
 def snapshot(batch: Decoder) -> list:
     rows = batch.rows.values()
     state = [(list(r.token_ids), list(r.rounds), r.length, r.finish_reason) for r in rows]
     return [*state, batch.cache.lengths.tolist()]
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("place", ["run_layers", "logits", "embed"])
-@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED])
-def test_a_round_that_breaks_off_changes_nothing(stack, monkeypatch, error, place, sampling):
-    """Wherever in draft or verify it breaks off, the next step goes on to the same text."""
-    prompts = [PROMPT, random_ids(5)]
-    expected = [decode(Decoder(stack, None, None), prompt=p, sampling=sampling) for p in prompts]
-    for times in range(9):  # a round of four drafts makes 14, 5 and 5 of these calls
-        batch = self_drafting(stack)
-        rows = [join(batch, p, sampling=sampling) for p in prompts]
+PROMPTS = [PROMPT, random_ids(5)]
+SHORT = {"limit": 6, "num_draft_tokens": 3}
+
+
+def finish(batch: Decoder) -> list[list[int]]:
+    """Decode every row to its end; their tokens."""
+    for _ in range(100):
         batch.step()
+        if all(row.finish_reason is not None for row in batch.rows.values()):
+            break
+    return [row.token_ids for row in batch.rows.values()]
+
+
+def alone(stack: DecoderStack, prompts=PROMPTS, **settings) -> list[list[int]]:
+    return [decode(Decoder(stack, None, None), prompt=p, **settings).token_ids for p in prompts]
+
+
+def step_until_broken(batch: Decoder, broken: Interruption) -> None:
+    """Steps until ``broken`` has raised; the step that it ended must have changed nothing."""
+    while broken.left >= 0 and any(r.finish_reason is None for r in batch.rows.values()):
         before = snapshot(batch)
-        broken = Interruption(getattr(stack, place), times, error)
-        with monkeypatch.context() as patch:
-            patch.setattr(stack, place, broken)
-            while broken.left >= 0:
-                before = snapshot(batch)
-                try:
-                    batch.step()
-                except error:
-                    break
-        assert snapshot(batch) == before
-        while any(row.finish_reason is None for row in rows):
+        try:
             batch.step()
-        assert [row.token_ids for row in rows] == [row.token_ids for row in expected]
+        except broken.error:
+            assert snapshot(batch) == before
+
+
+@pytest.mark.parametrize("place", ["run_layers", "logits", "embed"])
+@pytest.mark.parametrize(
+    ("error", "sampling"), [(RuntimeError, SAMPLED), (KeyboardInterrupt, SamplingParams())]
+)
+def test_a_round_that_breaks_off_changes_nothing(stack, monkeypatch, place, error, sampling):
+    """Wherever in draft or verify it breaks off, the next step goes on to the same text."""
+    expected = alone(stack, sampling=sampling, **SHORT)
+    for times in range(9):  # a round of three drafts makes 8, 4 and 4 of these calls
+        batch = self_drafting(stack)
+        for prompt in PROMPTS:
+            join(batch, prompt, sampling=sampling, **SHORT)
+        batch.step()
+        with monkeypatch.context() as patch:
+            broken = Interruption(getattr(stack, place), times, error)
+            patch.setattr(stack, place, broken)
+            step_until_broken(batch, broken)
+        assert broken.left < 0 or place != "run_layers"
+        assert finish(batch) == expected
+
+
+@pytest.mark.parametrize("times", range(2))
+def test_a_prefill_that_breaks_off_is_done_again(stack, monkeypatch, times):
+    expected = alone(stack, **SHORT)
+    batch = self_drafting(stack)
+    for prompt in PROMPTS:
+        join(batch, prompt, **SHORT)
+    with monkeypatch.context() as patch:
+        patch.setattr(stack, "prefill", Interruption(stack.prefill, times, KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            batch.step()
+    assert [row.length for row in batch.rows.values()] == [len(PROMPT) if times else 0, 0]
+    assert finish(batch) == expected
+
+
+@pytest.mark.parametrize("times", range(0, 24, 3))
+def test_an_interrupt_while_text_is_decoded_loses_nothing(stack, tokenizer, times):
+    """Ctrl-C falls into Python's part of a round too, where tokens become text."""
+    expected = alone(stack, **SHORT)
+    broken = Interruption(tokenizer.decode, times, KeyboardInterrupt)
+    batch = self_drafting(stack)
+    for prompt in PROMPTS:
+        join(batch, prompt, stream=TextStream(SimpleNamespace(decode=broken), ()), **SHORT)
+    with pytest.raises(KeyboardInterrupt):
+        finish(batch)
+    assert finish(batch) == expected
+    for row in batch.rows.values():
+        assert [t for r in row.rounds for t in r.token_ids] == row.token_ids
+        text = tokenizer.decode(row.token_ids, skip_special_tokens=True)
+        assert "".join(r.text for r in row.rounds) == text
+
+
+def test_rows_join_and_leave_between_rounds(stack):
+    """At every round another row comes; one goes early and its slots are taken again."""
+    prompts = [random_ids(n) for n in (11, 130, 1, 500, 61)]
+    expected = alone(stack, prompts)
+    batch = self_drafting(stack)
+    first = join(batch, prompts[0])
+    rows = []
+    for number, prompt in enumerate(prompts[1:]):
+        rows.append(join(batch, prompt, num_draft_tokens=number))
+        batch.step()
+        if number == 1:
+            gone = batch.leave(first.id)
+    finish(batch)
+    assert [row.token_ids for row in rows] == expected[1:]
+    assert gone is first
+    assert first.token_ids == expected[0][: len(first.token_ids)] != []
+    assert first.slot_row in {row.slot_row for row in rows}  # the slots that were given back
+    assert len({row.id for row in [first, *rows]}) == 5  # ids are never given twice
+
+
+def test_greedy_and_sampled_rows_share_a_batch(stack):
+    expected = alone(stack, [PROMPT]) + alone(stack, [PROMPT], sampling=SAMPLED)
+    batch = self_drafting(stack)
+    join(batch, PROMPT)
+    join(batch, PROMPT, sampling=SAMPLED)
+    assert finish(batch) == expected
+
+
+def test_a_row_that_is_not_there_cannot_leave(stack):
+    batch = self_drafting(stack)
+    row = join(batch)
+    batch.leave(row.id)
+    with pytest.raises(ValueError, match=r"the batch has no row 0; its rows are \[\]"):
+        batch.leave(row.id)

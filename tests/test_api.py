@@ -1,0 +1,243 @@
+import inspect
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from toys import MAX_POSITIONS, PLANS, VOCAB_SIZE, make_model, random_ids, without_times
+
+from layerskip import DraftPlan, GenerationOutput, SamplingParams, SelfSpeculativeLM
+
+SAMPLED = SamplingParams(temperature=0.8, seed=5)
+TEXT = "the tea 😀"
+
+
+def ids_of(outputs: list[GenerationOutput]) -> list[tuple[int, ...]]:
+    return [out.token_ids for out in outputs]
+
+
+def test_text_gives_one_output_and_a_list_a_list(talking, tokenizer):
+    out = talking.generate(TEXT, max_new_tokens=8)
+    assert isinstance(out, GenerationOutput)
+    assert out.text == tokenizer.decode(out.token_ids, skip_special_tokens=True)
+    assert out.stats.new_tokens == len(out.token_ids) == 8
+    assert out.stats.prompt_tokens == len(tokenizer(TEXT)["input_ids"])
+    (same,) = talking.generate([TEXT], max_new_tokens=8)
+    assert (same.text, without_times(same.rounds)) == (out.text, without_times(out.rounds))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor])
+def test_ids_are_taken_as_they_come(talking, tokenizer, kind):
+    ids = tokenizer(TEXT)["input_ids"]
+    out = talking.generate(kind(ids), max_new_tokens=8)
+    assert out.token_ids == talking.generate(TEXT, max_new_tokens=8).token_ids
+    short = talking.generate(ids[:1], max_new_tokens=8)
+    outputs = talking.generate([kind(ids), kind(ids[:1]), TEXT], max_new_tokens=8)
+    assert ids_of(outputs) == ids_of([out, short, out])
+
+
+def test_more_prompts_than_rows_keep_their_order(wrap):
+    prompts = [random_ids(1 + n % 3, seed=n) for n in range(35)]
+    outputs = wrap("exit").generate(prompts, max_new_tokens=3)
+    assert ids_of(outputs) == [wrap(None).generate(p, max_new_tokens=3).token_ids for p in prompts]
+
+
+def test_several_sequences_of_each_prompt_use_the_seeds_that_follow(talking):
+    many = talking.generate(["a", "t"], max_new_tokens=5, sampling=SAMPLED, num_return_sequences=3)
+    assert [out.seed for out in many] == [5, 6, 7, 5, 6, 7]
+    for out, prompt in zip(many, "aaattt", strict=True):
+        alone = SamplingParams(temperature=0.8, seed=out.seed)
+        assert out.token_ids == talking.generate(prompt, max_new_tokens=5, sampling=alone).token_ids
+    assert len(talking.generate("a", max_new_tokens=1, num_return_sequences=2)) == 2
+
+
+def test_messages_go_through_the_chat_template(talking):
+    chat = [{"role": "user", "content": "hi"}]
+    out = talking.generate(messages=chat, max_new_tokens=5)
+    assert out.token_ids == talking.generate("user: hi\nassistant: ", max_new_tokens=5).token_ids
+    steps = list(talking.stream(messages=chat, max_new_tokens=5))
+    assert tuple(t for step in steps for t in step.token_ids) == out.token_ids
+
+
+@given(st.integers(1, 30), st.integers(0, 6), st.sampled_from([None, SAMPLED]), st.integers(1, 9))
+def test_streaming_equals_generating(talking, length, k, sampling, limit):
+    settings = {"max_new_tokens": limit, "num_draft_tokens": k, "sampling": sampling}
+    out = talking.generate(random_ids(length), **settings)
+    steps = list(talking.stream(random_ids(length), **settings))
+    assert "".join(step.text for step in steps) == out.text
+    assert tuple(t for step in steps for t in step.token_ids) == out.token_ids
+    assert without_times([step.round for step in steps]) == without_times(out.rounds)
+
+
+def test_a_consumer_may_stop_a_stream(talking):
+    expected = talking.generate(TEXT, max_new_tokens=20, num_draft_tokens=0)
+    stream = talking.stream(TEXT, max_new_tokens=20)
+    first, second = next(stream), next(stream)
+    stream.close()
+    got = first.token_ids + second.token_ids
+    assert got == expected.token_ids[: len(got)]
+    assert list(stream) == []
+    assert talking.generate(TEXT, max_new_tokens=20).token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_stop_strings_are_cut_and_end_the_text(talking, length):
+    whole = talking.generate(TEXT, max_new_tokens=16).text
+    for start in range(0, len(whole) - length, 3):
+        stop = whole[start : start + length]
+        out = talking.generate(TEXT, max_new_tokens=16, stop=[stop, "not in it"])
+        assert (out.finish_reason, out.text) == ("stop", whole[: whole.index(stop)])
+        slow = talking.generate(TEXT, max_new_tokens=16, stop=stop, num_draft_tokens=0)
+        assert slow.token_ids == out.token_ids
+
+
+def test_end_of_sequence_is_the_generation_config_s():
+    model = make_model()
+    whole = SelfSpeculativeLM(model).generate([7], max_new_tokens=16).token_ids
+    model.generation_config.eos_token_id = [whole[9], VOCAB_SIZE - 1]
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    out = lm.generate([7], max_new_tokens=16)
+    assert out.token_ids == whole[: whole.index(whole[9]) + 1]
+    assert out.finish_reason == "stop"
+    assert lm.generate([7], max_new_tokens=16, ignore_eos=True).token_ids == whole
+
+
+def test_a_seed_gives_its_text_again(talking):
+    first, other = (
+        talking.generate(TEXT, max_new_tokens=16, sampling=SamplingParams(temperature=1.0, seed=s))
+        for s in (1, 2)
+    )
+    assert (first.seed, other.seed) == (1, 2)
+    assert first.token_ids != other.token_ids
+
+
+def test_a_drawn_seed_is_returned_and_gives_the_text_again(talking):
+    drawn = [
+        talking.generate(TEXT, max_new_tokens=16, sampling=SamplingParams(temperature=1.0))
+        for _ in range(2)
+    ]
+    assert drawn[0].seed != drawn[1].seed
+    params = SamplingParams(temperature=1.0, seed=drawn[0].seed)
+    again = talking.generate(TEXT, max_new_tokens=16, sampling=params)
+    assert again.token_ids == drawn[0].token_ids
+    assert talking.generate(TEXT, max_new_tokens=2).seed is None  # greedy uses none
+
+
+def test_rows_of_an_open_batch_have_settings_of_their_own(talking):
+    batch = talking.open_batch(max_new_tokens=12)
+    plain = batch.add(TEXT)
+    own = batch.add("a", max_new_tokens=3, num_draft_tokens=0, sampling=SAMPLED)
+    while own in batch.unfinished:
+        batch.step()
+    out = batch.remove(own)
+    expected = talking.generate("a", max_new_tokens=3, sampling=SAMPLED)
+    assert (out.token_ids, out.text, out.seed) == (expected.token_ids, expected.text, 5)
+    early = batch.remove(plain)
+    assert early.finish_reason == "cancelled"
+    whole = talking.generate(TEXT, max_new_tokens=12)
+    assert whole.token_ids[: len(early.token_ids)] == early.token_ids
+    assert batch.unfinished == batch.step() == []
+
+
+def test_text_ends_where_the_model_s_positions_end(wrap):
+    for k in (0, 4):
+        out = wrap("exit").generate([3] * (MAX_POSITIONS - 5), num_draft_tokens=k)
+        assert (len(out.token_ids), out.finish_reason) == (5, "length")
+
+
+def test_without_a_plan_decoding_is_plain(wrap):
+    out = wrap(None).generate([1, 2], max_new_tokens=5, num_draft_tokens=4)
+    assert out.stats.num_draft_tokens == 0
+    assert {r.origin for r in out.rounds} == {"prefill", "plain"}
+
+
+def test_settings_are_keywords_and_named():
+    for method in ("generate", "stream", "open_batch", "from_pretrained", "__init__"):
+        parameters = inspect.signature(getattr(SelfSpeculativeLM, method)).parameters.values()
+        kinds = {p.name: p.kind for p in parameters}
+        assert inspect.Parameter.VAR_KEYWORD not in kinds.values()
+        settings = [
+            n for n in kinds if n not in ("self", "prompts", "prompt", "model", "tokenizer")
+        ]
+        assert all(kinds[n] == inspect.Parameter.KEYWORD_ONLY for n in settings if n != "plan")
+
+
+def test_a_misspelt_setting_is_an_error(talking):
+    for method in (talking.generate, talking.stream):
+        with pytest.raises(TypeError, match="max_tokens"):
+            method("a", max_tokens=3)
+    with pytest.raises(TypeError, match="max_tokens"):
+        talking.open_batch(max_tokens=3)
+
+
+LONG = [3] * MAX_POSITIONS
+BAD_REQUESTS = [
+    (("",), {}, ValueError, "the prompt is empty; give at least one token"),
+    (([],), {}, ValueError, r"prompts must be text, token ids or a list of them, got \[\]"),
+    (([[]],), {}, ValueError, "the prompt is empty"),
+    ((), {}, ValueError, "give either prompts or messages"),
+    (("a",), {"messages": []}, ValueError, "give either prompts or messages"),
+    ((7,), {}, ValueError, "prompts must be text, token ids or a list of them, got 7"),
+    ((LONG,), {}, ValueError, "the prompt has 600 tokens; the model has 600 positions"),
+    (([1, VOCAB_SIZE],), {}, ValueError, "a token id must be between 0 and 330, got 331"),
+    (([-1],), {}, ValueError, "a token id must be between 0 and 330, got -1"),
+    (([1, "a"],), {}, TypeError, "a token id must be an int, got 'a'"),
+    (("a",), {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, got 0"),
+    (("a",), {"max_new_tokens": 2.5}, TypeError, r"max_new_tokens must be an int, got 2\.5"),
+    (("a",), {"num_draft_tokens": 33}, ValueError, "num_draft_tokens must be between 0 and 32"),
+    (("a",), {"num_draft_tokens": -1}, ValueError, "num_draft_tokens must be between 0 and 32"),
+    (("a",), {"num_draft_tokens": "4"}, TypeError, "num_draft_tokens must be an int, got '4'"),
+    (("a",), {"num_return_sequences": 0}, ValueError, "num_return_sequences must be at least 1"),
+    (("a",), {"sampling": 0.8}, TypeError, "sampling must be SamplingParams, got float"),
+    (("a",), {"stop": ""}, ValueError, "stop must be one or more non-empty strings, got ''"),
+    (("a",), {"stop": [3]}, ValueError, r"stop must be one or more non-empty strings, got \[3\]"),
+    (("a",), {"stop": 3}, (TypeError, ValueError), "stop must be one or more non-empty strings"),
+]
+
+
+@pytest.mark.parametrize(("args", "settings", "error", "message"), BAD_REQUESTS)
+def test_bad_requests(talking, args, settings, error, message):
+    with pytest.raises(error, match=message):
+        talking.generate(*args, **settings)
+    if "num_return_sequences" not in settings and args != ([[]],):
+        with pytest.raises((TypeError, ValueError)):
+            talking.stream(*args, **settings)  # at the call, before the first step
+
+
+def test_bad_rows_leave_a_batch_as_it_was(talking):
+    batch = talking.open_batch(max_new_tokens=4)
+    row = batch.add("a")
+    for prompt, settings, error, message in [
+        ("", {}, ValueError, "the prompt is empty"),
+        (["a", "b"], {}, TypeError, "a row takes one prompt"),
+        ("a", {"num_draft_tokens": 40}, ValueError, "num_draft_tokens must be between 0 and 32"),
+        ("a", {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1"),
+        ("a", {"sampling": "hot"}, TypeError, "sampling must be SamplingParams, got str"),
+    ]:
+        with pytest.raises(error, match=message):
+            batch.add(prompt, **settings)
+    assert batch.unfinished == [row]
+    with pytest.raises(ValueError, match=r"the batch has no row 9; its rows are \[0\]"):
+        batch.remove(9)
+
+
+def test_without_a_tokenizer_only_ids_are_understood(wrap):
+    assert wrap("exit").generate([1], max_new_tokens=2).text == ""
+    with pytest.raises(TypeError, match="no tokenizer: give token ids instead of text"):
+        wrap("exit").generate("text")
+    with pytest.raises(ValueError, match="messages need a tokenizer with a chat template"):
+        wrap("exit").generate(messages=[{"role": "user", "content": "hi"}])
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        wrap("exit").generate([1], stop="x")
+
+
+@pytest.mark.parametrize(
+    ("plan", "error", "message"),
+    [
+        (DraftPlan(16, (0, 1)), ValueError, "plan is for a model of 16 layers; this one has 6"),
+        ((0, 1), TypeError, "plan must be a DraftPlan or None, got tuple"),
+    ],
+)
+def test_a_plan_has_to_fit(toy, plan, error, message):
+    with pytest.raises(error, match=message):
+        SelfSpeculativeLM(toy(), None, plan)

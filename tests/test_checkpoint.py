@@ -1,0 +1,168 @@
+"""Checkpoints from disk: what loads, and what is refused in one sentence."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from toys import NUM_LAYERS, PLANS, make_model
+
+from layerskip import DraftPlan, SelfSpeculativeLM, UnsupportedModelError
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, tokenizer):
+    """A checkpoint on disk, with a tokenizer and in bfloat16."""
+    path = tmp_path_factory.mktemp("saved")
+    make_model("llama", "bfloat16").save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy of it that a test may spoil."""
+    return shutil.copytree(saved, tmp_path / "checkpoint")
+
+
+def change_config(folder, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_folder_loads_with_its_dtype_and_tokenizer(saved):
+    lm = SelfSpeculativeLM.from_pretrained(saved, exit_layer=2, device="cpu")
+    assert lm.stack.dtype == torch.bfloat16
+    assert lm.plan == PLANS["exit"]
+    out = lm.generate([5, 6, 7], max_new_tokens=12)
+    assert out.text == lm.tokenizer.decode(out.token_ids, skip_special_tokens=True)
+    plain = lm.generate([5, 6, 7], max_new_tokens=12, num_draft_tokens=0)
+    assert out.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.float32])
+def test_another_dtype_may_be_asked_for(saved, dtype):
+    lm = SelfSpeculativeLM.from_pretrained(saved, dtype=dtype, exit_layer=2)
+    assert lm.stack.dtype == torch.float32
+    guest = make_model("llama", "bfloat16").float()
+    expected = SelfSpeculativeLM(guest).generate([5, 6, 7], max_new_tokens=12)
+    assert lm.generate([5, 6, 7], max_new_tokens=12).token_ids == expected.token_ids
+
+
+def test_a_folder_s_own_plan_is_used(folder):
+    PLANS["skipping"].save(folder / "layerskip.json")
+    content = json.loads((folder / "layerskip.json").read_text())
+    (folder / "layerskip.json").write_text(json.dumps(content | {"num_draft_tokens": 7}))
+    lm = SelfSpeculativeLM.from_pretrained(folder)
+    assert (lm.plan, lm.num_draft_tokens) == (PLANS["skipping"], 7)
+    lm = SelfSpeculativeLM.from_pretrained(folder, num_draft_tokens=2)
+    assert (lm.plan, lm.num_draft_tokens) == (PLANS["skipping"], 2)
+    lm = SelfSpeculativeLM.from_pretrained(folder, exit_layer=3)
+    assert lm.plan == DraftPlan.exiting(num_layers=NUM_LAYERS, exit_layer=3)
+
+
+def test_without_a_known_plan_decoding_is_plain_and_says_so(saved, caplog):
+    lm = SelfSpeculativeLM.from_pretrained(saved)
+    assert (lm.plan, lm.num_draft_tokens) == (None, 0)
+    assert "no draft plan is known" in caplog.text
+
+
+BAD_ARGUMENTS = [
+    ({"exit_layer": 0}, ValueError, "exit_layer must be between 1 and 5, got 0"),
+    ({"exit_layer": -2}, ValueError, "exit_layer must be between 1 and 5, got -2"),
+    ({"exit_layer": 6}, ValueError, "exit_layer must be between 1 and 5, got 6"),
+    ({"exit_layer": [1, 2]}, TypeError, r"exit_layer must be an int, got \[1, 2\]"),
+    ({"plan": DraftPlan(16, (0,))}, ValueError, "plan is for a model of 16 layers; this one has 6"),
+    ({"plan": DraftPlan(6, (0,)), "exit_layer": 2}, ValueError, "exit_layer or plan, not both"),
+    ({"dtype": "int8"}, ValueError, "dtype must be one of bfloat16, float16, float32 or None"),
+    ({"device": "tpu"}, ValueError, "device must be 'cpu', 'cuda' or 'auto', got 'tpu'"),
+    ({"num_draft_tokens": 99, "exit_layer": 2}, ValueError, "num_draft_tokens must be between"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD_ARGUMENTS)
+def test_bad_arguments_are_refused_before_weights_are_read(
+    saved, monkeypatch, arguments, error, message
+):
+    if "num_draft_tokens" not in arguments:
+        forbid_loading(monkeypatch)
+    with pytest.raises(error, match=message):
+        SelfSpeculativeLM.from_pretrained(saved, **arguments)
+
+
+def forbid_loading(monkeypatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        pytest.fail("weights were read")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+
+
+def test_cuda_that_is_not_there(saved, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    forbid_loading(monkeypatch)
+    with pytest.raises(ValueError, match="device 'cuda' was asked for, but torch sees no CUDA"):
+        SelfSpeculativeLM.from_pretrained(saved, device="cuda")
+
+
+def test_a_missing_folder(tmp_path):
+    with pytest.raises(ValueError, match="is not a folder; give a checkpoint folder or a hub id"):
+        SelfSpeculativeLM.from_pretrained(tmp_path / "nothing")
+
+
+def test_a_folder_without_a_config(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config\.json; give a checkpoint folder"):
+        SelfSpeculativeLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "gpt2"}, "architecture 'gpt2' is not supported"),
+        ({"model_type": "bert"}, "architecture 'bert' is not supported"),
+        ({"model_type": "t5"}, "architecture 't5' is not supported"),
+    ],
+)
+def test_other_architectures(folder, monkeypatch, changes, reason):
+    change_config(folder, **changes)
+    forbid_loading(monkeypatch)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        SelfSpeculativeLM.from_pretrained(folder)
+
+
+def test_an_unknown_architecture(folder):
+    change_config(folder, model_type="nonsense")
+    with pytest.raises(ValueError, match=r"cannot be loaded: .*nonsense"):
+        SelfSpeculativeLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"{", b"[]"])
+def test_a_damaged_config(folder, content):
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model '.*checkpoint' cannot be loaded"):
+        SelfSpeculativeLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"{", b"[]", b"{}"])
+def test_a_damaged_plan_file(folder, content):
+    (folder / "layerskip.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"layerskip\.json is not a plan file"):
+        SelfSpeculativeLM.from_pretrained(folder)
+
+
+def test_a_plan_file_for_another_depth(folder):
+    DraftPlan(16, (0, 1)).save(folder / "layerskip.json")
+    with pytest.raises(ValueError, match="plan is for a model of 16 layers; this one has 6"):
+        SelfSpeculativeLM.from_pretrained(folder)
+
+
+def test_damaged_weights(folder):
+    (folder / "model.safetensors").write_bytes(b"no weights at all")
+    with pytest.raises(ValueError, match=r"model '.*checkpoint' cannot be loaded"):
+        SelfSpeculativeLM.from_pretrained(folder)
+
+
+def test_missing_weights(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model '.*checkpoint' cannot be loaded"):
+        SelfSpeculativeLM.from_pretrained(folder)

@@ -1,0 +1,390 @@
+"""The comparison: what it counts, what it predicts and what it leaves behind."""
+
+import random
+import statistics
+from collections.abc import Sequence
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from toys import NUM_LAYERS, PLANS, make_model, random_ids
+
+from layerskip import DecodeStats, SamplingParams, SelfSpeculativeLM, compare
+from layerskip.compare import (
+    REPEAT_SPAN,
+    Comparison,
+    EarlyExitSettings,
+    Run,
+    Theory,
+    bootstrap_interval,
+    repeated_share,
+    teacher_forced,
+)
+from layerskip.prompts import Example
+
+PROMPT, NEW = random_ids(20), 10
+KV_BYTES_PER_TOKEN = 2 * NUM_LAYERS * 2 * 16 * 4  # keys and values, 2 heads of 16, float32
+
+
+@pytest.fixture(scope="module")
+def comparison() -> Comparison:
+    """A toy of our own: its generation config is exchanged and its layers get hooks."""
+    model = make_model()
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    return Comparison(model, lm, sampling=SamplingParams(), max_new_tokens=NEW)
+
+
+def repeated_by_hand(outputs: Sequence[Sequence[int]]) -> float:
+    repeated = total = 0
+    for ids in outputs:
+        for i in range(len(ids) - REPEAT_SPAN + 1):
+            gram = ids[i : i + REPEAT_SPAN]
+            total += 1
+            repeated += any(ids[j : j + REPEAT_SPAN] == gram for j in range(i))
+    return repeated / total if total else 0.0
+
+
+LOOPS = st.builds(
+    lambda ids, n: ids * n, st.lists(st.integers(0, 3), max_size=5), st.integers(0, 9)
+)
+TEXTS = st.builds(lambda *parts: list(chain(*parts)), LOOPS, LOOPS, LOOPS)
+
+
+@given(st.lists(TEXTS, max_size=4))
+def test_repeated_share_is_what_counting_gives(outputs: list[list[int]]) -> None:
+    assert repeated_share(outputs) == pytest.approx(repeated_by_hand(outputs))
+
+
+def test_repeated_share_of_a_loop_and_of_fresh_text() -> None:
+    assert repeated_share([list(range(50))]) == 0.0
+    assert repeated_share([[1, 2] * 20]) == pytest.approx(31 / 33)
+    assert repeated_share([list(range(8)), list(range(8))]) == 0.0  # other outputs do not count
+    assert repeated_share([[1, 2] * 20, list(range(40))]) == pytest.approx(31 / 66)
+    assert repeated_share([[1] * 7]) == 0.0
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=15))
+def test_interval_surrounds_the_median(ratios: list[float]) -> None:
+    low, high = bootstrap_interval(ratios)
+    assert min(ratios) <= low <= statistics.median(ratios) <= high <= max(ratios)
+
+
+def test_interval_has_the_width_that_theory_gives() -> None:
+    generator = random.Random(1)
+    low, high = bootstrap_interval([generator.gauss(2.0, 0.5) for _ in range(200)])
+    expected = 2 * 1.96 * 1.2533 * 0.5 / 200**0.5  # of the median of normal samples
+    assert high - low == pytest.approx(expected, rel=0.3)
+    assert low < 2.0 < high
+
+
+def test_interval_is_the_same_in_every_run() -> None:
+    ratios = [1.0, 1.3, 0.9, 1.7, 1.1]
+    assert bootstrap_interval(ratios) == bootstrap_interval(ratios)
+
+
+def test_transformers_runs_each_position_once(comparison: Comparison) -> None:
+    run = comparison.run("hf", PROMPT, count=True)
+    assert len(run.token_ids) == NEW
+    assert run.positions == len(PROMPT) + NEW - 1
+    assert run.kv_cache_bytes == run.positions * KV_BYTES_PER_TOKEN
+
+
+def test_ours_runs_each_position_once_and_rejected_drafts(comparison: Comparison) -> None:
+    plain, ours = (comparison.run(mode, PROMPT) for mode in ("plain", "layerskip"))
+    assert plain.positions == len(PROMPT) + NEW - 1
+    rejected = ours.stats.num_draft_tokens - ours.stats.num_accepted_tokens
+    assert rejected > 0
+    assert ours.positions == plain.positions + rejected
+
+
+def test_transformers_early_exit_runs_more(comparison: Comparison) -> None:
+    hf, exiting = (comparison.run(m, PROMPT, count=True) for m in ("hf", "hf-early-exit"))
+    assert exiting.token_ids == hf.token_ids
+    assert exiting.positions >= hf.positions + len(PROMPT)  # the prompt twice
+    assert exiting.kv_cache_bytes > hf.kv_cache_bytes  # a second cache
+
+
+@pytest.mark.parametrize("mode", ["plain", "layerskip", "hf", "hf-early-exit", "hf-prompt-lookup"])
+def test_every_mode_gives_the_same_greedy_tokens(comparison: Comparison, mode: str) -> None:
+    prompt = torch.tensor([PROMPT])
+    out = comparison.model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False
+    )
+    run = comparison.run(mode, PROMPT)
+    assert run.token_ids == tuple(out[0, len(PROMPT) :].tolist())
+    assert run.tokens_per_second == pytest.approx(NEW / run.seconds)
+
+
+def test_nothing_is_counted_where_it_was_not_asked_for(comparison: Comparison) -> None:
+    run = comparison.run("hf", PROMPT)
+    assert (run.positions, run.kv_cache_bytes) == (0, 0)
+    assert not comparison.model.model.layers[0]._forward_pre_hooks
+
+
+def test_sampled_modes_repeat_with_their_seed(comparison: Comparison) -> None:
+    def sampled(mode: str, seed: int) -> tuple[int, ...]:
+        sampling = SamplingParams(temperature=0.9, top_k=50, seed=seed)
+        other = Comparison(comparison.model, comparison.lm, sampling=sampling, max_new_tokens=NEW)
+        return other.run(mode, PROMPT).token_ids
+
+    for mode in ("plain", "layerskip", "hf"):
+        assert sampled(mode, 3) == sampled(mode, 3) != sampled(mode, 4)
+    assert sampled("plain", 3) == sampled("layerskip", 3)
+
+
+def test_early_exit_settings_are_lent_and_given_back(
+    comparison: Comparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = comparison.model.generation_config
+    snapshot, seen = before.to_dict(), []
+
+    def look(ids: Sequence[int], extra: dict[str, Any]) -> tuple[int, ...]:
+        config = comparison.model.generation_config
+        seen.append((config.num_assistant_tokens, config.assistant_confidence_threshold, extra))
+        return (1,)
+
+    monkeypatch.setattr(comparison, "_transformers", look)
+    monkeypatch.setattr(comparison, "early_exit", EarlyExitSettings(3, 6, 0.25))
+    comparison.run("hf-early-exit", PROMPT)
+    assert seen == [(6, 0.25, {"assistant_early_exit": 3})]
+    assert comparison.model.generation_config is before
+    assert before.to_dict() == snapshot
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_leaves_nothing_on_the_model(
+    comparison: Comparison, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    before = comparison.model.generation_config
+
+    def fail(*_: object) -> tuple[int, ...]:
+        assert comparison.model.generation_config is not before
+        assert comparison.model.model.layers[0]._forward_pre_hooks
+        raise error
+
+    monkeypatch.setattr(comparison, "_transformers", fail)
+    with pytest.raises(error):
+        comparison.run("hf-early-exit", PROMPT, count=True)
+    assert comparison.model.generation_config is before
+    assert not comparison.model.model.layers[0]._forward_pre_hooks
+
+
+def test_tuning_keeps_the_fastest_setting(
+    comparison: Comparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best, tried = EarlyExitSettings(1, 6, 0.4), []
+
+    def run(mode: str, ids: Sequence[int]) -> Run:
+        assert mode == "hf-early-exit"
+        tried.append(comparison.early_exit)
+        return Run((1,) * NEW, 0.5 if comparison.early_exit == best else 1.0)
+
+    monkeypatch.setattr(comparison, "run", run)
+    monkeypatch.setattr(comparison, "early_exit", EarlyExitSettings(2, 4, 0.4))
+    comparison.tune_early_exit([PROMPT])
+    assert comparison.early_exit == best
+    assert {s.exit_layer for s in tried} == {1, 2, 3}
+
+
+class Clock:
+    """Time that passes only where a fake says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class TimedStack:
+    """A stack of 8 layers: each costs 1 and 0.1 a token, the head 2."""
+
+    num_layers = 8
+
+    def __init__(self, clock: Clock, context: int) -> None:
+        self.clock, self.context = clock, context
+
+    def new_cache(self, *, num_rows: int, num_slots: int) -> int:
+        assert num_rows == 1
+        return num_slots
+
+    def embed(self, token_ids: Sequence[int]) -> int:
+        return len(token_ids)
+
+    def run_layers(
+        self, hidden: int, layers: Sequence[int], cache: int, segments: Sequence[Any]
+    ) -> int:
+        (segment,) = segments
+        assert (segment.start, segment.count) == (self.context, hidden)
+        assert segment.start + segment.count <= cache
+        self.clock.now += sum(1 + 0.1 * hidden for _ in layers)
+        return hidden
+
+    def logits(self, hidden: int) -> None:
+        self.clock.now += 2
+
+
+def predict(monkeypatch: pytest.MonkeyPatch, stats: DecodeStats, layers: Sequence[int]) -> Theory:
+    clock = Clock()
+    monkeypatch.setattr(compare, "time", clock)
+    lm = SimpleNamespace(stack=TimedStack(clock, 300), plan=SimpleNamespace(layers=layers))
+    made = Comparison(None, lm, sampling=SamplingParams(), max_new_tokens=NEW)
+    return made.theory(stats, context=300, repeats=4)
+
+
+def test_theory_is_the_formula_over_bare_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = DecodeStats(num_rounds=10, num_draft_tokens=40, num_accepted_tokens=30)
+    theory = predict(monkeypatch, stats, (0, 1))
+    plain = 8 * 1.1 + 2
+    c, v = (2 * 1.1 + 2) / plain, (8 * 1.5 + 2) / plain
+    assert (theory.c, theory.v) == pytest.approx((c, v))
+    assert theory.speedup == pytest.approx((1 + 3) / (4 * c + v))
+
+
+def test_theory_takes_the_draft_length_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = DecodeStats(num_rounds=10, num_draft_tokens=25, num_accepted_tokens=5)
+    theory = predict(monkeypatch, stats, (0, 3, 5))
+    plain = 8 * 1.1 + 2
+    c = (3 * 1.1 + 2) / plain
+    assert theory.c == pytest.approx(c)
+    assert theory.speedup == pytest.approx(1.5 / (2.5 * c + theory.v))
+
+
+def test_theory_of_plain_decoding_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    theory = predict(monkeypatch, DecodeStats(num_rounds=10), range(8))
+    assert (theory.v, theory.speedup) == pytest.approx((1.0, 1.0))
+
+
+class Scripted:
+    """A comparison whose runs are written down: ``plain`` takes 1 s, ``layerskip`` 0.5 s."""
+
+    sampling, max_new_tokens = SamplingParams(), 20
+    early_exit = EarlyExitSettings(1, 2, 0.0)
+
+    def __init__(self, outputs: dict[str, list[tuple[int, ...]]]) -> None:
+        self.outputs, self.calls, self.tuned = outputs, [], 0
+        self.lm = SimpleNamespace(encode=lambda text: [int(text)])
+
+    def run(self, mode: str, ids: Sequence[int], *, count: bool = False) -> Run:
+        self.calls.append((mode, ids[0], count))
+        tokens = self.outputs[mode][ids[0]]
+        stats = DecodeStats(new_tokens=20, num_rounds=4, num_draft_tokens=16, num_accepted_tokens=8)
+        seconds = {"plain": 1.0, "layerskip": 0.5, "hf-early-exit": 2.0}[mode]
+        return Run(tokens, seconds, None if mode.startswith("hf") else stats, 30, 1000)
+
+    def tune_early_exit(self, prompts: Sequence[Sequence[int]]) -> None:
+        self.tuned += len(prompts)
+
+    def theory(self, stats: DecodeStats, *, context: int) -> Theory:
+        assert stats.num_draft_tokens == 16 * 2
+        return Theory(0.25, 1.25, stats.mean_accepted_length)
+
+
+FRESH, OTHER, LOOP = tuple(range(20)), tuple(range(1, 21)), (1, 2) * 10
+EXAMPLES = [Example("0"), Example("1")]
+
+
+def scripted(**outputs: list[tuple[int, ...]]) -> Scripted:
+    return Scripted({name.replace("_", "-"): ids for name, ids in outputs.items()})
+
+
+def test_the_document_is_made_of_the_runs() -> None:
+    fake = scripted(plain=[FRESH, OTHER], layerskip=[FRESH, FRESH])
+    document = compare.compare(fake, EXAMPLES, modes=["layerskip"], repeats=3)
+    assert document["prompts"] == 2
+    assert document["new_tokens"] == 40
+    assert document["repeated_8gram_share"] == 0.0
+    assert document["theory"] == {"c": 0.25, "v": 1.25, "speedup": 3.0}
+    assert document["modes"]["layerskip"] == {
+        "tokens_per_second": 40.0,
+        "speedup_vs_plain": 2.0,
+        "speedup_vs_plain_ci95": [2.0, 2.0],
+        "identical_to_plain": 0.5,
+        "acceptance_rate": 0.5,
+        "mean_accepted_length": 3.0,
+        "kv_cache_bytes": 1000,
+        "positions_through_first_layer": 60,
+    }
+    plain = document["modes"]["plain"]
+    assert plain["speedup_vs_plain"] == plain["identical_to_plain"] == 1.0
+    assert plain["acceptance_rate"] is None
+    assert fake.tuned == 0
+
+
+def test_every_mode_is_timed_equally_often_after_one_warm_run() -> None:
+    fake = scripted(plain=[FRESH, FRESH], layerskip=[FRESH, FRESH], hf_early_exit=[FRESH, FRESH])
+    modes = ["layerskip", "hf-early-exit", "layerskip"]
+    document = compare.compare(fake, EXAMPLES, modes=modes, repeats=8, tuning_prompts=1)
+    assert set(document["modes"]) == {"plain", "layerskip", "hf-early-exit"}
+    assert fake.tuned == 1
+    for mode in document["modes"]:
+        for prompt in (0, 1):
+            assert [c[:2] for c in fake.calls].count((mode, prompt)) == 1 + 8
+    assert all(c[2] for c in fake.calls[1:3])  # what only transformers' modes need counted
+    orders = [tuple(c[0] for c in fake.calls[i : i + 3]) for i in range(3, 27, 3)]
+    assert all(set(order) == set(document["modes"]) for order in orders)
+    assert len(set(orders)) > 1  # no mode is always first
+
+
+def test_looping_prompts_are_left_out() -> None:
+    fake = scripted(plain=[LOOP, FRESH], layerskip=[LOOP, FRESH])
+    fake.theory = lambda stats, context: Theory(1.0, 1.0, 1.0)
+    document = compare.compare(fake, EXAMPLES, modes=["layerskip"], repeats=1, max_repeated=0.2)
+    assert (document["prompts"], document["prompts_left_out"]) == (1, 1)
+    assert document["new_tokens"] == 20
+    assert [c[:2] for c in fake.calls].count(("plain", 0)) == 1
+    assert ("layerskip", 0) not in [c[:2] for c in fake.calls]
+    with pytest.raises(ValueError, match="repeats more than 20%"):
+        compare.compare(fake, EXAMPLES[:1], modes=["plain"], repeats=1, max_repeated=0.2)
+
+
+def test_no_prompts_is_said_as_such() -> None:
+    with pytest.raises(ValueError, match="no prompts"):
+        compare.compare(scripted(plain=[]), [], modes=["plain"], repeats=1)
+
+
+def test_sampled_transformers_text_is_not_called_different() -> None:
+    fake = scripted(plain=[FRESH, FRESH], hf_early_exit=[OTHER, OTHER])
+    fake.sampling = SamplingParams(temperature=0.8, seed=0)
+    document = compare.compare(fake, EXAMPLES, modes=["hf-early-exit"], repeats=1)
+    assert document["modes"]["hf-early-exit"]["identical_to_plain"] is None
+
+
+@pytest.fixture
+def forced() -> list[Example]:
+    texts = [("def f(x):\n", "    return x + 1\n"), ("Question\n", "0123456789 " * 4), ("x\n", "")]
+    return [Example(*pair) for pair in texts]
+
+
+def test_teacher_forced_agreement_is_what_transformers_gives(
+    talking: SelfSpeculativeLM, toy: Any, forced: list[Example]
+) -> None:
+    model, agree, positions = toy(), 0, 0
+    for example in forced[:2]:
+        first = len(talking.encode(example.prompt))
+        ids = talking.tokenizer(example.prompt + example.continuation)["input_ids"][: first + NEW]
+        with torch.inference_mode():
+            out = model(torch.tensor([ids[:-1]]), output_hidden_states=True)
+            early = model.lm_head(model.model.norm(out.hidden_states[2]))
+        same = early.argmax(-1) == out.logits.argmax(-1)
+        agree += same[0, first - 1 :].sum().item()
+        positions += len(ids) - first
+    document = teacher_forced(
+        talking, forced, sampling=SamplingParams(), exits=[1, 2], max_new_tokens=NEW
+    )
+    assert document["positions"] == positions
+    assert document["exits"][2]["acceptance_rate"] == pytest.approx(agree / positions)
+    assert 0 < agree < positions
+
+
+def test_teacher_forced_needs_a_continuation(
+    talking: SelfSpeculativeLM, forced: list[Example]
+) -> None:
+    with pytest.raises(ValueError, match="continuation"):
+        teacher_forced(
+            talking, forced[2:], sampling=SamplingParams(), exits=[1], max_new_tokens=NEW
+        )

@@ -1,0 +1,294 @@
+"""The pretraining recipe at smoke size: stop, go on, export, decode."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from layerskip import SelfSpeculativeLM
+
+REPO = Path(__file__).parents[1]
+RECIPES = REPO / "recipes"
+MODULES = ("corpus", "trainer", "export", "pretrain_small")
+WORDS = ("def", "return", "if", "else", "for", "in", "x", "y", "value", "=", "+", "(", ")", ":")
+
+
+@pytest.fixture(scope="module")
+def recipes() -> Iterator[dict[str, ModuleType]]:
+    """The recipe's modules, which import each other by bare names."""
+    sys.path.insert(0, str(RECIPES))
+    try:
+        yield {name: importlib.import_module(name) for name in MODULES}
+    finally:
+        sys.path.remove(str(RECIPES))
+        for name in MODULES:
+            del sys.modules[name]
+
+
+def write_texts(folder: Path, count: int) -> Path:
+    """``count`` files of about 2 kB that a tiny model can learn something from."""
+    folder.mkdir()
+    for i in range(count):
+        lines = [" ".join(WORDS[(i * 7 + j * k) % len(WORDS)] for k in range(9)) for j in range(60)]
+        (folder / f"text{i}.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def command(out: Path, *options: object) -> list[str]:
+    script = str(RECIPES / "pretrain_small.py")
+    return [sys.executable, script, "--smoke", "--device", "cpu", "--out", str(out)] + [
+        str(option) for option in options
+    ]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+
+
+def read_log(out: Path) -> list[dict[str, Any]]:
+    path = out / "log.jsonl"
+    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+    return [json.loads(line) for line in lines[:-1]]  # the last one may be half written
+
+
+def run(argv: list[str]) -> str:
+    done = subprocess.run(
+        argv, env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_until(argv: list[str], out: Path, steps: int) -> str:
+    """Start the recipe, and send SIGTERM once it has logged ``steps`` steps."""
+    with subprocess.Popen(
+        argv, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        deadline = time.monotonic() + 200
+        while len(read_log(out)) < steps and process.poll() is None:
+            if time.monotonic() > deadline:
+                process.kill()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        stdout = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, stdout
+    return stdout
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run on the user's own text and questions: terminated midway, then finished."""
+    base = tmp_path_factory.mktemp("recipe")
+    out, text = base / "run", write_texts(base / "text", 6)
+    questions = base / "questions.jsonl"
+    row = json.dumps({"question": "How many?", "answer": "3 + 4 = 7"}) + "\n"
+    questions.write_text(row * 40, encoding="utf-8")
+    options = ("--text", text, "--math", questions, "--math-held-out", questions, "--minutes", 99)
+    first = run_until(command(out, *options), out, steps=3)
+    stopped_at = len(read_log(out))
+    files = {p.name for p in out.iterdir()}
+    second = run(command(out, *options, "--max-steps", stopped_at + 3))
+    return {
+        "out": out,
+        "first": first,
+        "second": second,
+        "stopped_at": stopped_at,
+        "files_when_stopped": files,
+    }
+
+
+def test_a_signal_stops_it_with_everything_saved(trained: dict[str, Any]) -> None:
+    assert trained["stopped_at"] >= 3
+    assert f"stopped at step {trained['stopped_at']}" in trained["first"]
+    assert trained["files_when_stopped"] == {"state.pt", "log.jsonl", "tokenizer.json"}
+
+
+def test_the_same_command_goes_on_from_the_step(trained: dict[str, Any]) -> None:
+    assert f"going on from step {trained['stopped_at']}" in trained["second"]
+    log = read_log(trained["out"])
+    assert [r["step"] for r in log] == list(range(1, trained["stopped_at"] + 4))
+    assert [r["tokens"] for r in log] == sorted({r["tokens"] for r in log})
+    assert {r["exit_layer"] for r in log} <= {1, 2}
+    assert all(0 < r["loss"] < 10 for r in log)
+
+
+def test_it_writes_curves_and_an_ordinary_folder(trained: dict[str, Any]) -> None:
+    out, folder = trained["out"], trained["out"] / "checkpoint"
+    for path in (out / "curves.png", folder / "curves.png"):
+        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    expected = {"README.md", "config.json", "generation_config.json", "layerskip.json"}
+    assert expected | {"model.safetensors", "tokenizer.json"} <= {p.name for p in folder.iterdir()}
+    assert all(p.stat().st_mode & 0o777 == 0o644 for p in folder.iterdir())
+    assert not list(out.glob("*.partial"))
+
+
+def test_its_card_and_plan_say_what_was_measured(trained: dict[str, Any]) -> None:
+    folder = trained["out"] / "checkpoint"
+    plan = json.loads((folder / "layerskip.json").read_text(encoding="utf-8"))
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    (held_out,) = plan["held_out_modules"]
+    assert held_out.startswith("text")
+    assert f"`{held_out}`" in card
+    assert plan["trained_exits"] == [1, 2]
+    for name in ("code_bits_per_byte", "code_agreement_2", "math_bits_per_byte"):
+        assert f"| {name} | {plan['scores'][name]:.3f} |" in card
+
+
+def test_its_checkpoint_decodes_identically_with_and_without_drafts(
+    trained: dict[str, Any],
+) -> None:
+    lm = SelfSpeculativeLM.from_pretrained(trained["out"] / "checkpoint")
+    assert lm.plan.num_layers == 4
+    assert lm.plan.layers in ((0,), (0, 1))
+    assert lm.stack.dtype == torch.bfloat16
+    for prompt in ("def x", "Question: How many?\nAnswer:"):
+        plain = lm.generate(prompt, max_new_tokens=32, num_draft_tokens=0)
+        assert lm.generate(prompt, max_new_tokens=32).token_ids == plain.token_ids
+    chat = lm.generate(messages=[{"role": "user", "content": "How many?"}], max_new_tokens=4)
+    assert len(chat.token_ids) > 0
+
+
+def test_a_text_folder_without_text_is_refused_in_one_sentence(
+    recipes: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    (tmp_path / "image.bin").write_bytes(b"\x00")
+    with pytest.raises(SystemExit, match=r"^pretrain_small: .* holds no .* text to train on$"):
+        recipes["pretrain_small"].main(["--smoke", f"--out={tmp_path}/run", f"--text={tmp_path}"])
+
+
+@pytest.mark.slow
+def test_the_smoke_run_on_the_standard_library(tmp_path: Path) -> None:
+    run(command(tmp_path / "run", "--minutes", 0.05, "--max-steps", 6))
+    assert 0 < len(read_log(tmp_path / "run")) <= 6
+    lm = SelfSpeculativeLM.from_pretrained(tmp_path / "run" / "checkpoint")
+    plain = lm.generate("import os\n", max_new_tokens=24, num_draft_tokens=0)
+    assert lm.generate("import os\n", max_new_tokens=24).token_ids == plain.token_ids
+    plan = json.loads((tmp_path / "run/checkpoint/layerskip.json").read_text(encoding="utf-8"))
+    assert len(plan["held_out_modules"]) > 20
+
+
+@pytest.mark.parametrize(
+    ("name", "held_out"),
+    [
+        ("email/parser.py", True),
+        ("lib2to3/pgen2/tokenize.py", True),
+        ("stringprep.py", True),
+        ("wsgiref/handlers.py", True),
+        ("json/decoder.py", False),
+        ("os.py", False),
+        ("tokenize.py", False),
+    ],
+)
+def test_what_is_held_out_stays_held_out(
+    recipes: dict[str, ModuleType], name: str, held_out: bool
+) -> None:
+    assert recipes["corpus"].is_held_out(name) == held_out
+
+
+def test_about_one_path_in_forty_is_held_out(recipes: dict[str, ModuleType]) -> None:
+    names = [f"package/module{i}.py" for i in range(8000)]
+    held_out = sum(map(recipes["corpus"].is_held_out, names))
+    assert 160 <= held_out <= 240  # 200 expected, 3 standard deviations
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 80])
+def test_something_is_held_out_of_any_text(
+    recipes: dict[str, ModuleType], tmp_path: Path, count: int
+) -> None:
+    corpus = recipes["corpus"]
+    files = list(corpus.text_files(write_texts(tmp_path / "text", count)))
+    train, held_out = corpus.read_documents(files)
+    assert all(train.values())
+    assert all(held_out.values())
+    texts = {name: path.read_text(encoding="utf-8") for name, path in files}
+    if count == 1:
+        (name,) = texts
+        assert train[name] + held_out[name] == texts[name]
+    else:
+        assert train | held_out == texts
+        assert not train.keys() & held_out.keys()
+
+
+def test_what_is_no_text_is_left_out(recipes: dict[str, ModuleType], tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "text", 3)
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    (folder / "data.bin").write_bytes(b"\x00")
+    train, held_out = recipes["corpus"].read_documents(recipes["corpus"].text_files(folder))
+    assert set(train) | set(held_out) == {"text0.py", "text1.py", "text2.py"}
+
+
+@given(text=st.text())
+def test_a_small_tokenizer_loses_nothing(recipes: dict[str, ModuleType], text: str) -> None:
+    tokenizer = recipes["corpus"].train_tokenizer(["def f():\n    return 12\n"], 300)
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+@pytest.mark.parametrize("length", [1, 7, 128, 129, 300])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_chunked_attention_is_causal_attention(
+    recipes: dict[str, ModuleType], length: int, kv_heads: int
+) -> None:
+    generator = torch.Generator().manual_seed(length)
+
+    def random(heads: int) -> torch.Tensor:
+        return torch.randn(2, heads, length, 16, generator=generator)
+
+    query, key, value = random(4), random(kv_heads), random(kv_heads)
+    got, _ = recipes["trainer"].chunked_attention(
+        torch.nn.Identity(), query, key, value, None, scaling=0.25
+    )
+    expected = F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=0.25, enable_gqa=True
+    )
+    torch.testing.assert_close(got, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def make_trainer(recipes: dict[str, ModuleType]) -> Any:
+    settings = recipes["trainer"].Settings(
+        **recipes["pretrain_small"].SMOKE | {"minutes": 1e6, "max_steps": 40, "layer_dropout": 0.3}
+    )
+    return lambda: recipes["trainer"].Trainer(settings, "cpu")
+
+
+@pytest.fixture
+def corpus(recipes: dict[str, ModuleType], tmp_path: Path) -> Any:
+    text = write_texts(tmp_path / "text", 4)
+    return recipes["corpus"].Corpus(tmp_path, vocab_size=300, seed=0, text=text)
+
+
+def test_going_on_gives_what_never_stopping_gives(
+    make_trainer: Any, corpus: Any, tmp_path: Path
+) -> None:
+    def losses(trainer: Any, steps: int) -> list[tuple[float, ...]]:
+        records = [trainer.step(corpus) for _ in range(steps)]
+        names = ("step", "tokens", "loss", "exit_layer", "exit_loss")
+        return [tuple(record[name] for name in names) for record in records]
+
+    whole = losses(make_trainer(), 6)
+    first = make_trainer()
+    parts = losses(first, 3)
+    first.save(tmp_path / "state.pt")
+    second = make_trainer()
+    second.load(tmp_path / "state.pt")
+    assert parts + losses(second, 3) == whole
+    assert not (tmp_path / "state.partial").exists()
+
+
+def test_training_lowers_the_loss(make_trainer: Any, corpus: Any) -> None:
+    trainer = make_trainer()
+    losses = [trainer.step(corpus)["loss"] for _ in range(12)]
+    assert min(losses[-3:]) < losses[0] - 0.5
