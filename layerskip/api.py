@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from layerskip.batch import Batch, RowSettings, StreamStep, check_num_draft_tokens
+from layerskip.batch import (
+    Batch,
+    RowSettings,
+    StreamStep,
+    check_num_draft_tokens,
+    check_sampling,
+)
 from layerskip.checkpoint import BUILTIN, builtin_folder, known_plan, load_checkpoint
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
@@ -127,6 +133,11 @@ class SelfSpeculativeLM:
         if exit_layer is not None and plan is not None:
             raise ValueError("give exit_layer or plan, not both")
         folder = builtin_folder() if str(model) == BUILTIN else model
+        if exit_layer is None and plan is None:
+            plan, known = known_plan(folder)
+            num_draft_tokens = known if num_draft_tokens is None else num_draft_tokens
+            if plan is None:
+                logger.warning("no draft plan is known for %s: decoding is plain", model)
         loaded, tokenizer = load_checkpoint(
             folder,
             dtype=dtype,
@@ -140,11 +151,6 @@ class SelfSpeculativeLM:
         if exit_layer is not None:
             depth = loaded.config.num_hidden_layers
             plan = DraftPlan.exiting(num_layers=depth, exit_layer=exit_layer)
-        elif plan is None:
-            plan, known = known_plan(folder)
-            num_draft_tokens = known if num_draft_tokens is None else num_draft_tokens
-            if plan is None:
-                logger.warning("no draft plan is known for %s: decoding is plain", model)
         wanted = DEFAULT_NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
         return loaded, tokenizer, plan, wanted
 
@@ -235,14 +241,13 @@ class SelfSpeculativeLM:
         ignore_eos: bool,
         max_new_tokens: int,
     ) -> Batch:
-        if sampling is not None and not isinstance(sampling, SamplingParams):
-            raise TypeError(f"sampling must be SamplingParams, got {type(sampling).__name__}")
+        check_sampling(sampling)
         if num_draft_tokens is None:
             num_draft_tokens = self.num_draft_tokens
         check_num_draft_tokens(num_draft_tokens)
         check_integer("max_new_tokens", max_new_tokens, 1)
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if any(not isinstance(s, str) or not s for s in stops):
+        stops = (stop,) if isinstance(stop, str) else stop
+        if not isinstance(stops, Sequence) or any(not isinstance(s, str) or not s for s in stops):
             raise ValueError(f"stop must be one or more non-empty strings, got {stop!r}")
         if stops and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none")
@@ -250,7 +255,7 @@ class SelfSpeculativeLM:
         if not sampling.greedy and sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbelow(2**32))
         eos = frozenset() if ignore_eos else self._eos_ids
-        settings = RowSettings(max_new_tokens, sampling, num_draft_tokens, stops, eos)
+        settings = RowSettings(max_new_tokens, sampling, num_draft_tokens, tuple(stops), eos)
         return Batch(self.stack, self._drafter, self.plan, self._encoder, settings)
 
     def encode(self, prompt: Prompt) -> list[int]:

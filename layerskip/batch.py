@@ -92,6 +92,7 @@ class Batch:
         if num_draft_tokens is not None:
             check_num_draft_tokens(num_draft_tokens)
             settings = replace(settings, num_draft_tokens=num_draft_tokens)
+        check_sampling(sampling)
         if sampling is not None:
             seed = secrets.randbelow(2**32) if sampling.seed is None else sampling.seed
             settings = replace(settings, sampling=replace(sampling, seed=seed))
@@ -197,3 +198,9 @@ class Batch:
 
 def check_num_draft_tokens(value: object) -> None:
     check_integer("num_draft_tokens", value, 0, MAX_NUM_DRAFT_TOKENS)
+
+
+def check_sampling(value: object) -> None:
+    """Raise unless ``value`` is SamplingParams or None."""
+    if value is not None and not isinstance(value, SamplingParams):
+        raise TypeError(f"sampling must be SamplingParams, got {type(value).__name__}")

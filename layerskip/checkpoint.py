@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from layerskip.errors import UnsupportedModelError
@@ -94,7 +95,7 @@ def load_checkpoint(
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=wanted, trust_remote_code=False, **hub
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         first = str(error).strip().split("\n")[0]
         raise ValueError(f"model {str(folder)!r} cannot be loaded: {first}") from None
     try:
@@ -111,8 +112,8 @@ def known_plan(folder: str | Path) -> tuple[DraftPlan | None, int | None]:
     path = Path(folder) / PLAN_FILE
     if not path.is_file():
         return None, None
-    wanted = json.loads(path.read_text(encoding="utf-8")).get("num_draft_tokens")
-    return DraftPlan.load(path), wanted
+    plan = DraftPlan.load(path)
+    return plan, json.loads(path.read_text(encoding="utf-8")).get("num_draft_tokens")
 
 
 def held_out_modules() -> list[str]:

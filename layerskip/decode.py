@@ -27,7 +27,7 @@ class Row:
     """One sequence being decoded.
 
     Attributes:
-        id: what ``Batch.add`` returned.
+        id: what ``join`` gave it.
         slot_row: its row of the cache.
         prompt: token ids.
         limit: most tokens to emit.
@@ -51,24 +51,47 @@ class Row:
     length: int = 0
     finish_reason: FinishReason | None = None
 
-    def emit(self, tokens: Iterable[int]) -> tuple[tuple[int, ...], str]:
-        """Take tokens until something ends the row; what was taken, and its final text."""
-        taken, text = [], ""
+    def emission(self, tokens: Iterable[int]) -> "Emission":
+        """What emitting ``tokens`` gives, up to where something ends the row; changes nothing."""
+        stream = self.stream.fork() if self.stream is not None else None
+        taken: list[int] = []
+        text = ""
+        reason: FinishReason | None = None
         for token in tokens:
             taken.append(token)
-            self.token_ids.append(token)
             if token in self.eos_ids:
-                self.finish_reason = "stop"
-            elif self.stream is not None:
-                text += self.stream.push(token)
-                if self.stream.stopped:
-                    self.finish_reason = "stop"
-            if self.finish_reason is None and len(self.token_ids) == self.limit:
-                self.finish_reason = "length"
-            if self.finish_reason is not None:
-                text += self.stream.finish() if self.stream is not None else ""
+                reason = "stop"
+            elif stream is not None:
+                text += stream.push(token)
+                reason = "stop" if stream.stopped else None
+            if reason is None and len(self.token_ids) + len(taken) >= self.limit:
+                reason = "length"
+            if reason is not None:
                 break
-        return tuple(taken), text
+        if reason is not None and stream is not None:
+            text += stream.finish()
+            reason = "stop" if stream.stopped else reason
+        return Emission(tuple(taken), text, stream, reason)
+
+
+@dataclass(frozen=True)
+class Emission:
+    """Tokens a row is about to emit, their final text, and its state after them."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    stream: TextStream | None
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One row's finished work of a round, not yet applied."""
+
+    row: Row
+    emission: Emission
+    num_committed: int
+    record: Round
 
 
 class Decoder:
@@ -130,22 +153,48 @@ class Decoder:
     def step(self) -> list[Round]:
         """One round for every unfinished row: its prefill if it is new, else draft and verify.
 
-        If it raises, no row has changed but those whose prefill had finished.
+        If it raises, no row has changed, and it can be called again.
         """
         going = [row for row in self.rows.values() if row.finish_reason is None]
         new = [row for row in going if not row.token_ids]
-        rounds = [self._prefill(row) for row in new]
-        decoding = [row for row in going if row not in new]
-        return rounds + self._round(decoding) if decoding else rounds
+        decoding = [row for row in going if row.token_ids]
+        steps = [self._prefill(row) for row in new]
+        if decoding:
+            steps += self._round(decoding)
+        for step in steps:
+            self._apply(step)
+        return [step.record for step in steps]
 
-    def _prefill(self, row: Row) -> Round:
+    def _apply(self, step: Step) -> None:
+        row, emission = step.row, step.emission
+        self.cache.commit(row.slot_row, step.num_committed)
+        row.length += step.num_committed
+        row.token_ids.extend(emission.token_ids)
+        row.stream, row.finish_reason = emission.stream, emission.finish_reason
+        row.rounds.append(step.record)
+        row.sampler.forget_before(len(row.prompt) + len(row.token_ids))
+
+    def _prefill(self, row: Row) -> Step:
         began = time.perf_counter()
         logits = self.stack.prefill(row.prompt, self.cache, row.slot_row)
-        token = row.sampler.pick(logits[None], len(row.prompt))
-        self._commit(row, len(row.prompt))
-        return self._record(row, token, (), "prefill", len(row.prompt), 0.0, began)
+        tokens = row.sampler.pick(logits[None], len(row.prompt))
+        emission = row.emission(tokens)
+        record = Round(
+            row=row.id,
+            index=0,
+            token_ids=emission.token_ids,
+            text=emission.text,
+            num_draft_tokens=0,
+            num_accepted_tokens=0,
+            origin="prefill",
+            draft_seconds=0.0,
+            verify_seconds=time.perf_counter() - began,
+            positions=len(row.prompt),
+            finish_reason=emission.finish_reason,
+        )
+        return Step(row, emission, len(row.prompt), record)
 
-    def _round(self, rows: Sequence[Row]) -> list[Round]:
+    def _round(self, rows: Sequence[Row]) -> list[Step]:
         began = time.perf_counter()
         requests = [
             DraftRequest(
@@ -163,23 +212,38 @@ class Decoder:
             drafts = [Draft((), ())] * len(rows)
         drafted = time.perf_counter()
         targets = self._verify(requests, drafts)
-        rounds = []
-        for row, draft, target in zip(rows, drafts, targets, strict=True):
-            num_matches = count_matches(draft.tokens, target)
-            origin: Origin = "recovered" if num_matches < len(draft.tokens) else "bonus"
-            kept = self._record(
-                row,
-                target[: num_matches + 1],
-                draft.tokens[:num_matches],
-                origin if draft.tokens else "plain",
-                len(draft.tokens) + 1,
-                drafted - began,
-                drafted,
-                num_draft_tokens=len(draft.tokens),
-            )
-            self._commit(row, len(kept.token_ids))
-            rounds.append(kept)
-        return rounds
+        return [
+            self._accept(row, draft, target, drafted - began, drafted)
+            for row, draft, target in zip(rows, drafts, targets, strict=True)
+        ]
+
+    def _accept(
+        self,
+        row: Row,
+        draft: Draft,
+        target: Sequence[int],
+        draft_seconds: float,
+        verify_began: float,
+    ) -> Step:
+        """Emit the confirmed tokens and the one after them. All but the last are committed,
+        and with them the token that was pending."""
+        num_matches = count_matches(draft.tokens, target)
+        origin: Origin = "recovered" if num_matches < len(draft.tokens) else "bonus"
+        emission = row.emission(target[: num_matches + 1])
+        record = Round(
+            row=row.id,
+            index=len(row.rounds),
+            token_ids=emission.token_ids,
+            text=emission.text,
+            num_draft_tokens=len(draft.tokens),
+            num_accepted_tokens=min(num_matches, len(emission.token_ids)),
+            origin=origin if draft.tokens else "plain",
+            draft_seconds=draft_seconds,
+            verify_seconds=time.perf_counter() - verify_began,
+            positions=len(draft.tokens) + 1,
+            finish_reason=emission.finish_reason,
+        )
+        return Step(row, emission, len(emission.token_ids), record)
 
     def _verify(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> list[list[int]]:
         """The target's token after the pending one and after each drafted one, per row."""
@@ -217,38 +281,3 @@ class Decoder:
             return hidden
         states = [state for i, d in enumerate(drafts) for state in (*d.shared, hidden[i])]
         return torch.stack(states)
-
-    def _commit(self, row: Row, num_tokens: int) -> None:
-        self.cache.commit(row.slot_row, num_tokens)
-        row.length += num_tokens
-
-    def _record(
-        self,
-        row: Row,
-        tokens: Sequence[int],
-        matched: Sequence[int],
-        origin: Origin,
-        positions: int,
-        draft_seconds: float,
-        verify_began: float,
-        *,
-        num_draft_tokens: int = 0,
-    ) -> Round:
-        """Emit ``tokens`` and write down what the round did."""
-        kept, text = row.emit(tokens)
-        row.sampler.forget_before(len(row.prompt) + len(row.token_ids))
-        record = Round(
-            row=row.id,
-            index=len(row.rounds),
-            token_ids=kept,
-            text=text,
-            num_draft_tokens=num_draft_tokens,
-            num_accepted_tokens=min(len(matched), len(kept)),
-            origin=origin,
-            draft_seconds=draft_seconds,
-            verify_seconds=time.perf_counter() - verify_began,
-            positions=positions,
-            finish_reason=row.finish_reason,
-        )
-        row.rounds.append(record)
-        return record

@@ -91,7 +91,7 @@ def check_model(model: object) -> None:
         )
     for name, parameter in model.named_parameters():
         # The sum is finite unless an entry is not: one read of the weights, no mask.
-        if not torch.isfinite(parameter.detach().sum()):
+        if not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
             raise ValueError(f"weight {name} holds NaN or infinite values; the file is damaged")
 
 

@@ -1,5 +1,6 @@
 """Token ids to text, piece by piece."""
 
+import copy
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -20,29 +21,35 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.stopped = False
-        self._ids: list[int] = []
-        self._anchor = self._read = 0  # decoding restarts at a token boundary before the new text
+        # Tokens since a boundary shortly before the new text: decoding needs that much context.
+        self._ids: tuple[int, ...] = ()
+        self._read = 0  # how many of them are final text already
         self._pending = ""
 
     def push(self, token_id: int) -> str:
         """Add one token; returns the text that is now final."""
-        self._ids.append(token_id)
-        known = self._decode(self._ids[self._anchor : self._read])
-        grown = self._decode(self._ids[self._anchor :])
+        self._ids = (*self._ids, token_id)
+        known, grown = self._decode(self._ids[: self._read]), self._decode(self._ids)
         if len(grown) <= len(known) or grown.endswith("\ufffd"):
             return ""
         self._pending += grown[len(known) :]
-        self._anchor, self._read = self._read, len(self._ids)
+        self._ids = self._ids[self._read :]
+        self._read = len(self._ids)
         return self._release()
 
     def finish(self) -> str:
-        """No more tokens: everything held back becomes final, unless a stop string cut it."""
+        """No more tokens: what was held back becomes final, cut before a stop string."""
         if self.stopped:
             return ""
-        known = self._decode(self._ids[self._anchor : self._read])
-        rest = self._decode(self._ids[self._anchor :])[len(known) :]
-        piece, self._pending = self._pending + rest, ""
-        return piece
+        known = self._decode(self._ids[: self._read])
+        self._pending += self._decode(self._ids)[len(known) :]
+        piece = self._release()
+        rest, self._pending = self._pending, ""
+        return piece if self.stopped else piece + rest
+
+    def fork(self) -> "TextStream":
+        """An independent copy."""
+        return copy.copy(self)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)

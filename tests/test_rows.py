@@ -128,7 +128,7 @@ def test_a_prefill_that_breaks_off_is_done_again(stack, monkeypatch, times):
         patch.setattr(stack, "prefill", Interruption(stack.prefill, times, KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             batch.step()
-    assert [row.length for row in batch.rows.values()] == [len(PROMPT) if times else 0, 0]
+    assert [row.length for row in batch.rows.values()] == [0, 0]  # all rows or none
     assert finish(batch) == expected
 
 
