@@ -113,7 +113,10 @@ class SelfSpeculativeLM:
             token=token,
             local_files_only=local_files_only,
         )
-        return cls(loaded, tokenizer, plan, num_draft_tokens=num_draft_tokens)
+        lm = cls(loaded, tokenizer, plan, num_draft_tokens=num_draft_tokens)
+        if plan is None:
+            logger.warning("no draft plan is known for %s: decoding is plain", model)
+        return lm
 
     @staticmethod
     def load_parts(
@@ -136,8 +139,6 @@ class SelfSpeculativeLM:
         if exit_layer is None and plan is None:
             plan, known = known_plan(folder)
             num_draft_tokens = known if num_draft_tokens is None else num_draft_tokens
-            if plan is None:
-                logger.warning("no draft plan is known for %s: decoding is plain", model)
         loaded, tokenizer = load_checkpoint(
             folder,
             dtype=dtype,

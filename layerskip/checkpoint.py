@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from layerskip.errors import UnsupportedModelError
 from layerskip.model import pack_model, refusal
+from layerskip.params import check_integer
 from layerskip.plan import DraftPlan
 
 BUILTIN = "builtin"
@@ -92,17 +93,30 @@ def load_checkpoint(
         raise UnsupportedModelError(f"model {str(folder)!r}: {reason}")
     check(config)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=wanted, trust_remote_code=False, **hub
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=wanted,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **hub,
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().split("\n")[0]
         raise ValueError(f"model {str(folder)!r} cannot be loaded: {first}") from None
+    model, report = loaded
+    # Transformers goes on with random numbers in their place.
+    lacking = sorted([*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])])
+    if lacking:
+        raise ValueError(
+            f"model {str(folder)!r} cannot be loaded: {len(lacking)} weights are missing or have "
+            f"another shape than config.json says, the first of them {lacking[0]}"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **hub)
     except (OSError, ValueError):
         tokenizer = None
-    model.to(where)  # type: ignore[arg-type]  # to() is mistyped upstream
+    model.to(where)
     pack_model(model)
     return model, tokenizer
 
@@ -113,7 +127,13 @@ def known_plan(folder: str | Path) -> tuple[DraftPlan | None, int | None]:
     if not path.is_file():
         return None, None
     plan = DraftPlan.load(path)
-    return plan, json.loads(path.read_text(encoding="utf-8")).get("num_draft_tokens")
+    wanted = json.loads(path.read_text(encoding="utf-8")).get("num_draft_tokens")
+    try:
+        if wanted is not None:
+            check_integer("num_draft_tokens", wanted, 0)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    return plan, wanted
 
 
 def held_out_modules() -> list[str]:

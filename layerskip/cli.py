@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.markup import escape
@@ -40,8 +40,15 @@ DEMO_NAMES = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+class Parser(argparse.ArgumentParser):
+    """Says a bad option in one sentence, as all bad input is."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"layerskip: {message}\n")
+
+
+def parser() -> Parser:
+    top = Parser(
         prog="layerskip", description="Decode a checkpoint faster with its own early layers."
     )
     top.add_argument("--version", action="version", version=f"layerskip {__version__}")
@@ -205,8 +212,9 @@ def _compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     unknown = [m for m in modes if m not in MODES]
     if unknown:
         raise ValueError(f"--modes has {', '.join(unknown)}; allowed are {', '.join(MODES)}")
-    if args.repeats < 1:
-        raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
+    for name, value in (("repeats", args.repeats), ("max-new-tokens", args.max_new_tokens)):
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
     sampling, examples = _sampling(args), _examples(args, args.limit)
     if args.teacher_forced:
         lm = _load(args)
@@ -222,6 +230,11 @@ def _compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         return document
     comparison = _comparison(args, sampling, args.max_new_tokens)
     fit = [e for e in examples if _fits(comparison.lm, e, args.max_new_tokens)]
+    if not fit:
+        raise ValueError(
+            f"no prompt leaves room for {args.max_new_tokens} new tokens in the model's "
+            f"{comparison.lm.stack.max_positions} positions"
+        )
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("prompts", total=len(fit))
         document = compare(
@@ -238,6 +251,8 @@ def _compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def _fits(lm: "SelfSpeculativeLM", example: "Example", max_new_tokens: int) -> bool:
+    if lm.tokenizer is None:
+        raise ValueError("compare needs a tokenizer, and this model has none")
     room = lm.stack.max_positions - max_new_tokens
     return len(lm.tokenizer(example.prompt)["input_ids"]) <= room
 

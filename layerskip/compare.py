@@ -180,7 +180,7 @@ class Comparison:
         """Bare draft, verify and plain passes, interleaved, at ``context`` committed slots."""
         stack, plan = self.lm.stack, self.lm.plan
         k = stats.num_draft_tokens / max(1, stats.num_rounds)
-        rows = max(1, round(k)) + 1
+        rows = round(k) + 1
         cache = stack.new_cache(num_rows=1, num_slots=context + rows)
         everything = tuple(range(stack.num_layers))
         draft_layers = plan.layers if plan is not None else everything
@@ -260,6 +260,8 @@ def compare(
     Returns:
         The document that ``layerskip compare --json`` prints, less ``model``.
     """
+    if not examples:
+        raise ValueError("there are no prompts to compare on")
     modes = tuple(dict.fromkeys(("plain", *modes)))
     prompts = [comparison.lm.encode(e.prompt) for e in examples]
     if "hf-early-exit" in modes:
@@ -329,10 +331,12 @@ def _summary(
     counted: dict[str, list[Run]],
     timed: dict[str, list[list[Run]]],
 ) -> dict[str, Any]:
-    ratios = [
-        run.tokens_per_second / base.tokens_per_second
+    ratios = [  # one a prompt: repeats of one prompt are not independent
+        statistics.median(
+            run.tokens_per_second / base.tokens_per_second
+            for run, base in zip(runs, bases, strict=True)
+        )
         for runs, bases in zip(timed[mode], timed["plain"], strict=True)
-        for run, base in zip(runs, bases, strict=True)
     ]
     same = [
         r.token_ids == p.token_ids for r, p in zip(counted[mode], counted["plain"], strict=True)

@@ -6,6 +6,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 CONTEXT_LINES = 20
 MAX_PROMPT_CHARACTERS = 1500
@@ -53,13 +54,22 @@ def read_prompts(path: str | Path) -> list[Example]:
     return examples
 
 
-def _example(row: dict[str, str]) -> Example:
+def _example(row: dict[str, Any]) -> Example:
     if "question" in row:
-        return Example(f"Question: {row['question']}\nAnswer:", " " + row.get("answer", ""))
+        question, answer = _text(row["question"]), _text(row.get("answer", ""))
+        return Example(f"Question: {question}\nAnswer:", " " + answer)
     if "turns" in row:
-        return Example(row["turns"][0])
+        if not isinstance(row["turns"], list):
+            raise TypeError("'turns' must be a list")
+        return Example(_text(row["turns"][0]))
     follows = next((row[name] for name in CONTINUATION_FIELDS if name in row), "")
-    return Example(row["prompt"], follows)
+    return Example(_text(row["prompt"]), _text(follows))
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"text expected, got {value!r}")
+    return value
 
 
 def held_out_code(modules: list[str], limit: int) -> list[Example]:
@@ -83,7 +93,11 @@ def held_out_code(modules: list[str], limit: int) -> list[Example]:
 
 def _functions(source: str) -> Iterator[Example]:
     lines = source.split("\n")
-    for node in ast.walk(ast.parse(source)):
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # held out by a Python with another grammar
+        return
+    for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
             continue
         body, end = node.body[0].lineno - 1, node.end_lineno or node.lineno
