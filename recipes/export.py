@@ -117,6 +117,8 @@ teacher-forced positions where the exit's most likely token is the full model's,
 ![curves](curves.png)
 
 Held out, by the SHA-256 of the module path: {modules}.
+They are other files, not another world: a library repeats itself, so text from elsewhere scores
+worse.
 """
 
 
