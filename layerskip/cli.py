@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
@@ -34,9 +35,9 @@ DEMO_TOKENS = 96
 DEMO_MODES = ("hf", "hf-early-exit", "plain", "layerskip")
 DEMO_NAMES = {
     "hf": "transformers generate",
-    "hf-early-exit": "transformers assisted early exit",
-    "plain": "layerskip, plain",
-    "layerskip": "layerskip, self-speculative",
+    "hf-early-exit": "transformers early exit",
+    "plain": "layerskip plain",
+    "layerskip": "layerskip self-spec.",
 }
 
 
@@ -279,9 +280,10 @@ def _comparison(args: argparse.Namespace, sampling: "SamplingParams", tokens: in
 
 def _mode_table(document: dict[str, Any], names: dict[str, str] | None = None) -> Table:
     table = Table(
+        box=SIMPLE,
         title=f"{document['prompts']} prompts, {document['new_tokens']} tokens, "
         f"temperature {document['temperature']:g}, {document['threads']} threads, "
-        f"repeated 8-grams {document['repeated_8gram_share']:.0%}"
+        f"repeated 8-grams {document['repeated_8gram_share']:.0%}",
     )
     for name in ("mode", "tok/s", "vs plain", "95 %", "same", "accepted", "length"):
         table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
