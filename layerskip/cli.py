@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
@@ -280,7 +279,9 @@ def _comparison(args: argparse.Namespace, sampling: "SamplingParams", tokens: in
 
 def _mode_table(document: dict[str, Any], names: dict[str, str] | None = None) -> Table:
     table = Table(
-        box=SIMPLE,
+        box=None,
+        padding=(0, 2),
+        pad_edge=False,
         title=f"{document['prompts']} prompts, {document['new_tokens']} tokens, "
         f"temperature {document['temperature']:g}, {document['threads']} threads, "
         f"repeated 8-grams {document['repeated_8gram_share']:.0%}",
