@@ -280,7 +280,7 @@ def _comparison(args: argparse.Namespace, sampling: "SamplingParams", tokens: in
 def _mode_table(document: dict[str, Any], names: dict[str, str] | None = None) -> Table:
     table = Table(
         box=None,
-        padding=(0, 2),
+        padding=(0, 1),
         pad_edge=False,
         title=f"{document['prompts']} prompts, {document['new_tokens']} tokens, "
         f"temperature {document['temperature']:g}, {document['threads']} threads, "
