@@ -59,7 +59,7 @@ def load_config(folder: str | Path, **hub: Any) -> Any:
         raise ValueError(f"model {str(folder)!r} {what}; give a checkpoint folder or a hub id")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, **hub)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         first = str(error).strip().split("\n")[0]
         raise ValueError(f"model {str(folder)!r} cannot be loaded: {first}") from None
 
