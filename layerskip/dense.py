@@ -1,8 +1,8 @@
 """A dense Llama-family layer as one function over the checkpoint's own tensors.
 
-The same arithmetic as transformers' modules, roundings included, without their Python: two thirds
-of the time of a small layer on a CPU (bench/LOG.md). A layer that is not exactly what this file
-knows, or that somebody has hooked or adapted, goes through its own modules instead.
+The same arithmetic as transformers' modules, roundings included, without their Python: a small
+layer takes two thirds of the time on a CPU (bench/LOG.md). A layer that is not exactly what this
+file knows, or that somebody has hooked or adapted, goes through its own modules instead.
 """
 
 from collections.abc import Sequence

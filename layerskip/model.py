@@ -141,6 +141,8 @@ class DecoderStack:
         self.exactness: Exactness
         with torch.inference_mode():
             self.exactness = probe(self)
+        at_start = (torch.get_num_threads(), self.exactness.row_quantum)
+        self._proven[at_start] = self.exactness.holds  # not proven again in the first round
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -347,8 +349,9 @@ class DecoderStack:
             if have:
                 cos, sin = torch.cat([self._cos, cos], 1), torch.cat([self._sin, sin], 1)
                 positions = torch.cat([self._positions, positions], 1)
-            self._cos, self._sin, self._positions = cos, sin, positions
-            self._signed = signed_rope(cos, sin)
+            # Positions last: another thread takes their number for the tables' length.
+            self._cos, self._sin, self._signed = cos, sin, signed_rope(cos, sin)
+            self._positions = positions
             have += ROPE_CHUNK
 
 
