@@ -9,8 +9,9 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from layerskip.admission import refusal
 from layerskip.errors import UnsupportedModelError
-from layerskip.model import pack_model, refusal
+from layerskip.model import pack_model
 from layerskip.params import check_integer
 from layerskip.plan import DraftPlan
 
