@@ -1,29 +1,29 @@
 """``SelfSpeculativeLM``: the Python API."""
 
 import logging
-import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from layerskip.batch import (
-    Batch,
-    RowSettings,
-    StreamStep,
-    check_num_draft_tokens,
-    check_sampling,
-)
+from layerskip.batch import Batch, RowSettings, StreamStep, seeded
+from layerskip.cache import CachedText
 from layerskip.checkpoint import BUILTIN, builtin_folder, known_plan, load_checkpoint
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
 from layerskip.model import DecoderStack
 from layerskip.outputs import GenerationOutput
-from layerskip.params import SamplingParams, check_integer
+from layerskip.params import (
+    SamplingParams,
+    Verification,
+    check_integer,
+    check_num_draft_tokens,
+    check_sampling,
+)
 from layerskip.plan import DraftPlan
+from layerskip.sampling import Processor
 
 logger = logging.getLogger(__name__)
 
@@ -168,9 +168,14 @@ class SelfSpeculativeLM:
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         sampling: SamplingParams | None = None,
         num_draft_tokens: int | None = None,
+        verification: Verification = "coupled",
         num_return_sequences: int = 1,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
+        logits_processor: Sequence[Processor] = (),
+        logprobs: int | None = None,
+        cache: CachedText | None = None,
+        return_cache: bool = False,
     ) -> GenerationOutput | list[GenerationOutput]:
         """Decode one prompt, or several of any lengths together.
 
@@ -181,16 +186,38 @@ class SelfSpeculativeLM:
             sampling: greedy if None. Every prompt uses the same seed; of several sequences of
                 one prompt, the i-th uses ``seed + i``.
             num_draft_tokens: tokens drafted per round; 0 is plain decoding; None is the default.
+            verification: how sampled drafts are judged. "coupled": the text is what plain
+                sampling with the same seed gives, whatever is drafted. "token" (Leviathan et al.
+                2023) and "block" (Sun et al. 2025): the same distribution and more accepted
+                tokens, but which text of it depends on the drafts.
             num_return_sequences: outputs per prompt, one after another; above 1 gives a list.
             stop: text that ends a sequence and is cut from it.
             ignore_eos: go on after an end of sequence, for measuring.
+            logits_processor: called after the rules of ``sampling`` and before its temperature,
+                as transformers calls its own: ``(1, tokens)`` ids, ``(1, vocab)`` float32 scores.
+                Each must be a function of these two: it is asked about drafted tokens, too.
+            logprobs: report each emitted token's log-probability, and of this many likeliest.
+            cache: ``cache`` of an earlier output of this object. What a prompt shares with it, from
+                the first token on, is not prefilled again.
+            return_cache: keep prompt and output as ``cache`` of the output.
 
         Returns:
             One output for one prompt, a list for a list.
         """
         check_integer("num_return_sequences", num_return_sequences, 1)
         single = messages is not None or is_single(prompts)
-        batch = self._open(sampling, num_draft_tokens, stop, ignore_eos, max_new_tokens)
+        batch = self.open_batch(
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            num_draft_tokens=num_draft_tokens,
+            verification=verification,
+            stop=stop,
+            ignore_eos=ignore_eos,
+            logits_processor=logits_processor,
+            logprobs=logprobs,
+            cache=cache,
+            return_cache=return_cache,
+        )
         encoded = self._encoder.encode_all(prompts, messages)
         requests = [
             batch.check(ids, seed_offset=i) for ids in encoded for i in range(num_return_sequences)
@@ -206,8 +233,12 @@ class SelfSpeculativeLM:
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         sampling: SamplingParams | None = None,
         num_draft_tokens: int | None = None,
+        verification: Verification = "coupled",
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
+        logits_processor: Sequence[Processor] = (),
+        logprobs: int | None = None,
+        cache: CachedText | None = None,
     ) -> Iterator[StreamStep]:
         """Decode one prompt, yielding a ``StreamStep`` per round; arguments as in ``generate``.
 
@@ -215,9 +246,18 @@ class SelfSpeculativeLM:
         """
         if messages is None and not is_single(prompt):
             raise TypeError("stream takes one prompt; use generate or open_batch for several")
-        batch = self._open(sampling, num_draft_tokens, stop, ignore_eos, max_new_tokens)
-        request = batch.check(self._encoder.encode_all(prompt, messages)[0])
-        return batch.stream(request)
+        batch = self.open_batch(
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            num_draft_tokens=num_draft_tokens,
+            verification=verification,
+            stop=stop,
+            ignore_eos=ignore_eos,
+            logits_processor=logits_processor,
+            logprobs=logprobs,
+            cache=cache,
+        )
+        return batch.stream(batch.check(self._encoder.encode_all(prompt, messages)[0]))
 
     def open_batch(
         self,
@@ -225,38 +265,38 @@ class SelfSpeculativeLM:
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         sampling: SamplingParams | None = None,
         num_draft_tokens: int | None = None,
+        verification: Verification = "coupled",
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
+        logits_processor: Sequence[Processor] = (),
+        logprobs: int | None = None,
+        cache: CachedText | None = None,
+        return_cache: bool = False,
     ) -> Batch:
         """An empty batch that rows join and leave between rounds.
 
         The arguments are defaults for its rows, as in ``generate``.
         """
-        return self._open(sampling, num_draft_tokens, stop, ignore_eos, max_new_tokens)
-
-    def _open(
-        self,
-        sampling: SamplingParams | None,
-        num_draft_tokens: int | None,
-        stop: str | Sequence[str],
-        ignore_eos: bool,
-        max_new_tokens: int,
-    ) -> Batch:
         check_sampling(sampling)
-        if num_draft_tokens is None:
-            num_draft_tokens = self.num_draft_tokens
-        check_num_draft_tokens(num_draft_tokens)
-        check_integer("max_new_tokens", max_new_tokens, 1)
         stops = (stop,) if isinstance(stop, str) else stop
         if not isinstance(stops, Sequence) or any(not isinstance(s, str) or not s for s in stops):
             raise ValueError(f"stop must be one or more non-empty strings, got {stop!r}")
-        if stops and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this model has none")
-        sampling = sampling or SamplingParams()
-        if not sampling.greedy and sampling.seed is None:
-            sampling = replace(sampling, seed=secrets.randbelow(2**32))
-        eos = frozenset() if ignore_eos else self._eos_ids
-        settings = RowSettings(max_new_tokens, sampling, num_draft_tokens, tuple(stops), eos)
+        if not isinstance(logits_processor, Sequence):
+            raise TypeError(f"logits_processor must be a list, got {logits_processor!r}")
+        if num_draft_tokens is None:
+            num_draft_tokens = self.num_draft_tokens
+        settings = RowSettings(
+            max_new_tokens=max_new_tokens,
+            sampling=seeded(sampling or SamplingParams()),
+            num_draft_tokens=num_draft_tokens,
+            stop=tuple(stops),
+            eos_ids=frozenset() if ignore_eos else self._eos_ids,
+            verification=verification,
+            logits_processor=tuple(logits_processor),
+            logprobs=logprobs,
+            cache=cache,
+            return_cache=return_cache,
+        )
         return Batch(self.stack, self._drafter, self.plan, self._encoder, settings)
 
     def encode(self, prompt: Prompt) -> list[int]:

@@ -1,21 +1,33 @@
 """Rows that decode together, as users hold them: ``add``, ``step``, ``remove``."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from layerskip.decode import Decoder, Row
+from layerskip.cache import CachedText
+from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
 from layerskip.model import DecoderStack
 from layerskip.outputs import DecodeStats, GenerationOutput, Round
-from layerskip.params import MAX_SEED, SamplingParams, check_integer
+from layerskip.params import (
+    MAX_SEED,
+    SamplingParams,
+    Verification,
+    check_integer,
+    check_num_draft_tokens,
+    check_sampling,
+    check_verification,
+)
 from layerskip.plan import DraftPlan
-from layerskip.sampling import Sampler
+from layerskip.processors import processors_of
+from layerskip.row import Row, RowSpec
+from layerskip.sampling import Processor, Sampler
 from layerskip.text import TextStream
 
-MAX_NUM_DRAFT_TOKENS = 32
 MAX_ROWS = 32
+MAX_LOGPROBS = 100
 
 
 @dataclass(frozen=True)
@@ -35,13 +47,40 @@ class StreamStep:
 
 @dataclass(frozen=True)
 class RowSettings:
-    """How a row of a ``Batch`` decodes; the arguments of ``generate``."""
+    """How a row of a ``Batch`` decodes; the arguments of ``generate``, checked.
+
+    ``ends`` and ``traced`` are of ``RowSpec``, for callers that are decoders themselves.
+    """
 
     max_new_tokens: int
     sampling: SamplingParams
     num_draft_tokens: int
-    stop: tuple[str, ...]
-    eos_ids: frozenset[int]
+    stop: tuple[str, ...] = ()
+    eos_ids: frozenset[int] = frozenset()
+    verification: Verification = "coupled"
+    logits_processor: tuple[Processor, ...] = ()
+    logprobs: int | None = None
+    cache: CachedText | None = None
+    return_cache: bool = False
+    ends: Callable[[Sequence[int]], bool] | None = None
+    traced: bool = False
+
+    def __post_init__(self) -> None:
+        check_integer("max_new_tokens", self.max_new_tokens, 1)
+        check_sampling(self.sampling)
+        check_num_draft_tokens(self.num_draft_tokens)
+        check_verification(self.verification)
+        if not all(callable(p) for p in self.logits_processor):
+            raise TypeError(
+                "logits_processor must be a list of callables (input_ids, scores) -> scores, "
+                f"got {self.logits_processor!r}"
+            )
+        if self.logprobs is not None:
+            check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.cache is not None and not isinstance(self.cache, CachedText):
+            raise TypeError(
+                f"cache must be the cache of an earlier output, got {type(self.cache).__name__}"
+            )
 
 
 @dataclass(frozen=True)
@@ -51,6 +90,10 @@ class RowRequest:
     prompt: tuple[int, ...]
     seed: int | None
     settings: RowSettings
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.prompt) + self.settings.max_new_tokens + self.settings.num_draft_tokens
 
 
 class Batch:
@@ -67,7 +110,8 @@ class Batch:
         self._stack, self._drafter, self._plan = stack, drafter, plan
         self._encoder, self._settings = encoder, settings
         self._rows: Decoder | None = None
-        self._seeds: dict[int, int | None] = {}
+        self._requests: dict[int, RowRequest] = {}
+        self._check_settings(settings)
 
     def add(
         self,
@@ -77,25 +121,27 @@ class Batch:
         max_new_tokens: int | None = None,
         num_draft_tokens: int | None = None,
         sampling: SamplingParams | None = None,
+        verification: Verification | None = None,
+        cache: CachedText | None = None,
     ) -> int:
         """Add a row; its prefill runs in the next ``step``. Returns its id.
 
         Args:
             prompt: text or token ids.
             messages: a chat instead.
-            max_new_tokens, num_draft_tokens, sampling: of this row; None is the batch's own.
+            max_new_tokens, num_draft_tokens, sampling, verification, cache: of this row; None is
+                the batch's own.
         """
-        settings = self._settings
-        if max_new_tokens is not None:
-            check_integer("max_new_tokens", max_new_tokens, 1)
-            settings = replace(settings, max_new_tokens=max_new_tokens)
-        if num_draft_tokens is not None:
-            check_num_draft_tokens(num_draft_tokens)
-            settings = replace(settings, num_draft_tokens=num_draft_tokens)
         check_sampling(sampling)
-        if sampling is not None:
-            seed = secrets.randbelow(2**32) if sampling.seed is None else sampling.seed
-            settings = replace(settings, sampling=replace(sampling, seed=seed))
+        own: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "num_draft_tokens": num_draft_tokens,
+            "sampling": None if sampling is None else seeded(sampling),
+            "verification": verification,
+            "cache": cache,
+        }
+        settings = replace(self._settings, **{k: v for k, v in own.items() if v is not None})
+        self._check_settings(settings)
         if messages is None and not is_single(prompt):
             raise TypeError(f"a row takes one prompt, text or token ids, got {prompt!r}")
         ids = self._encoder.encode_all(prompt, messages)[0]
@@ -109,7 +155,11 @@ class Batch:
         """Take a row out, finished or not; its output so far."""
         if self._rows is None:
             raise ValueError(f"the batch has no row {row}; its rows are []")
-        return self._output(self._rows.leave(row))
+        rows = self._rows
+        output = self._output(rows.row(row))
+        rows.leave(row)
+        del self._requests[row]
+        return output
 
     @property
     def unfinished(self) -> list[int]:
@@ -153,54 +203,87 @@ class Batch:
             for record in self.step():
                 yield StreamStep(record.text, record.token_ids, record)
 
+    def _check_settings(self, settings: RowSettings) -> None:
+        """What only the model can tell."""
+        vocab = self._stack.vocab_size
+        bad = [token for token in settings.sampling.token_ids if token >= vocab]
+        if bad:
+            raise ValueError(
+                f"sampling names token id {min(bad)}; the model's vocabulary ends at {vocab - 1}"
+            )
+        if settings.cache is not None and settings.cache.source is not self._stack:
+            raise ValueError("cache was made by another model; use the one it came from")
+        if settings.stop and self._encoder.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model has none")
+
     def _reserve(self, requests: Sequence[RowRequest]) -> None:
-        slots = max(
-            len(r.prompt) + r.settings.max_new_tokens + r.settings.num_draft_tokens
-            for r in requests
-        )
         self._rows = Decoder(
-            self._stack, self._drafter, self._plan, num_rows=len(requests), num_slots=slots
+            self._stack,
+            self._drafter,
+            self._plan,
+            num_rows=len(requests),
+            num_slots=max(r.num_slots for r in requests),
         )
 
     def _join(self, request: RowRequest) -> Row:
         if self._rows is None:
             self._reserve([request])
         assert self._rows is not None
-        settings, tokenizer = request.settings, self._encoder.tokenizer
-        stream = TextStream(tokenizer, settings.stop) if tokenizer is not None else None
-        row = self._rows.join(
-            request.prompt,
-            sampler=Sampler(settings.sampling, request.seed or 0, self._stack.vocab_size),
-            limit=settings.max_new_tokens,
-            num_draft_tokens=settings.num_draft_tokens,
-            eos_ids=settings.eos_ids,
-            stream=stream,
-        )
-        self._seeds[row.id] = request.seed
+        row = self._rows.join(self._spec(request), cached=request.settings.cache)
+        self._requests[row.id] = request
         return row
+
+    def _spec(self, request: RowRequest) -> RowSpec:
+        settings, tokenizer = request.settings, self._encoder.tokenizer
+        rules = processors_of(
+            settings.sampling,
+            prompt_length=len(request.prompt),
+            eos_ids=settings.eos_ids,
+            vocab_size=self._stack.vocab_size,
+            device=self._stack.device,
+        )
+        return RowSpec(
+            request.prompt,
+            Sampler(
+                settings.sampling,
+                request.seed or 0,
+                self._stack.vocab_size,
+                verification=settings.verification,
+                processors=[*rules, *settings.logits_processor],
+            ),
+            settings.max_new_tokens,
+            settings.num_draft_tokens,
+            settings.eos_ids,
+            TextStream(tokenizer, settings.stop) if tokenizer is not None else None,
+            settings.ends,
+            settings.logprobs,
+            settings.traced,
+        )
 
     def _output(self, row: Row) -> GenerationOutput:
         assert self._rows is not None
+        request, cache = self._requests[row.id], self._rows.cache
         stats = DecodeStats.from_rounds(
             row.rounds,
-            prompt_tokens=len(row.prompt),
-            kv_cache_bytes=self._rows.cache.nbytes,
+            prompt_tokens=len(request.prompt),
+            cached_tokens=row.cached_tokens,
+            kv_cache_bytes=cache.nbytes,
         )
+        held = row.context[: row.length]
+        wanted = request.settings.return_cache
         return GenerationOutput(
             text="".join(r.text for r in row.rounds),
             token_ids=tuple(row.token_ids),
             finish_reason=row.finish_reason or "cancelled",
-            seed=self._seeds.pop(row.id),
+            seed=request.seed,
             stats=stats,
             rounds=tuple(row.rounds),
+            cache=cache.copied(row.slot_row, held, self._stack) if wanted else None,
         )
 
 
-def check_num_draft_tokens(value: object) -> None:
-    check_integer("num_draft_tokens", value, 0, MAX_NUM_DRAFT_TOKENS)
-
-
-def check_sampling(value: object) -> None:
-    """Raise unless ``value`` is SamplingParams or None."""
-    if value is not None and not isinstance(value, SamplingParams):
-        raise TypeError(f"sampling must be SamplingParams, got {type(value).__name__}")
+def seeded(sampling: SamplingParams) -> SamplingParams:
+    """The same with a seed, drawn if there is none."""
+    if sampling.greedy or sampling.seed is not None:
+        return sampling
+    return replace(sampling, seed=secrets.randbelow(2**32))

@@ -15,6 +15,8 @@ from layerskip.ops.reference import decode_attention, prefill_attention
 
 SLOT_BLOCK = 512  # torch's CPU attention splits keys here: whole blocks keep a row's bits
 
+EVERY_LAYER = slice(None)
+
 
 class KVCache:
     """Keys and values of all layers and rows in two tensors.
@@ -66,7 +68,29 @@ class KVCache:
 
     def release(self, row: int) -> None:
         """Empty ``row``, so that another sequence can take it."""
+        self.sweep(row, 0, self.num_slots)
         self.lengths[row] = 0
+
+    def sweep(self, row: int, start: int, end: int, layers: slice = EVERY_LAYER) -> None:
+        """Set keys and values in slots ``[start, end)`` to zero.
+
+        Attention reads scratch, too, and only then masks it: a NaN there would spread.
+        """
+        self.keys[layers, row, start:end] = 0.0
+        self.values[layers, row, start:end] = 0.0
+
+    def copied(self, row: int, token_ids: tuple[int, ...], source: object) -> "CachedText":
+        """The committed keys and values of ``row``, which hold ``token_ids``."""
+        at = slice(0, len(token_ids))
+        return CachedText(
+            token_ids, self.keys[:, row, at].clone(), self.values[:, row, at].clone(), source
+        )
+
+    def restore(self, row: int, text: "CachedText", num_tokens: int) -> None:
+        """Make the first ``num_tokens`` of ``text`` the committed slots of ``row``."""
+        self.keys[:, row, :num_tokens] = text.keys[:, :num_tokens]
+        self.values[:, row, :num_tokens] = text.values[:, :num_tokens]
+        self.lengths[row] = num_tokens
 
     def grown(self, *, num_rows: int, num_slots: int) -> "KVCache":
         """A larger cache that holds what this one holds."""
@@ -103,6 +127,27 @@ class KVCache:
         end = min(self.num_slots, -(-(start + tile) // block) * block)
         first = self.num_slots - start
         return self._ramps[key][:, first : first + end]
+
+
+@dataclass(frozen=True, eq=False)
+class CachedText:
+    """Keys and values of a finished row, for another row that begins with the same tokens.
+
+    Attributes:
+        token_ids: what the slots hold.
+        keys, values: ``(layer, token, kv_head, head_dim)``.
+        source: the stack that made them; no other can use them.
+    """
+
+    token_ids: tuple[int, ...]
+    keys: Tensor
+    values: Tensor
+    source: object
+
+    def shared_with(self, prompt: Sequence[int]) -> int:
+        """Leading tokens of ``prompt`` that need no prefill; the last one always does."""
+        limit = min(len(self.token_ids), len(prompt) - 1)
+        return next((i for i in range(limit) if self.token_ids[i] != prompt[i]), limit)
 
 
 @dataclass(frozen=True)

@@ -6,82 +6,29 @@ committed. ``k = 0`` is plain decoding through the same code.
 """
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from layerskip.cache import Segment
+from layerskip.cache import CachedText, Segment
 from layerskip.drafting import Draft, DraftRequest, EarlyExitDrafter
 from layerskip.model import DecoderStack
-from layerskip.outputs import FinishReason, Origin, Round
+from layerskip.outputs import Origin, Round
+from layerskip.params import MAX_NUM_DRAFT_TOKENS
 from layerskip.plan import DraftPlan
-from layerskip.sampling import Sampler, greedy_tokens
-from layerskip.text import TextStream
-from layerskip.verification import count_matches
-
-
-@dataclass(eq=False)
-class Row:
-    """One sequence being decoded.
-
-    Attributes:
-        id: what ``join`` gave it.
-        slot_row: its row of the cache.
-        prompt: token ids.
-        limit: most tokens to emit.
-        num_draft_tokens: drafted per round, while that many are left to emit.
-        eos_ids: ids that end it.
-        stream: decodes text and finds stop strings; None without a tokenizer.
-        token_ids: emitted so far; the last one is pending.
-        length: committed slots; the same number as ``cache.lengths[slot_row]``.
-    """
-
-    id: int
-    slot_row: int
-    prompt: tuple[int, ...]
-    sampler: Sampler
-    limit: int
-    num_draft_tokens: int
-    eos_ids: frozenset[int]
-    stream: TextStream | None
-    token_ids: list[int] = field(default_factory=list)
-    rounds: list[Round] = field(default_factory=list)
-    length: int = 0
-    finish_reason: FinishReason | None = None
-
-    def emission(self, tokens: Iterable[int]) -> "Emission":
-        """What emitting ``tokens`` gives, up to where something ends the row; changes nothing."""
-        stream = self.stream.fork() if self.stream is not None else None
-        taken: list[int] = []
-        text = ""
-        reason: FinishReason | None = None
-        for token in tokens:
-            taken.append(token)
-            if token in self.eos_ids:
-                reason = "stop"
-            elif stream is not None:
-                text += stream.push(token)
-                reason = "stop" if stream.stopped else None
-            if reason is None and len(self.token_ids) + len(taken) >= self.limit:
-                reason = "length"
-            if reason is not None:
-                break
-        if reason is not None and stream is not None:
-            text += stream.finish()
-            reason = "stop" if stream.stopped else reason
-        return Emission(tuple(taken), text, stream, reason)
+from layerskip.row import Emission, Row, RowSpec
+from layerskip.sampling import token_logprobs
+from layerskip.verification import Verdict, judge
 
 
 @dataclass(frozen=True)
-class Emission:
-    """Tokens a row is about to emit, their final text, and its state after them."""
+class Judged:
+    """One row's verify rows, ``(num_draft_tokens + 1, vocab)``, and what follows from them."""
 
-    token_ids: tuple[int, ...]
-    text: str
-    stream: TextStream | None
-    finish_reason: FinishReason | None
+    logits: Tensor
+    verdict: Verdict
 
 
 @dataclass(frozen=True)
@@ -90,6 +37,7 @@ class Step:
 
     row: Row
     emission: Emission
+    judged: Judged
     num_committed: int
     record: Round
 
@@ -112,41 +60,35 @@ class Decoder:
         self.rows: dict[int, Row] = {}
         self._next_id = 0
 
-    def join(
-        self,
-        prompt: Sequence[int],
-        *,
-        sampler: Sampler,
-        limit: int,
-        num_draft_tokens: int,
-        eos_ids: frozenset[int],
-        stream: TextStream | None,
-    ) -> Row:
-        """Reserve a cache row; its prefill is the row's first round, in the next ``step``."""
+    def join(self, spec: RowSpec, *, cached: CachedText | None = None) -> Row:
+        """Reserve a cache row; its prefill is the row's first round, in the next ``step``.
+
+        Args:
+            cached: of an earlier row; what the prompt shares with it is not prefilled again.
+        """
         used = {row.slot_row for row in self.rows.values()}
         slot_row = next(i for i in range(len(used) + 1) if i not in used)
-        slots = len(prompt) + limit + num_draft_tokens
+        slots = len(spec.prompt) + spec.limit + spec.num_draft_tokens
         if slot_row >= self.cache.num_rows or slots > self.cache.num_slots:
             self.cache = self.cache.grown(num_rows=slot_row + 1, num_slots=slots)
-        self.cache.release(slot_row)
-        row = Row(
-            self._next_id,
-            slot_row,
-            tuple(prompt),
-            sampler,
-            limit,
-            num_draft_tokens if self.drafter is not None else 0,
-            eos_ids,
-            stream,
-        )
+        row = Row(self._next_id, slot_row, spec, spec.stream)
+        if cached is not None:
+            row.cached_tokens = row.length = cached.shared_with(spec.prompt)
+            self.cache.restore(slot_row, cached, row.length)
         self.rows[row.id] = row
         self._next_id += 1
         return row
 
-    def leave(self, row_id: int) -> Row:
-        """Give a row's slots back, finished or not."""
+    def row(self, row_id: int) -> Row:
+        """A row that has joined and not left."""
         if row_id not in self.rows:
             raise ValueError(f"the batch has no row {row_id}; its rows are {sorted(self.rows)}")
+        return self.rows[row_id]
+
+    def leave(self, row_id: int) -> Row:
+        """Give a row's slots back, finished or not."""
+        row = self.row(row_id)
+        self.cache.release(row.slot_row)
         return self.rows.pop(row_id)
 
     @torch.inference_mode()
@@ -169,84 +111,81 @@ class Decoder:
         row, emission = step.row, step.emission
         self.cache.commit(row.slot_row, step.num_committed)
         row.length += step.num_committed
+        num_rejected = step.record.positions - step.num_committed
+        if num_rejected:
+            self.cache.sweep(row.slot_row, row.length, row.length + num_rejected)
         row.token_ids.extend(emission.token_ids)
         row.stream, row.finish_reason = emission.stream, emission.finish_reason
         row.rounds.append(step.record)
-        row.sampler.forget_before(len(row.prompt) + len(row.token_ids))
+        row.spec.sampler.forget_before(len(row.spec.prompt) + len(row.token_ids))
+        if row.spec.traced:
+            logits, scores = step.judged.logits.float(), step.judged.verdict.scores
+            count = len(emission.token_ids)
+            row.trace.append((logits[:count], (logits if scores is None else scores)[:count]))
 
     def _prefill(self, row: Row) -> Step:
         began = time.perf_counter()
-        logits = self.stack.prefill(row.prompt, self.cache, row.slot_row)
-        tokens = row.sampler.pick(logits[None], len(row.prompt))
-        emission = row.emission(tokens)
-        record = Round(
-            row=row.id,
-            index=0,
-            token_ids=emission.token_ids,
-            text=emission.text,
-            num_draft_tokens=0,
-            num_accepted_tokens=0,
-            origin="prefill",
-            draft_seconds=0.0,
-            verify_seconds=time.perf_counter() - began,
-            positions=len(row.prompt),
-            finish_reason=emission.finish_reason,
-        )
-        return Step(row, emission, len(row.prompt), record)
+        prompt = row.spec.prompt
+        logits = self.stack.prefill(prompt, self.cache, row.slot_row, start=row.length)[None]
+        verdict = judge(row.spec.sampler, logits, len(prompt), context=prompt)
+        return self._finished(row, Draft((), ()), Judged(logits, verdict), 0.0, began)
 
     def _round(self, rows: Sequence[Row]) -> list[Step]:
         began = time.perf_counter()
-        requests = [
-            DraftRequest(
-                row.slot_row,
-                row.length,
-                row.token_ids[-1],
-                min(row.num_draft_tokens, row.limit - len(row.token_ids) - 1),
-                row.sampler,
-            )
-            for row in rows
-        ]
+        requests = [self._request(row) for row in rows]
         if self.drafter is not None and any(r.num_draft_tokens for r in requests):
             drafts = self.drafter.draft(requests, self.cache)
         else:
             drafts = [Draft((), ())] * len(rows)
         drafted = time.perf_counter()
-        targets = self._verify(requests, drafts)
+        judged = self._verify(requests, drafts)
         return [
-            self._accept(row, draft, target, drafted - began, drafted)
-            for row, draft, target in zip(rows, drafts, targets, strict=True)
+            self._finished(row, draft, one, drafted - began, drafted)
+            for row, draft, one in zip(rows, drafts, judged, strict=True)
         ]
 
-    def _accept(
-        self,
-        row: Row,
-        draft: Draft,
-        target: Sequence[int],
-        draft_seconds: float,
-        verify_began: float,
+    def _request(self, row: Row) -> DraftRequest:
+        wanted = row.spec.num_draft_tokens if self.drafter is not None else 0
+        return DraftRequest(
+            row.slot_row,
+            row.length,
+            row.token_ids[-1],
+            min(wanted, row.spec.limit - len(row.token_ids) - 1),
+            row.spec.sampler,
+            row.context if row.spec.sampler.processors else (),
+        )
+
+    def _finished(
+        self, row: Row, draft: Draft, judged: Judged, draft_seconds: float, began: float
     ) -> Step:
         """Emit the confirmed tokens and the one after them. All but the last are committed,
-        and with them the token that was pending."""
-        num_matches = count_matches(draft.tokens, target)
-        origin: Origin = "recovered" if num_matches < len(draft.tokens) else "bonus"
-        emission = row.emission(target[: num_matches + 1])
+        and with them the token that was pending, or the prompt."""
+        num_matches, drafted = judged.verdict.num_matches, len(draft.tokens)
+        emission = row.emission(judged.verdict.tokens)
+        count, missing = len(emission.token_ids), len(row.spec.prompt) - row.length
+        after: Origin = "recovered" if num_matches < drafted else "bonus" if drafted else "plain"
+        top = row.spec.logprobs
         record = Round(
             row=row.id,
             index=len(row.rounds),
             token_ids=emission.token_ids,
             text=emission.text,
-            num_draft_tokens=len(draft.tokens),
-            num_accepted_tokens=min(num_matches, len(emission.token_ids)),
-            origin=origin if draft.tokens else "plain",
+            num_draft_tokens=drafted,
+            num_accepted_tokens=min(num_matches, count),
+            origin=after if row.rounds else "prefill",
             draft_seconds=draft_seconds,
-            verify_seconds=time.perf_counter() - verify_began,
-            positions=len(draft.tokens) + 1,
+            verify_seconds=time.perf_counter() - began,
+            positions=drafted + 1 if row.rounds else missing,
             finish_reason=emission.finish_reason,
+            logprobs=()
+            if top is None
+            else token_logprobs(judged.logits[:count], emission.token_ids, top),
         )
-        return Step(row, emission, len(emission.token_ids), record)
+        return Step(row, emission, judged, count if row.rounds else missing, record)
 
-    def _verify(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> list[list[int]]:
-        """The target's token after the pending one and after each drafted one, per row."""
+    def _verify(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> list[Judged]:
+        """Each row's target after the pending token and after each drafted one."""
+        self._sweep_drafts(requests, drafts)
         hidden = self._through_shared_layers(requests, drafts)
         segments = [
             Segment(r.row, r.length, len(d.tokens) + 1)
@@ -254,15 +193,21 @@ class Decoder:
         ]
         layers = range(self.shared_depth, self.stack.num_layers)
         logits = self.stack.logits(self.stack.run_layers(hidden, layers, self.cache, segments))
-        everything_greedy = all(r.sampler.params.greedy for r in requests)
-        tokens = greedy_tokens(logits) if everything_greedy else []
-        targets, start = [], 0
-        for request, segment in zip(requests, segments, strict=True):
-            rows = slice(start, start + segment.count)
-            picked = tokens[rows] or request.sampler.pick(logits[rows], segment.start + 1)
-            targets.append(picked)
-            start += segment.count
-        return targets
+        counts = [s.count for s in segments]
+        return [
+            Judged(part, judge(r.sampler, part, r.length + 1, d.tokens, d.q, r.context))
+            for part, r, d in zip(
+                logits[: sum(counts)].split(counts), requests, drafts, strict=True
+            )
+        ]
+
+    def _sweep_drafts(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
+        """Leave nothing of a draft but what verify builds on: the shared layers' slots."""
+        below, above = slice(0, self.shared_depth), slice(self.shared_depth, None)
+        for r, d in zip(requests, drafts, strict=True):
+            end = r.length + MAX_NUM_DRAFT_TOKENS + 1
+            self.cache.sweep(r.row, r.length, end, above)
+            self.cache.sweep(r.row, r.length + len(d.tokens), end, below)
 
     def _through_shared_layers(
         self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]

@@ -1,7 +1,7 @@
 """Drafting: guess the next tokens with a subset of the layers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ class DraftRequest:
         pending: emitted token that is not in the cache yet.
         num_draft_tokens: how many to draft; 0 is plain decoding.
         sampler: shared with verification.
+        context: prompt and output, for processors; empty if there are none.
     """
 
     row: int
@@ -28,6 +29,7 @@ class DraftRequest:
     pending: int
     num_draft_tokens: int
     sampler: Sampler
+    context: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,13 @@ class Draft:
         shared: for each token that went through the shared layers (the pending one and all
             drafted but the last), its hidden state after them, ``(hidden,)``. Their keys and
             values in the shared layers are in the cache.
+        q: for token-level and block verification, the distribution that each of ``tokens`` was
+            drawn from, ``(vocab,)`` float64.
     """
 
     tokens: tuple[int, ...]
     shared: tuple[Tensor, ...]
+    q: tuple[Tensor, ...] = ()
 
 
 class EarlyExitDrafter:
@@ -54,28 +59,62 @@ class EarlyExitDrafter:
 
     def draft(self, requests: Sequence[DraftRequest], cache: KVCache) -> list[Draft]:
         """One draft per request. Writes scratch slots only."""
-        tokens: list[list[int]] = [[] for _ in requests]
-        shared: list[list[Tensor]] = [[] for _ in requests]
-        for step in range(max(r.num_draft_tokens for r in requests)):
-            asking = [i for i, r in enumerate(requests) if step < r.num_draft_tokens]
-            inputs = [tokens[i][-1] if step else requests[i].pending for i in asking]
-            segments = [Segment(requests[i].row, requests[i].length + step, 1) for i in asking]
-            hidden = self.stack.embed(inputs)
+        growing = [_Growing(request) for request in requests]
+        for _ in range(max(r.num_draft_tokens for r in requests)):
+            asking = [g for g in growing if not g.done]
+            if not asking:
+                break
+            segments = [Segment(g.request.row, g.position - 1, 1) for g in asking]
+            hidden = self.stack.embed([g.last for g in asking])
             hidden = self.stack.run_layers(hidden, range(self.plan.shared_depth), cache, segments)
-            for i, state in zip(asking, hidden, strict=False):
-                shared[i].append(state)
-            hidden = self.stack.run_layers(hidden, self._rest, cache, segments)
-            logits = self.stack.logits(hidden)
-            for i, token in zip(asking, self._pick(requests, asking, logits, step), strict=True):
-                tokens[i].append(token)
-        return [Draft(tuple(t), tuple(s)) for t, s in zip(tokens, shared, strict=True)]
+            for g, state in zip(asking, hidden, strict=False):
+                g.shared.append(state)
+            logits = self.stack.logits(self.stack.run_layers(hidden, self._rest, cache, segments))
+            if all(g.request.sampler.is_argmax for g in asking):
+                for g, token in zip(asking, greedy_tokens(logits[: len(asking)]), strict=True):
+                    g.tokens.append(token)
+            else:
+                for i, g in enumerate(asking):
+                    g.draw(logits[i : i + 1])
+        return [g.draft() for g in growing]
 
-    def _pick(
-        self, requests: Sequence[DraftRequest], asking: Sequence[int], logits: Tensor, step: int
-    ) -> list[int]:
-        if all(requests[i].sampler.params.greedy for i in asking):
-            return greedy_tokens(logits[: len(asking)])
-        return [
-            requests[i].sampler.pick(logits[n : n + 1], requests[i].length + step + 1)[0]
-            for n, i in enumerate(asking)
-        ]
+
+@dataclass(eq=False)
+class _Growing:
+    """One row's draft while it is made."""
+
+    request: DraftRequest
+    tokens: list[int] = field(default_factory=list)
+    shared: list[Tensor] = field(default_factory=list)
+    q: list[Tensor] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.ended or len(self.tokens) >= self.request.num_draft_tokens
+
+    @property
+    def last(self) -> int:
+        """The token that goes through the layers next."""
+        return self.tokens[-1] if self.tokens else self.request.pending
+
+    @property
+    def position(self) -> int:
+        """Of the next drafted token."""
+        return self.request.length + len(self.tokens) + 1
+
+    def draw(self, logits: Tensor) -> None:
+        request = self.request
+        context = (*request.context, *self.tokens)
+        drawn = request.sampler.draft(logits, self.position, request.length + 1, context)
+        if drawn is None:
+            self.ended = True
+            return
+        token, q = drawn
+        self.tokens.append(token)
+        if q is not None:
+            self.q.append(q)
+
+    def draft(self) -> Draft:
+        # A state without a token drafted from it is left: verify runs that token by itself.
+        return Draft(tuple(self.tokens), tuple(self.shared[: len(self.tokens)]), tuple(self.q))

@@ -7,7 +7,7 @@ own modules and config, and whose attention is ours.
 
 import copy
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import cast
 
@@ -164,25 +164,19 @@ class DecoderStack:
         """Final norm and vocabulary projection of one pass's rows, as they are."""
         return self.twin.lm_head(self._body.norm(hidden))
 
-    def prefill(self, token_ids: Sequence[int], cache: KVCache, row: int) -> Tensor:
+    def prefill(
+        self, token_ids: Sequence[int], cache: KVCache, row: int, *, start: int = 0
+    ) -> Tensor:
         """Write a prompt into ``row`` at full depth; logits of its last position, ``(vocab,)``.
 
-        Chunks are counted from position 0, so the bits do not depend on other rows.
+        Chunks end at fixed slots, so the bits do not depend on other rows.
+
+        Args:
+            token_ids: the whole prompt.
+            start: slots below hold the tokens before it already.
         """
-        hidden = None
-        ids = torch.tensor(token_ids, device=self.device)
-        for start in range(0, len(token_ids), PREFILL_CHUNK):
-            count = min(PREFILL_CHUNK, len(token_ids) - start)
-            self._extend_tables(start + count)
-            layout = PrefillLayout(
-                cache,
-                Segment(row, start, count),
-                windows=self.windows,
-                all_positions=self._positions,
-            )
-            embedded = self._body.embed_tokens(ids[start : start + count])
+        for embedded, layout in self._chunks(token_ids, cache, row, start):
             hidden = self._drive(embedded, range(self.num_layers), layout)
-        assert hidden is not None, "an empty prompt was let through"
         return self.logits(hidden[-1:])[0]
 
     def all_exit_logits(self, token_ids: Sequence[int], exits: Sequence[int]) -> dict[int, Tensor]:
@@ -193,20 +187,30 @@ class DecoderStack:
         """
         cache = self.new_cache(num_rows=1, num_slots=len(token_ids))
         collected: dict[int, list[Tensor]] = {e: [] for e in exits}
-        ids = torch.tensor(token_ids, device=self.device)
-        for start in range(0, len(token_ids), PREFILL_CHUNK):
-            count = min(PREFILL_CHUNK, len(token_ids) - start)
-            self._extend_tables(start + count)
-            segment = Segment(0, start, count)
-            layout = PrefillLayout(
-                cache, segment, windows=self.windows, all_positions=self._positions
-            )
-            hidden, depth = self._body.embed_tokens(ids[start : start + count]), 0
+        for embedded, layout in self._chunks(token_ids, cache, 0, 0):
+            hidden, depth = embedded, 0
             for e in sorted(exits):
                 hidden = self._drive(hidden, range(depth, e), layout)
                 depth = e
                 collected[e].append(self.head(hidden).float())
         return {e: torch.cat(parts) for e, parts in collected.items()}
+
+    def _chunks(
+        self, token_ids: Sequence[int], cache: KVCache, row: int, start: int
+    ) -> Iterator[tuple[Tensor, PrefillLayout]]:
+        """Embedded pieces of a prompt from ``start`` on, and where each goes."""
+        ids = torch.tensor(token_ids, device=self.device)
+        while start < len(token_ids):
+            end = min(len(token_ids), (start // PREFILL_CHUNK + 1) * PREFILL_CHUNK)
+            self._extend_tables(end)
+            layout = PrefillLayout(
+                cache,
+                Segment(row, start, end - start),
+                windows=self.windows,
+                all_positions=self._positions,
+            )
+            yield self._body.embed_tokens(ids[start:end]), layout
+            start = end
 
     def run_pass(
         self, hidden: Tensor, layers: Sequence[int], cache: KVCache, segments: Sequence[Segment]

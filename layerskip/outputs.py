@@ -1,11 +1,29 @@
 """What decoding returns. Stats, streams and telemetry are all made of ``Round``."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from layerskip.cache import CachedText
 
 FinishReason = Literal["stop", "length", "cancelled"]
 Origin = Literal["prefill", "plain", "accepted", "recovered", "bonus"]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of an emitted token under the full model, before any processor.
+
+    Attributes:
+        token_id: the token.
+        logprob: natural logarithm of its probability at temperature 1.
+        top: the likeliest (token id, logprob) pairs at its position, as many as asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -24,6 +42,7 @@ class Round:
             a batch; for the prefill, ``verify_seconds`` is its time.
         positions: (token, position) pairs that went through layer 0, spare rows not counted.
         finish_reason: None while the row goes on.
+        logprobs: of ``token_ids``, if asked for.
     """
 
     row: int
@@ -37,6 +56,7 @@ class Round:
     verify_seconds: float
     positions: int
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -49,9 +69,13 @@ class Round:
 
 @dataclass(frozen=True)
 class DecodeStats:
-    """Counts and times of one or several generations; definitions as in vLLM."""
+    """Counts and times of one or several generations; definitions as in vLLM.
+
+    ``cached_tokens`` of the ``prompt_tokens`` were taken from a returned cache.
+    """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     new_tokens: int = 0
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -94,7 +118,12 @@ class DecodeStats:
 
     @classmethod
     def from_rounds(
-        cls, rounds: Iterable[Round], *, prompt_tokens: int, kv_cache_bytes: int
+        cls,
+        rounds: Iterable[Round],
+        *,
+        prompt_tokens: int,
+        kv_cache_bytes: int,
+        cached_tokens: int = 0,
     ) -> "DecodeStats":
         """Sum up one row's rounds, its prefill among them."""
         rounds = list(rounds)
@@ -102,6 +131,7 @@ class DecodeStats:
         decoded = [r for r in rounds if r.index > 0]
         return cls(
             prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
             new_tokens=sum(len(r.token_ids) for r in rounds),
             num_rounds=len(decoded),
             num_draft_tokens=sum(r.num_draft_tokens for r in decoded),
@@ -125,6 +155,7 @@ class GenerationOutput:
         seed: of the sampling noise; the same seed gives the same text. None when greedy.
         stats: counts and times.
         rounds: the records that ``stats`` sums up.
+        cache: keys and values of prompt and output, if asked for, to go on from.
     """
 
     text: str
@@ -133,13 +164,22 @@ class GenerationOutput:
     seed: int | None
     stats: DecodeStats
     rounds: tuple[Round, ...]
+    cache: "CachedText | None" = field(default=None, repr=False, compare=False)
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        """One for each of ``token_ids``; empty if they were not asked for."""
+        return tuple(entry for r in self.rounds for entry in r.logprobs)
 
     def to_dict(self) -> dict[str, Any]:
         """As ``layerskip generate --json`` prints it."""
-        return {
+        document = {
             "text": self.text,
             "token_ids": list(self.token_ids),
             "finish_reason": self.finish_reason,
             "seed": self.seed,
             "stats": self.stats.to_dict(),
         }
+        return document | (
+            {"logprobs": [asdict(entry) for entry in self.logprobs]} if self.logprobs else {}
+        )

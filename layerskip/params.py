@@ -1,14 +1,24 @@
 """How to sample: one frozen value per request."""
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 MAX_SEED = 2**63 - 1
+MAX_NUM_DRAFT_TOKENS = 32
+
+Verification = Literal["coupled", "token", "block"]
+VERIFICATIONS: tuple[Verification, ...] = ("coupled", "token", "block")
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings of the target distribution, named as in transformers.
+    """Settings of the target distribution, named as in transformers (penalties: as in vLLM).
+
+    The rules are applied in this order: logit bias, repetition, presence and frequency penalty,
+    repeated n-grams, bad words, ``min_new_tokens``, forced tokens, the request's own processors,
+    temperature, top-k, top-p, min-p. Greedy decoding skips the last four.
 
     Attributes:
         temperature: 0.0 is greedy; otherwise logits are divided by it.
@@ -16,6 +26,15 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches this; 1.0 keeps all.
         min_p: drop tokens less likely than ``min_p`` times the most likely one; 0.0 drops none.
         seed: of the Gumbel noise, 0 to 2**63 - 1. None draws one, and the output returns it.
+        repetition_penalty: divides positive and multiplies negative logits of every token in
+            prompt or output (Keskar et al. 2019); 1.0 does nothing.
+        presence_penalty: subtracted from the logit of every token in the output, -2 to 2.
+        frequency_penalty: subtracted once for each time a token is in the output, -2 to 2.
+        no_repeat_ngram_size: no run of this many tokens, prompt included, comes twice; 0 is off.
+        logit_bias: added to the logits of token ids; given as a mapping, kept as sorted pairs.
+        bad_words_ids: token sequences that are never emitted whole.
+        min_new_tokens: no end of sequence before this many tokens; stop strings still end.
+        forced_token_ids: the output begins with these.
     """
 
     temperature: float = 0.0
@@ -23,6 +42,14 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    min_new_tokens: int = 0
+    forced_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, 0.0, math.inf)
@@ -33,10 +60,74 @@ class SamplingParams:
             raise ValueError("top_p must be above 0 and at most 1, got 0: use temperature=0.0")
         if self.seed is not None:
             check_integer("seed", self.seed, 0, MAX_SEED)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
+        if self.repetition_penalty == 0.0:
+            raise ValueError("repetition_penalty must be above 0, got 0; 1.0 does nothing")
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
+        check_integer("min_new_tokens", self.min_new_tokens, 0)
+        # Lists are what users write; what is kept can be hashed and not changed.
+        self._keep("logit_bias", _checked_bias(self.logit_bias))
+        self._keep("forced_token_ids", _checked_ids("forced_token_ids", self.forced_token_ids))
+        words = self.bad_words_ids
+        if not isinstance(words, list | tuple):
+            raise TypeError(f"bad_words_ids must be lists of token ids, got {words!r}")
+        self._keep("bad_words_ids", tuple(_checked_ids("bad_words_ids", w) for w in words))
+        if any(not word for word in self.bad_words_ids):
+            raise ValueError("bad_words_ids has an empty sequence; give at least one token id each")
+
+    def _keep(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def token_ids(self) -> frozenset[int]:
+        """Every id that is named anywhere, to be checked against a vocabulary."""
+        named = {token for token, _ in dict(self.logit_bias).items()}
+        named.update(self.forced_token_ids, *self.bad_words_ids)
+        return frozenset(named)
+
+
+def _checked_bias(value: object) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = sorted(dict(value).items())  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        raise TypeError(f"logit_bias must map token ids to numbers, got {value!r}") from None
+    for token, bias in pairs:
+        check_integer("a token id of logit_bias", token, 0)
+        check_number(f"logit_bias of token {token}", bias, -math.inf, math.inf)
+    return tuple(pairs)
+
+
+def _checked_ids(name: str, value: object) -> tuple[int, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must hold lists of token ids, got {value!r}")
+    ids = tuple(value)
+    for token in ids:
+        check_integer(f"a token id of {name}", token, 0)
+    return ids
+
+
+def check_num_draft_tokens(value: object) -> None:
+    """Raise unless ``value`` is a number of tokens that can be drafted in a round."""
+    check_integer("num_draft_tokens", value, 0, MAX_NUM_DRAFT_TOKENS)
+
+
+def check_sampling(value: object) -> None:
+    """Raise unless ``value`` is SamplingParams or None."""
+    if value is not None and not isinstance(value, SamplingParams):
+        raise TypeError(f"sampling must be SamplingParams, got {type(value).__name__}")
+
+
+def check_verification(value: object) -> None:
+    """Raise unless ``value`` names a way of verifying."""
+    if value not in VERIFICATIONS:
+        allowed = ", ".join(repr(v) for v in VERIFICATIONS)
+        raise ValueError(f"verification must be one of {allowed}, got {value!r}")
 
 
 def check_integer(name: str, value: object, low: int, high: int | None = None) -> None:

@@ -1,11 +1,21 @@
 """From logits to the next token: greedy, or sampled with noise that depends on nothing but
 (seed, absolute position, token id)."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
-from layerskip.ops.reference import gumbel_noise
-from layerskip.params import SamplingParams
+from layerskip.ops.reference import UNIFORM_BITS, gumbel_noise, uniform_bits
+from layerskip.outputs import TokenLogprob
+from layerskip.params import SamplingParams, Verification
+
+# Noise streams. The target's numbers are keyed by position alone: each is used for one emitted
+# token at most. Draft and acceptance numbers are keyed by the round too: which of them came to
+# nothing depends on their values, so that a later round must not meet them again.
+DRAFT_STREAM, ACCEPT_STREAM = 1, 2
+
+Processor = Callable[[Tensor, Tensor], Tensor]
 
 
 def greedy_tokens(logits: Tensor) -> list[int]:
@@ -45,12 +55,52 @@ def keep_mask(scores: Tensor, params: SamplingParams) -> Tensor:
     return scores
 
 
-class Sampler:
-    """Picks one row's tokens; draft and verify share it, and with it the noise."""
+def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
+    """Log-probabilities of emitted tokens, and the ``count`` likeliest, before any processor.
 
-    def __init__(self, params: SamplingParams, seed: int, vocab_size: int) -> None:
+    Args:
+        logits: ``(len(tokens), vocab)`` of the full model.
+    """
+    logprobs = logits[: len(tokens)].float().log_softmax(-1)
+    chosen = logprobs.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    values, ids = logprobs.topk(min(count, logits.shape[-1]), dim=-1)
+    tops = [
+        tuple(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)
+    ]
+    return tuple(TokenLogprob(*parts) for parts in zip(tokens, chosen, tops, strict=True))
+
+
+class Sampler:
+    """Turns one row's logits into scores and tokens; draft and verify share it.
+
+    Args:
+        params: temperature, top-k, top-p, min-p. Its other rules are among ``processors``.
+        seed: of the noise.
+        vocab_size: columns of the logits.
+        verification: how drafts are judged; greedy decoding has one way only.
+        processors: called as transformers' logits processors are, with ``(1, tokens)`` ids of
+            prompt, output and drafted prefix, and ``(1, vocab)`` float32 scores. They must be
+            functions of these two alone.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        vocab_size: int,
+        *,
+        verification: Verification = "coupled",
+        processors: Sequence[Processor] = (),
+    ) -> None:
         self.params, self.seed, self.vocab_size = params, seed, vocab_size
+        self.processors = tuple(processors)
+        self.verification: Verification = "coupled" if params.greedy else verification
         self._noise: dict[int, Tensor] = {}
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the next token is the likeliest of the bare logits."""
+        return self.params.greedy and not self.processors
 
     def noise(self, position: int) -> Tensor:
         """Gumbel noise of ``position``, made once however often it is drafted and verified."""
@@ -63,15 +113,80 @@ class Sampler:
         for old in [p for p in self._noise if p < position]:
             del self._noise[old]
 
-    def pick(self, logits: Tensor, position: int) -> list[int]:
+    def scores(self, logits: Tensor, context: Sequence[int] = ()) -> Tensor:
+        """What the tokens are chosen by: the softmax is the distribution of the next token.
+
+        Args:
+            logits: ``(rows, vocab)`` of consecutive positions.
+            context: all tokens before the last row's prediction; read by processors only.
+
+        Returns:
+            ``(rows, vocab)`` float32.
+        """
+        scores = logits.float()
+        if self.processors:
+            rows, ids = logits.shape[0], torch.tensor([context], device=logits.device)
+            known = range(len(context) - rows + 1, len(context) + 1)
+            scores = torch.cat(
+                [self._processed(ids[:, :n], scores[i : i + 1]) for i, n in enumerate(known)]
+            )
+        if self.params.greedy:
+            return scores
+        return keep_mask(scores / self.params.temperature, self.params)
+
+    def _processed(self, ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()  # processors may write in place
+        for processor in self.processors:
+            scores = processor(ids, scores)
+        return scores
+
+    def choose(self, scores: Tensor, position: int) -> list[int]:
+        """Tokens of consecutive positions, by ``scores``; ties go to the lowest id."""
+        if self.params.greedy:
+            return scores.argmax(-1).tolist()
+        noise = torch.stack([self.noise(position + i) for i in range(scores.shape[0])])
+        return (scores.log_softmax(-1) + noise.to(scores.device)).argmax(-1).tolist()
+
+    def pick(self, logits: Tensor, position: int, context: Sequence[int] = ()) -> list[int]:
         """Next tokens of consecutive positions; ties go to the lowest id.
 
         Args:
             logits: ``(rows, vocab)``; row i predicts the token at ``position + i``.
             position: absolute position of the first predicted token.
+            context: as in ``scores``.
         """
-        if self.params.greedy:
+        if self.is_argmax:
             return greedy_tokens(logits)
-        scores = keep_mask(logits.float() / self.params.temperature, self.params)
-        noise = torch.stack([self.noise(position + i) for i in range(logits.shape[0])])
-        return (scores.log_softmax(-1) + noise.to(scores.device)).argmax(-1).tolist()
+        return self.choose(self.scores(logits, context), position)
+
+    def draft(
+        self, logits: Tensor, position: int, start: int, context: Sequence[int] = ()
+    ) -> tuple[int, Tensor | None] | None:
+        """A drafted token, and the distribution it was drawn from where that is asked for.
+
+        Args:
+            logits: ``(1, vocab)`` of a draft pass.
+            position: absolute position of the token.
+            start: position of the round's first token.
+            context: as in ``scores``.
+
+        Returns:
+            Token and ``(vocab,)`` float64; None if the distribution is not finite. Nothing was
+            drawn then, so ending the draft here leaves token and block verification exact.
+        """
+        if self.verification == "coupled":
+            return self.pick(logits, position, context)[0], None
+        q = self.scores(logits, context)[0].double().softmax(-1)
+        if not q.isfinite().all():
+            return None
+        noise = gumbel_noise(self.seed, position, self.vocab_size, stream=DRAFT_STREAM, start=start)
+        return int((q.log() + noise.to(q.device)).argmax()), q
+
+    def draw(self, probabilities: Tensor, position: int) -> int:
+        """A token of ``(vocab,)`` probabilities, with the target's noise at ``position``."""
+        return int((probabilities.log() + self.noise(position).to(probabilities.device)).argmax())
+
+    def uniforms(self, position: int, count: int) -> list[float]:
+        """Numbers in (0, 1) that decide over ``count`` tokens drafted from ``position`` on."""
+        bits = uniform_bits(self.seed, position, count, stream=ACCEPT_STREAM)
+        return ((bits + 0.5) * 2.0**-UNIFORM_BITS).tolist()

@@ -1,6 +1,99 @@
-"""How many drafted tokens the target confirms."""
+"""How much of a draft stands, and which token follows it.
+
+Greedy and coupled verification compare tokens. Token-level and block verification compare
+distributions: p is the target's and q the draft's, each after all processors. Both emit the
+target's distribution exactly; block accepts at least as many tokens in expectation.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerskip.params import Verification
+from layerskip.sampling import Sampler
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a round emits for one row, before any cut.
+
+    Attributes:
+        tokens: confirmed drafted tokens, then the recovered or bonus one.
+        scores: ``(rows, vocab)`` float32 that they were chosen by, rows of rejected tokens last;
+            None if only the argmax of the logits was asked for.
+    """
+
+    tokens: list[int]
+    scores: Tensor | None
+
+    @property
+    def num_matches(self) -> int:
+        """Drafted tokens among ``tokens``."""
+        return len(self.tokens) - 1
+
+
+def judge(
+    sampler: Sampler,
+    logits: Tensor,
+    position: int,
+    draft: Sequence[int] = (),
+    q: Sequence[Tensor] = (),
+    context: Sequence[int] = (),
+) -> Verdict:
+    """Verify one row's draft; without one, pick the next token.
+
+    Args:
+        logits: ``(len(draft) + 1, vocab)`` of the full model.
+        position: absolute position of the first drafted token.
+        draft: drafted ids.
+        q: for token-level and block verification, ``(vocab,)`` of each drafted token.
+        context: all tokens before ``position``; read by processors only.
+
+    Raises:
+        ValueError: a needed score is NaN, or every token is ruled out.
+    """
+    if sampler.is_argmax:
+        scores, target = None, sampler.pick(logits, position)
+        num_matches = count_matches(draft, target)
+    else:
+        scores = sampler.scores(logits, [*context, *draft])
+        if sampler.verification == "coupled":
+            target = sampler.choose(scores, position)
+            num_matches = count_matches(draft, target)
+        else:
+            num_matches, after = _draw(sampler, scores, position, draft, q)
+            target = [*draft[:num_matches], after]
+    tokens = target[: num_matches + 1]
+    _check_scores(logits if scores is None else scores, tokens, position)
+    return Verdict(tokens, scores)
+
+
+def _draw(
+    sampler: Sampler, scores: Tensor, position: int, draft: Sequence[int], q: Sequence[Tensor]
+) -> tuple[int, int]:
+    """Number of accepted tokens and the token after them."""
+    p, count = scores.double().softmax(-1), len(draft)
+    if count:
+        stacked = torch.stack(list(q))
+        chances = acceptance_chances(sampler.verification, p, stacked, draft)
+        uniforms = sampler.uniforms(position, count)
+        num_accepted = count_accepted(sampler.verification, chances, uniforms)
+        if num_accepted < count:
+            rest = recovered(sampler.verification, p, stacked, draft, num_accepted)
+            return num_accepted, sampler.draw(rest, position + num_accepted)
+    return count, sampler.choose(scores[count:], position + count)[0]
+
+
+def _check_scores(scores: Tensor, tokens: Sequence[int], position: int) -> None:
+    chosen = scores[list(range(len(tokens))), tokens].float()
+    if not chosen.isfinite().all():
+        bad = int((~chosen.isfinite()).nonzero()[0])
+        raise ValueError(
+            f"the scores at position {position + bad} are NaN, infinite or rule out every token; "
+            "use bfloat16 or float32 in place of float16, and look at the logits processors"
+        )
 
 
 def count_matches(draft: Sequence[int], target: Sequence[int]) -> int:
@@ -18,3 +111,63 @@ def count_matches(draft: Sequence[int], target: Sequence[int]) -> int:
         if token != target[i]:
             return i
     return len(draft)
+
+
+def acceptance_chances(
+    verification: Verification, p: Tensor, q: Tensor, draft: Sequence[int]
+) -> list[float]:
+    """The probability with which each drafted token, or the block up to it, is accepted.
+
+    Token-level (Leviathan et al. 2023): ``min(1, p_i(x_i) / q_i(x_i))``, each tried in turn.
+    Block (Sun et al. 2025, Algorithm 2): with ``w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i))`` and
+    ``s_i = sum_x max(w_i p_{i+1}(x) - q_{i+1}(x), 0)``, the chance of the first i tokens is
+    ``s_i / (s_i + 1 - w_i)``, and ``w_k`` for all k; each is tried on its own.
+
+    Args:
+        p: ``(k + 1, vocab)`` float64, the target's distributions.
+        q: ``(k, vocab)`` float64, the distributions that the draft was drawn from.
+        draft: k ids.
+    """
+    at = (list(range(len(draft))), list(draft))
+    # A NaN of the target is rejected here; if its position is reached, `judge` says so.
+    ratios = (p[at] / q[at]).nan_to_num(nan=0.0).tolist()
+    if verification == "token":
+        return [min(1.0, ratio) for ratio in ratios]
+    chances: list[float] = []
+    weight = 1.0
+    for i, ratio in enumerate(ratios):
+        weight = min(1.0, weight * ratio)
+        if i + 1 == len(ratios):
+            return [*chances, weight]
+        left = float((weight * p[i + 1] - q[i + 1]).clamp(min=0.0).nan_to_num(nan=0.0).sum())
+        whole = left + 1.0 - weight
+        chances.append(left / whole if whole > 0.0 else 1.0)
+    return chances
+
+
+def count_accepted(
+    verification: Verification, chances: Sequence[float], uniforms: Sequence[float]
+) -> int:
+    """Accepted tokens: up to the first failure (token), or up to the last success (block)."""
+    passed = [u <= chance for u, chance in zip(uniforms, chances, strict=True)]
+    if verification == "token":
+        return passed.index(False) if False in passed else len(passed)
+    return max((i + 1 for i, success in enumerate(passed) if success), default=0)
+
+
+def recovered(
+    verification: Verification, p: Tensor, q: Tensor, draft: Sequence[int], num_accepted: int
+) -> Tensor:
+    """Distribution of the token after ``num_accepted`` of k drafted ones, less than k.
+
+    Returns:
+        ``(vocab,)`` float64: what p has above q, with block verification what ``w p`` has, scaled
+        to sum to one; p itself where that is nothing but rounding.
+    """
+    weight = 1.0
+    if verification == "block":
+        for i in range(num_accepted):
+            weight = min(1.0, weight * float(p[i, draft[i]] / q[i, draft[i]]))
+    rest = (weight * p[num_accepted] - q[num_accepted]).clamp(min=0.0)
+    total = rest.sum()
+    return rest / total if total > 0.0 else p[num_accepted]

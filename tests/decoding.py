@@ -7,9 +7,10 @@ from toys import PLANS, VOCAB_SIZE, random_ids
 
 from layerskip import SamplingParams
 from layerskip.cache import KVCache
-from layerskip.decode import Decoder, Row
+from layerskip.decode import Decoder
 from layerskip.drafting import Draft, DraftRequest, EarlyExitDrafter
 from layerskip.model import DecoderStack
+from layerskip.row import Row, RowSpec
 from layerskip.sampling import Sampler
 
 PROMPT = random_ids(11)
@@ -49,9 +50,9 @@ class Oracle:
 
 def join(batch: Decoder, prompt: Sequence[int] = PROMPT, **changes) -> Row:
     params = changes.pop("sampling", SamplingParams())
-    settings = {"limit": LIMIT, "num_draft_tokens": 4, "eos_ids": frozenset(), "stream": None}
+    settings = {"limit": LIMIT, "num_draft_tokens": 4}
     sampler = Sampler(params, params.seed or 0, VOCAB_SIZE)
-    return batch.join(prompt, sampler=sampler, **settings | changes)
+    return batch.join(RowSpec(tuple(prompt), sampler, **settings | changes))
 
 
 def decode(batch: Decoder, **settings) -> Row:

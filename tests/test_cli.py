@@ -20,6 +20,7 @@ from layerskip.cli import main
 
 STATS = {
     "prompt_tokens",
+    "cached_tokens",
     "new_tokens",
     "num_rounds",
     "num_draft_tokens",

@@ -30,6 +30,7 @@ def record(index, tokens, drafted, accepted, origin, finish_reason=None) -> dict
         "origin": origin,
         "positions": drafted + 1 if index else len(PROMPT),
         "finish_reason": finish_reason,
+        "logprobs": (),
     }
 
 

@@ -14,14 +14,14 @@ PACKAGE = Path(layerskip.__file__).parent
 VALUES = {"errors", "params", "outputs", "plan", "text"}
 # From the bottom up: a module may import what stands in the lines before its own.
 ENGINE = [
-    {"cache", "sampling", "verification"},
-    {"exactness", "dense", "admission"},
+    {"cache", "sampling"},
+    {"exactness", "dense", "admission", "verification", "processors", "row"},
     {"model"},
     {"drafting"},
     {"decode"},
 ]
 
-KNOW_TRANSFORMERS = {"admission", "model"}
+KNOW_TRANSFORMERS = {"admission", "model", "processors"}
 
 
 def module_names() -> list[str]:

@@ -62,19 +62,28 @@ def prefill_attention(
     return out.transpose(1, 2)
 
 
-def uniform_bits(seed: int, position: int, vocab_size: int) -> np.ndarray:
-    """24-bit integers for every token id, from Philox4x64-10 (Salmon et al. 2011).
+def uniform_bits(
+    seed: int, position: int, count: int, *, stream: int = 0, start: int = 0
+) -> np.ndarray:
+    """24-bit integers, one for every token id, from Philox4x64-10 (Salmon et al. 2011).
 
-    Key ``(seed, 0)``, counter ``(1 + block, position, 0, 0)``. Token ``t`` takes 64-bit word
-    ``t // 2`` of the stream (four words a block), its low half if t is even, its high half if
-    odd, and of that half the upper 24 bits.
+    Key ``(seed, 0)``, counter ``(1 + block, position, start, stream)``. Number ``t`` takes 64-bit
+    word ``t // 2`` of the stream (four words a block), its low half if t is even, its high half
+    if odd, and of that half the upper 24 bits.
+
+    Args:
+        seed: of the request.
+        position: absolute position that the numbers are for.
+        count: how many: the size of the vocabulary.
+        stream: 0 is the target's; others are independent of it and of each other.
+        start: position of the round's first token, where each round needs numbers of its own.
 
     Returns:
-        ``(vocab_size,)`` uint32, each below 2**24.
+        ``(count,)`` uint32, each below 2**24.
     """
-    stream = np.random.Philox(counter=[0, position, 0, 0], key=[seed, 0])
-    words = np.asarray(stream.random_raw((vocab_size + 1) // 2))
-    return words.astype("<u8", copy=False).view("<u4")[:vocab_size] >> (32 - UNIFORM_BITS)
+    generator = np.random.Philox(counter=[0, position, start, stream], key=[seed, 0])
+    words = np.asarray(generator.random_raw((count + 1) // 2))
+    return words.astype("<u8", copy=False).view("<u4")[:count] >> (32 - UNIFORM_BITS)
 
 
 def gumbel_from_bits(bits: np.ndarray) -> np.ndarray:
@@ -90,6 +99,9 @@ def gumbel_from_bits(bits: np.ndarray) -> np.ndarray:
     return (-np.log(-np.log(u))).astype(np.float32)
 
 
-def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
+def gumbel_noise(
+    seed: int, position: int, vocab_size: int, *, stream: int = 0, start: int = 0
+) -> Tensor:
     """Noise of one absolute position: ``(vocab_size,)`` float32 on the CPU."""
-    return torch.from_numpy(gumbel_from_bits(uniform_bits(seed, position, vocab_size)))
+    bits = uniform_bits(seed, position, vocab_size, stream=stream, start=start)
+    return torch.from_numpy(gumbel_from_bits(bits))

@@ -1,0 +1,102 @@
+"""One sequence being decoded: what it asks for, what it has emitted, where it ends."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from layerskip.outputs import FinishReason, Round
+from layerskip.sampling import Sampler
+from layerskip.text import TextStream
+
+
+@dataclass(frozen=True)
+class RowSpec:
+    """What a row asks for.
+
+    Attributes:
+        prompt: token ids.
+        sampler: of this row alone.
+        limit: most tokens to emit.
+        num_draft_tokens: drafted per round, while that many are left to emit.
+        eos_ids: ids that end it.
+        stream: decodes text and finds stop strings; None without a tokenizer.
+        ends: asked after each emitted token, with prompt and output, whether the row ends there.
+        logprobs: None, or how many of the likeliest tokens to report beside each emitted one.
+        traced: keep logits and scores of emitted tokens.
+    """
+
+    prompt: tuple[int, ...]
+    sampler: Sampler
+    limit: int
+    num_draft_tokens: int
+    eos_ids: frozenset[int] = frozenset()
+    stream: TextStream | None = None
+    ends: Callable[[Sequence[int]], bool] | None = None
+    logprobs: int | None = None
+    traced: bool = False
+
+
+@dataclass(frozen=True)
+class Emission:
+    """Tokens a row is about to emit, their final text, and its state after them."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    stream: TextStream | None
+    finish_reason: FinishReason | None
+
+
+@dataclass(eq=False)
+class Row:
+    """One sequence being decoded.
+
+    Attributes:
+        id: what ``join`` gave it.
+        slot_row: its row of the cache.
+        stream: of ``spec``, after the tokens emitted so far.
+        cached_tokens: slots that were filled when it joined.
+        token_ids: emitted so far; the last one is pending.
+        length: committed slots; the same number as ``cache.lengths[slot_row]``.
+        trace: logits and scores, ``(tokens, vocab)`` per round, if asked for.
+    """
+
+    id: int
+    slot_row: int
+    spec: RowSpec
+    stream: TextStream | None
+    cached_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    length: int = 0
+    finish_reason: FinishReason | None = None
+    trace: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Prompt and output."""
+        return (*self.spec.prompt, *self.token_ids)
+
+    def emission(self, tokens: Iterable[int]) -> Emission:
+        """What emitting ``tokens`` gives, up to where something ends the row; changes nothing."""
+        stream = self.stream.fork() if self.stream is not None else None
+        taken: list[int] = []
+        text = ""
+        reason: FinishReason | None = None
+        for token in tokens:
+            taken.append(token)
+            if token in self.spec.eos_ids:
+                reason = "stop"
+            elif stream is not None:
+                text += stream.push(token)
+                reason = "stop" if stream.stopped else None
+            if self.spec.ends is not None and self.spec.ends((*self.context, *taken)):
+                reason = "stop"
+            if reason is None and len(self.token_ids) + len(taken) >= self.spec.limit:
+                reason = "length"
+            if reason is not None:
+                break
+        if reason is not None and stream is not None:
+            text += stream.finish()
+            reason = "stop" if stream.stopped else reason
+        return Emission(tuple(taken), text, stream, reason)
