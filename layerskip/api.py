@@ -6,8 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from layerskip import hf
 from layerskip.batch import Batch, RowSettings, StreamStep, seeded
 from layerskip.cache import CachedText
 from layerskip.checkpoint import BUILTIN, builtin_folder, known_plan, load_checkpoint
@@ -298,6 +306,59 @@ class SelfSpeculativeLM:
             return_cache=return_cache,
         )
         return Batch(self.stack, self._drafter, self.plan, self._encoder, settings)
+
+    def custom_generate(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: Any = None,
+        num_draft_tokens: int | None = None,
+        verification: Verification = "coupled",
+        seed: int | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """For ``model.generate(**inputs, custom_generate=lm.custom_generate)``.
+
+        Greedy search and sampling as ``generation_config`` says, with transformers' own logits
+        processors, stopping criteria and streamer, and its own outputs. Rows may be padded at
+        either end. A processor must be a function of its two arguments. Processors and criteria
+        are asked about one row at a time, shown as a batch of that row alone, and criteria without
+        scores. Where a row has ended before others, scores are 0.
+
+        Args:
+            model: the model that this object wraps.
+            input_ids, logits_processor, stopping_criteria, generation_config: from transformers.
+            streamer: of a batch of one.
+            num_draft_tokens, verification: as in ``generate``; give them to ``model.generate``.
+            seed: of sampling; None draws one from torch's generator.
+            model_kwargs: what transformers adds for the model's forward.
+
+        Returns:
+            ``(rows, tokens)`` ids, or with ``return_dict_in_generate`` transformers' output object.
+        """
+        first, own = next(model.parameters()), next(self.stack.twin.parameters())
+        if first.data_ptr() != own.data_ptr():
+            raise ValueError("custom_generate belongs to another model; wrap this one")
+        if num_draft_tokens is None:
+            num_draft_tokens = self.num_draft_tokens
+        call = hf.Call(
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            hf.callers_streamer() if streamer is None else streamer,
+            model_kwargs,
+        )
+        return hf.generate(
+            self.open_batch(),
+            call,
+            num_draft_tokens=num_draft_tokens,
+            verification=verification,
+            seed=seed,
+        )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked against the vocabulary and the context."""

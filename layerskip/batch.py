@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from layerskip.cache import CachedText
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
@@ -49,7 +51,7 @@ class StreamStep:
 class RowSettings:
     """How a row of a ``Batch`` decodes; the arguments of ``generate``, checked.
 
-    ``ends`` and ``traced`` are of ``RowSpec``, for callers that are decoders themselves.
+    ``ends`` and ``sink`` are of ``RowSpec``, for callers that are decoders themselves.
     """
 
     max_new_tokens: int
@@ -63,7 +65,7 @@ class RowSettings:
     cache: CachedText | None = None
     return_cache: bool = False
     ends: Callable[[Sequence[int]], bool] | None = None
-    traced: bool = False
+    sink: Callable[[Tensor, Tensor], None] | None = None
 
     def __post_init__(self) -> None:
         check_integer("max_new_tokens", self.max_new_tokens, 1)
@@ -145,7 +147,7 @@ class Batch:
         if messages is None and not is_single(prompt):
             raise TypeError(f"a row takes one prompt, text or token ids, got {prompt!r}")
         ids = self._encoder.encode_all(prompt, messages)[0]
-        return self._join(self.check(ids, settings=settings)).id
+        return self.join(self.check(ids, settings=settings))
 
     def step(self) -> list[Round]:
         """One round of every unfinished row; for a new row that is its prefill."""
@@ -190,7 +192,7 @@ class Batch:
         while len(outputs) < len(requests):
             while waiting and len(places) < MAX_ROWS:
                 place, request = waiting.pop()
-                places[self._join(request).id] = place
+                places[self.join(request)] = place
             for record in self.step():
                 if record.finish_reason is not None:
                     outputs[places.pop(record.row)] = self.remove(record.row)
@@ -198,7 +200,7 @@ class Batch:
 
     def stream(self, request: RowRequest) -> Iterator[StreamStep]:
         """Decode one request, round by round."""
-        self._join(request)
+        self.join(request)
         while self.unfinished:
             for record in self.step():
                 yield StreamStep(record.text, record.token_ids, record)
@@ -225,13 +227,14 @@ class Batch:
             num_slots=max(r.num_slots for r in requests),
         )
 
-    def _join(self, request: RowRequest) -> Row:
+    def join(self, request: RowRequest) -> int:
+        """Add a checked request; its id."""
         if self._rows is None:
             self._reserve([request])
         assert self._rows is not None
         row = self._rows.join(self._spec(request), cached=request.settings.cache)
         self._requests[row.id] = request
-        return row
+        return row.id
 
     def _spec(self, request: RowRequest) -> RowSpec:
         settings, tokenizer = request.settings, self._encoder.tokenizer
@@ -257,7 +260,7 @@ class Batch:
             TextStream(tokenizer, settings.stop) if tokenizer is not None else None,
             settings.ends,
             settings.logprobs,
-            settings.traced,
+            settings.sink,
         )
 
     def _output(self, row: Row) -> GenerationOutput:

@@ -118,10 +118,10 @@ class Decoder:
         row.stream, row.finish_reason = emission.stream, emission.finish_reason
         row.rounds.append(step.record)
         row.spec.sampler.forget_before(len(row.spec.prompt) + len(row.token_ids))
-        if row.spec.traced:
-            logits, scores = step.judged.logits.float(), step.judged.verdict.scores
-            count = len(emission.token_ids)
-            row.trace.append((logits[:count], (logits if scores is None else scores)[:count]))
+        if row.spec.sink is not None:
+            count, scores = len(emission.token_ids), step.judged.verdict.scores
+            logits = step.judged.logits[:count].float()
+            row.spec.sink(logits, logits if scores is None else scores[:count])
 
     def _prefill(self, row: Row) -> Step:
         began = time.perf_counter()

@@ -23,7 +23,8 @@ class RowSpec:
         stream: decodes text and finds stop strings; None without a tokenizer.
         ends: asked after each emitted token, with prompt and output, whether the row ends there.
         logprobs: None, or how many of the likeliest tokens to report beside each emitted one.
-        traced: keep logits and scores of emitted tokens.
+        sink: called after each round with ``(tokens, vocab)`` float32 logits and scores of the
+            emitted tokens.
     """
 
     prompt: tuple[int, ...]
@@ -34,7 +35,7 @@ class RowSpec:
     stream: TextStream | None = None
     ends: Callable[[Sequence[int]], bool] | None = None
     logprobs: int | None = None
-    traced: bool = False
+    sink: Callable[[Tensor, Tensor], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,6 @@ class Row:
         cached_tokens: slots that were filled when it joined.
         token_ids: emitted so far; the last one is pending.
         length: committed slots; the same number as ``cache.lengths[slot_row]``.
-        trace: logits and scores, ``(tokens, vocab)`` per round, if asked for.
     """
 
     id: int
@@ -70,7 +70,6 @@ class Row:
     rounds: list[Round] = field(default_factory=list)
     length: int = 0
     finish_reason: FinishReason | None = None
-    trace: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def context(self) -> tuple[int, ...]:

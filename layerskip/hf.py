@@ -1,0 +1,253 @@
+"""``model.generate(..., custom_generate=lm.custom_generate)``: transformers' contract, our loop.
+
+Transformers prepares logits processors, stopping criteria and lengths; the tokens come from here,
+and what goes back is what its own greedy search or sampling gives back.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import FloatTensor, LongTensor, Tensor
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from layerskip.batch import Batch, RowRequest, RowSettings
+from layerskip.cache import CachedText
+from layerskip.outputs import GenerationOutput
+from layerskip.params import SamplingParams, Verification
+
+MODEL_KWARGS = {
+    "attention_mask",
+    "cache_position",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+    "token_type_ids",
+    "use_cache",
+}
+STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
+ROW_AWARE = ("PrefixConstrainedLogitsProcessor", "RepetitionPenaltyLogitsProcessor")
+UNSUPPORTED = {
+    "num_beams": (1, None),
+    "guidance_scale": (1, None),
+    "penalty_alpha": (0, None),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "dola_layers": (None,),
+    "output_attentions": (False, None),
+    "output_hidden_states": (False, None),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What transformers hands over, checked; names as in its decoding methods."""
+
+    input_ids: Tensor
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    streamer: Any
+    model_kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.model_kwargs) - MODEL_KWARGS)
+        if unknown:
+            raise ValueError(f"custom_generate does not take {', '.join(unknown)}")
+        for name, allowed in UNSUPPORTED.items():
+            value = getattr(self.generation_config, name, None)
+            if value not in allowed:
+                raise ValueError(f"custom_generate does not work with {name}={value!r}")
+        for processor in self.logits_processor:
+            if type(processor).__name__ in STATEFUL:
+                raise ValueError(
+                    f"{type(processor).__name__} keeps a state of its own between calls, and "
+                    "speculation asks about tokens that may be dropped; use plain generate"
+                )
+        held = self.model_kwargs.get("past_key_values")
+        if held is not None and held.get_seq_length() > 0:
+            raise ValueError(
+                "custom_generate starts from an empty cache; to go on from an earlier text, use "
+                "generate(..., cache=out.cache) of the wrapper"
+            )
+        if self.streamer is not None and len(self.input_ids) > 1:
+            raise ValueError(
+                f"a streamer takes one sequence, and the batch has {len(self.input_ids)}"
+            )
+
+    def prompts(self) -> list[Tensor]:
+        """Each row's ids without padding."""
+        mask = self.model_kwargs.get("attention_mask")
+        if mask is None:
+            return list(self.input_ids)
+        for row in mask.tolist():
+            if "".join(map(str, row)).strip("0").count("0"):
+                raise ValueError("attention_mask has a hole; padding can only be at the ends")
+        return [ids[kept.bool()] for ids, kept in zip(self.input_ids, mask, strict=True)]
+
+
+@dataclass(frozen=True)
+class HostedRow:
+    """One row's processors and criteria, shown what transformers would show them.
+
+    To those that may know which row is which that is a batch: all its rows are this one, and only
+    this one's answer is taken.
+
+    Attributes:
+        index: in the batch.
+        prompt: its tokens.
+        kept: logits and scores of emitted tokens, ``(tokens, vocab)`` per round.
+    """
+
+    call: Call
+    index: int
+    prompt: tuple[int, ...]
+    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def process(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """All logits processors, as one of ours."""
+        batch = self._shown(ids[:, len(self.prompt) :])
+        for processor in self.call.logits_processor:
+            if _knows_rows(processor):
+                answers = processor(batch, cast(FloatTensor, scores.expand(len(batch), -1).clone()))
+                scores = answers[self.index][None]
+            else:
+                scores = processor(cast(LongTensor, batch[:1]), cast(FloatTensor, scores))
+        return scores
+
+    def ends(self, context: Sequence[int]) -> bool:
+        """Whether a stopping criterion says so."""
+        new = torch.tensor([context[len(self.prompt) :]], device=self.call.input_ids.device)
+        return bool(self.call.stopping_criteria(self._shown(new), None)[self.index])
+
+    def _shown(self, new: Tensor) -> LongTensor:
+        """The row of ``input_ids``, padding included, and its new tokens."""
+        ids = self.call.input_ids
+        row = torch.cat([ids[self.index][None].to(new.device), new], dim=1)
+        return cast(LongTensor, row.expand(len(ids), -1))
+
+    def keep(self, logits: Tensor, scores: Tensor) -> None:
+        self.kept.append((logits, scores))
+
+    def settings(self, num_draft_tokens: int, verification: Verification, seed: int) -> RowSettings:
+        config = self.call.generation_config
+        dictionary = bool(config.return_dict_in_generate)
+        sampling = SamplingParams(temperature=1.0, seed=seed) if config.do_sample else None
+        return RowSettings(
+            max_new_tokens=int(config.max_length) - self.call.input_ids.shape[1],
+            sampling=sampling or SamplingParams(),
+            num_draft_tokens=num_draft_tokens,
+            verification=verification,
+            logits_processor=(self.process,) if self.call.logits_processor else (),
+            return_cache=dictionary and self.call.model_kwargs.get("use_cache") is not False,
+            ends=self.ends,
+            sink=self.keep
+            if dictionary and (config.output_scores or config.output_logits)
+            else None,
+        )
+
+
+def _knows_rows(processor: Any) -> bool:
+    """Whether a processor may treat rows differently: two of transformers' own, and any other."""
+    kind = type(processor)
+    return kind.__name__ in ROW_AWARE or not kind.__module__.startswith("transformers.")
+
+
+def generate(
+    batch: Batch, call: Call, *, num_draft_tokens: int, verification: Verification, seed: int | None
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Decode what transformers asks for.
+
+    Args:
+        batch: empty.
+        seed: of the first row; the i-th uses ``seed + i``. None draws one from torch's generator,
+            so that ``torch.manual_seed`` makes sampling repeatable.
+    """
+    if seed is None:
+        seed = int(torch.randint(2**62, (1,)))
+    rows = [HostedRow(call, i, tuple(prompt.tolist())) for i, prompt in enumerate(call.prompts())]
+    requests = [
+        batch.check(
+            row.prompt, seed_offset=i, settings=row.settings(num_draft_tokens, verification, seed)
+        )
+        for i, row in enumerate(rows)
+    ]
+    outputs = _decode(batch, requests, call.streamer)
+    return _returned(call, rows, outputs)
+
+
+def _decode(batch: Batch, requests: list[RowRequest], streamer: Any) -> list[GenerationOutput]:
+    if streamer is None:
+        return batch.run(requests)
+    row = batch.join(requests[0])
+    while batch.unfinished:
+        for record in batch.step():
+            for token in record.token_ids:
+                streamer.put(torch.tensor([token]))
+    streamer.end()
+    return [batch.remove(row)]
+
+
+def _returned(
+    call: Call, rows: Sequence[HostedRow], outputs: Sequence[GenerationOutput]
+) -> Tensor | GenerateDecoderOnlyOutput:
+    config, device = call.generation_config, call.input_ids.device
+    longest = max(len(o.token_ids) for o in outputs)
+    # Nothing else is left to write after a sequence that ended early in a model without one.
+    pad = 0 if config.pad_token_id is None else int(config.pad_token_id)
+    new = [[*o.token_ids, *[pad] * (longest - len(o.token_ids))] for o in outputs]
+    sequences = torch.cat([call.input_ids, torch.tensor(new, device=device)], dim=1)
+    if not config.return_dict_in_generate:
+        return sequences
+    fields: dict[str, Any] = {
+        name: _by_step([[pair[at] for pair in row.kept] for row in rows], longest, device)
+        for at, name in enumerate(("logits", "scores"))
+        if getattr(config, f"output_{name}")
+    }
+    cache = _as_dynamic_cache(call, [o.cache for o in outputs])
+    return GenerateDecoderOnlyOutput(
+        sequences=cast(LongTensor, sequences), past_key_values=cache, **fields
+    )
+
+
+def _by_step(
+    rows: Sequence[Sequence[Tensor]], longest: int, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Per emitted token ``(rows, vocab)``; zeros where a row had ended."""
+    whole = [torch.cat(list(pieces)) for pieces in rows]
+    padded = [
+        torch.nn.functional.pad(row, (0, 0, 0, longest - row.shape[0])).to(device) for row in whole
+    ]
+    return torch.stack(padded, dim=1).unbind(0)
+
+
+def _as_dynamic_cache(call: Call, texts: Sequence[CachedText | None]) -> DynamicCache | None:
+    """Keys and values where transformers' own cache would have them; zeros under padding."""
+    cache = call.model_kwargs.get("past_key_values")
+    if not isinstance(cache, DynamicCache) or any(t is None for t in texts):
+        return None
+    mask, width = call.model_kwargs.get("attention_mask"), call.input_ids.shape[1]
+    prompts = [len(p) for p in call.prompts()]
+    held = [t for t in texts if t is not None]
+    new = max(len(t.token_ids) - n for t, n in zip(held, prompts, strict=True))
+    shape = (held[0].keys.shape[0], len(held), width + new, *held[0].keys.shape[2:])
+    keys, values = held[0].keys.new_zeros(shape), held[0].values.new_zeros(shape)
+    for i, (text, length) in enumerate(zip(held, prompts, strict=True)):
+        slots = torch.arange(width) if mask is None else mask[i].nonzero()[:, 0].cpu()
+        slots = torch.cat([slots, torch.arange(width, width + len(text.token_ids) - length)])
+        keys[:, i, slots], values[:, i, slots] = text.keys, text.values
+    for layer, (k, v) in enumerate(zip(keys.transpose(2, 3), values.transpose(2, 3), strict=True)):
+        cache.update(k.contiguous(), v.contiguous(), layer)
+    return cache
+
+
+def callers_streamer() -> Any:
+    """The streamer given to ``generate``, which transformers (5.17 to 5.23) drops for callables.
+
+    Called from ``custom_generate``, it reads the argument where ``generate`` has it.
+    """
+    frame = sys._getframe(2)  # noqa: SLF001
+    return frame.f_locals.get("streamer") if frame.f_code.co_name == "generate" else None
