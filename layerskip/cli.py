@@ -324,13 +324,21 @@ def _share(value: float | None) -> str:
 def _info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     import torch
 
-    lm = _load(args)
+    from layerskip.errors import UnsupportedModelError
+
+    try:
+        lm = _load(args)
+    except UnsupportedModelError as error:
+        refused = {"model": args.model, "supported": False, "reason": str(error)}
+        console.print(_facts_table(refused))
+        return refused
     stack = lm.stack
     document = {
         "model": args.model,
         "supported": True,
         "architecture": stack.twin.config.model_type,
         "num_layers": stack.num_layers,
+        "exit_layers": f"1 to {stack.num_layers - 1}",
         "draft_layers": list(lm.plan.layers) if lm.plan else None,
         "shared_depth": lm.plan.shared_depth if lm.plan else None,
         "num_draft_tokens": lm.num_draft_tokens,
@@ -346,11 +354,15 @@ def _info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "backend": stack.backend,
         "version": __version__,
     }
+    console.print(_facts_table(document))
+    return document
+
+
+def _facts_table(document: dict[str, Any]) -> Table:
     table = Table(show_header=False, title=f"layerskip {__version__}")
     for key, value in document.items():
         table.add_row(key.replace("_", " "), str(value))
-    console.print(table)
-    return document
+    return table
 
 
 def _demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:

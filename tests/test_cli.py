@@ -316,6 +316,7 @@ def test_info_says_what_the_checkpoint_is(folder: Path, lm: SelfSpeculativeLM) -
         "supported": True,
         "architecture": "llama",
         "num_layers": NUM_LAYERS,
+        "exit_layers": f"1 to {NUM_LAYERS - 1}",
         "draft_layers": [0, 1],
         "shared_depth": 2,
         "num_draft_tokens": 3,
@@ -348,8 +349,16 @@ def test_a_folder_without_config(bad: Path) -> None:
 @pytest.mark.parametrize(("config", "name"), [(BertConfig(), "bert"), (GPT2Config(), "gpt2")])
 def test_an_unsupported_architecture(bad: Path, config: Any, name: str) -> None:
     config.save_pretrained(bad)
-    for command in (("info",), ("generate", "--prompt", "x"), ("compare",)):
+    for command in (("generate", "--prompt", "x"), ("compare",)):
         assert_refused(run(command[0], bad, *command[1:]), repr(name), "supported are llama")
+
+
+def test_info_says_that_a_checkpoint_is_not_supported(bad: Path) -> None:
+    BertConfig().save_pretrained(bad)
+    result = run("info", bad, "--json")
+    assert (result.code, result.document["supported"]) == (0, False)
+    assert "architecture 'bert'" in result.document["reason"]
+    assert "architecture 'bert'" in " ".join(run("info", bad).out.split())
 
 
 def test_a_config_that_is_no_json(bad: Path) -> None:
