@@ -355,6 +355,7 @@ class SelfSpeculativeLM:
         return hf.generate(
             self.open_batch(),
             call,
+            [self.encode(prompt) for prompt in call.prompts()],
             num_draft_tokens=num_draft_tokens,
             verification=verification,
             seed=seed,

@@ -78,15 +78,15 @@ class Call:
                 f"a streamer takes one sequence, and the batch has {len(self.input_ids)}"
             )
 
-    def prompts(self) -> list[Tensor]:
+    def prompts(self) -> list[list[int]]:
         """Each row's ids without padding."""
         mask = self.model_kwargs.get("attention_mask")
         if mask is None:
-            return list(self.input_ids)
+            return self.input_ids.tolist()
         for row in mask.tolist():
             if "".join(map(str, row)).strip("0").count("0"):
                 raise ValueError("attention_mask has a hole; padding can only be at the ends")
-        return [ids[kept.bool()] for ids, kept in zip(self.input_ids, mask, strict=True)]
+        return [ids[kept.bool()].tolist() for ids, kept in zip(self.input_ids, mask, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -157,18 +157,25 @@ def _knows_rows(processor: Any) -> bool:
 
 
 def generate(
-    batch: Batch, call: Call, *, num_draft_tokens: int, verification: Verification, seed: int | None
+    batch: Batch,
+    call: Call,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_draft_tokens: int,
+    verification: Verification,
+    seed: int | None,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode what transformers asks for.
 
     Args:
         batch: empty.
+        prompts: of ``call``, checked.
         seed: of the first row; the i-th uses ``seed + i``. None draws one from torch's generator,
             so that ``torch.manual_seed`` makes sampling repeatable.
     """
     if seed is None:
         seed = int(torch.randint(2**62, (1,)))
-    rows = [HostedRow(call, i, tuple(prompt.tolist())) for i, prompt in enumerate(call.prompts())]
+    rows = [HostedRow(call, i, tuple(prompt)) for i, prompt in enumerate(prompts)]
     requests = [
         batch.check(
             row.prompt, seed_offset=i, settings=row.settings(num_draft_tokens, verification, seed)

@@ -357,6 +357,14 @@ def test_a_hole_in_the_mask_is_refused(model, exit_lm):
         model.generate(**inputs, **GREEDY, custom_generate=exit_lm.custom_generate)
 
 
+def test_prompts_are_checked(model, exit_lm):
+    custom = {**GREEDY, "custom_generate": exit_lm.custom_generate}
+    with pytest.raises(ValueError, match="the prompt has 700 tokens; the model has 600 positions"):
+        model.generate(**one(700), **custom)
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        model.generate(**padded((0, 4)), **custom)
+
+
 def test_a_streamer_of_several_rows_is_refused(model, exit_lm):
     with pytest.raises(ValueError, match="a streamer takes one sequence, and the batch has 3"):
         model.generate(
