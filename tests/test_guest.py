@@ -107,6 +107,29 @@ def weight_normed() -> nn.Module:
     return model
 
 
+def asked_for_hidden_states() -> nn.Module:
+    model = make_model()
+    model(torch.tensor([PROMPTS[0]]), output_hidden_states=True)
+    return model
+
+
+def namesake() -> nn.Module:
+    """A module with the name and the attributes of torch's, that computes something else."""
+
+    class Linear(nn.Module):
+        def __init__(self, inner: nn.Linear) -> None:
+            super().__init__()
+            self.weight, self.bias = inner.weight, inner.bias
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight).clamp(-1, 1)
+
+    model = make_model()
+    for layer in model.model.layers:
+        layer.mlp.down_proj = Linear(layer.mlp.down_proj)
+    return model
+
+
 def compiled(*, inside: bool) -> nn.Module:
     model = make_model()
     if not inside:
@@ -128,6 +151,8 @@ GUESTS = {
     "parametrized": parametrized,
     "pruned": pruned,
     "weight norm": weight_normed,
+    "hidden states": asked_for_hidden_states,
+    "namesake": namesake,
     "compiled": lambda: compiled(inside=False),
     "compiled inside": lambda: compiled(inside=True),
     "tied and frozen": frozen,
@@ -156,6 +181,11 @@ def test_hooks_are_shared_and_see_the_passes():
     assert recorder.seen == 0  # the probe runs one layer
     decode(lm)
     assert recorder.seen > COUNT / 2
+
+
+def test_hooks_that_only_record_for_transformers_cost_nothing(wrap):
+    lm = SelfSpeculativeLM(asked_for_hidden_states(), None, PLANS["exit"])
+    assert lm.stack.backend == wrap("exit").stack.backend
 
 
 @pytest.mark.parametrize("places", ["auto", {"model": "cpu", "lm_head": "cpu"}])
@@ -596,3 +626,18 @@ def test_what_does_not_fit_is_refused_by_name(monkeypatch, build, reason):
         SelfSpeculativeLM(model)
     assert "\n" not in str(caught.value)
     assert [(n, id(m), sorted(vars(m))) for n, m in model.named_modules()] == places
+
+
+# Quantised to 8 bits by torchao
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_weights_of_torchao_decode_exactly(dtype):
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    model = make_model("llama", dtype)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    lm = SelfSpeculativeLM(model, None, PLANS["skipping"])
+    check_exact(model, lm, dtype)
+    assert lm.stack.exactness.holds
+    twin = lm.stack.twin.parameters()
+    assert all(mine is theirs for mine, theirs in zip(twin, model.parameters(), strict=True))
