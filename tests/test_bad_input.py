@@ -35,3 +35,11 @@ def test_the_smallest_settings_leave_the_likeliest_token(talking):
     for params in ({"temperature": 1e-6}, {"temperature": 1.0, "top_p": 1e-6}):
         sampled = talking.generate("a", max_new_tokens=8, sampling=SamplingParams(seed=1, **params))
         assert sampled.token_ids == greedy
+
+
+@pytest.mark.parametrize("row", [[0], True, 0.0, None, "0"])
+def test_rows_are_named_by_their_number(talking, row):
+    batch = talking.open_batch()
+    rows = [batch.add("a"), batch.add("b")]
+    check_sentence(lambda: batch.remove(row), TypeError, f"row must be an int, got {row!r}")
+    assert batch.unfinished == rows
