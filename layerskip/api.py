@@ -46,15 +46,24 @@ class SelfSpeculativeLM:
     is what plain decoding gives, bit for bit, whatever the plan and the number of draft tokens
     (``exactness`` says whether that holds for this model on this machine).
 
+    The twin is made now. Of what is done to the model later it sees new values of its weights: an
+    optimiser's steps, a loaded state dict, adapters trained on or merged. It does not see new
+    modules or settings: adapters added, switched or disabled, hooks, ``train()``, the config. A
+    model that was moved, cast or resized has to be wrapped again; decoding says so.
+
     Args:
-        model: a loaded transformers causal LM of a supported family, on one device.
-        tokenizer: its tokenizer; None takes and gives token ids.
+        model: a loaded transformers causal LM of a supported family, on one device. Of a PEFT model
+            whose adapters are layers (LoRA and its like) the active adapters count; of one from
+            ``torch.compile`` the model inside is run, not what was compiled.
+        tokenizer: its tokenizer; None takes and gives token ids. It may know fewer ids than the
+            model (vocabularies are padded), but not more.
         plan: which layers draft; None decodes plainly.
         num_draft_tokens: default for requests that do not say.
 
     Raises:
         UnsupportedModelError: the model does not fit, with the reason; it is left as it was.
-        ValueError: the plan is for another depth, or a weight is not finite.
+        ValueError: the plan is for another depth, a weight is not finite, or the tokenizer has ids
+            that the model lacks.
     """
 
     def __init__(

@@ -155,6 +155,7 @@ class Batch:
 
     def remove(self, row: int) -> GenerationOutput:
         """Take a row out, finished or not; its output so far."""
+        check_integer("row", row, 0)
         if self._rows is None:
             raise ValueError(f"the batch has no row {row}; its rows are []")
         rows = self._rows

@@ -102,7 +102,7 @@ def load_checkpoint(
             output_loading_info=True,
             **hub,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         first = str(error).strip().split("\n")[0]
         raise ValueError(f"model {str(folder)!r} cannot be loaded: {first}") from None
     model, report = loaded

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from layerskip.cache import Layout
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+CAPTURING = "transformers.utils.output_capturing"
 Rope = tuple[Tensor, Tensor]
 
 
@@ -24,13 +25,23 @@ def fits(layer: nn.Module) -> bool:
     if type(layer).__name__ not in {f"{family}DecoderLayer" for family in FAMILIES}:
         return False
     known = {"Linear", "SiLUActivation", "SiLU"}
-    known |= {f"{family}{part}" for family in FAMILIES for part in ("Attention", "MLP", "RMSNorm")}
+    ours = ("DecoderLayer", "Attention", "MLP", "RMSNorm")
+    known |= {f"{family}{part}" for family in FAMILIES for part in ours}
     parts = list(layer.modules())
     # torch has no public way to ask.
-    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in parts)  # noqa: SLF001
-    return not hooked and all(
-        type(m).__name__ in known and (not isinstance(m, nn.Linear) or type(m) is nn.Linear)
-        for m in parts[1:]
+    hooks = [h for m in parts for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]  # noqa: SLF001
+    # Transformers leaves some behind once it was asked for hidden states; they only look.
+    hooked = any(getattr(h, "__module__", None) != CAPTURING for h in hooks)
+    plain = all(type(p) is nn.Parameter for p in layer.parameters())
+    return (
+        not hooked
+        and plain
+        and all(
+            type(m).__name__ in known
+            and type(m).__module__.startswith(("torch.", "transformers."))
+            and (not isinstance(m, nn.Linear) or type(m) is nn.Linear)
+            for m in parts
+        )
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 
 from layerskip.params import check_integer
 
@@ -17,9 +18,15 @@ class PromptEncoder:
     Args:
         tokenizer: of the checkpoint; None takes token ids only.
         vocab_size, max_positions: of the model.
+
+    Raises:
+        ValueError: the tokenizer has ids that the model has no embedding for. Fewer are fine:
+            vocabularies are padded to a round size.
     """
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, max_positions: int) -> None:
+        if tokenizer is not None:
+            _check_tokenizer(tokenizer, vocab_size)
         self.tokenizer = tokenizer
         self.vocab_size, self.max_positions = vocab_size, max_positions
 
@@ -41,19 +48,27 @@ class PromptEncoder:
     def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ValueError("messages need a tokenizer with a chat template; give prompts instead")
-        text = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-        return self.encode(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+            raise ValueError(f"messages must be a list of one or more, got {messages!r}")
+        for message in messages:
+            if not isinstance(message, Mapping) or "role" not in message:
+                raise TypeError(f"a message must be a mapping with a role, got {message!r}")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, ValueError) as error:  # a template is a program
+            raise ValueError(f"the chat template does not take these messages: {error}") from None
+        return self.encode(self._tokenize(text, add_special_tokens=False))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked against the vocabulary and the context."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise TypeError("this model has no tokenizer: give token ids instead of text")
-            ids = list(self.tokenizer(prompt)["input_ids"])
+            ids = self._tokenize(prompt, add_special_tokens=True)
         else:
-            ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
+            ids = _as_list(prompt)
             for token in ids:
                 check_integer("a token id", token, 0, self.vocab_size - 1)
         if not ids:
@@ -64,6 +79,35 @@ class PromptEncoder:
                 "positions, and at least one must be left to decode"
             )
         return ids
+
+    def _tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the prompt is not valid Unicode: {error}") from None
+        return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+
+def _as_list(prompt: object) -> list[int]:
+    if isinstance(prompt, torch.Tensor) and prompt.ndim == 1:
+        return prompt.tolist()
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray | memoryview):
+        return list(prompt)
+    raise TypeError(f"a prompt must be text or a list of token ids, got {prompt!r}")
+
+
+def _check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
+    if not callable(tokenizer) or not all(hasattr(tokenizer, n) for n in ("decode", "get_vocab")):
+        raise TypeError(
+            f"tokenizer must be a transformers tokenizer or None, got {type(tokenizer).__name__}"
+        )
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the tokenizer has ids up to {largest}, the model's vocabulary only up to "
+            f"{vocab_size - 1}; give the checkpoint's own tokenizer, or resize the model's "
+            "embeddings and wrap it again"
+        )
 
 
 def is_single(prompt: object) -> bool:

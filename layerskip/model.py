@@ -17,9 +17,10 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from layerskip.admission import check_model
+from layerskip.admission import check_model, unwrapped
 from layerskip.cache import CacheGuest, KVCache, Layout, PassLayout, PrefillLayout, Segment
 from layerskip.dense import DenseLayer, fits, pack, signed_rope
+from layerskip.errors import UnsupportedModelError
 from layerskip.exactness import Exactness, probe, rows_agree
 
 logger = logging.getLogger(__name__)
@@ -53,9 +54,21 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def share_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of ``model`` with its own modules and config over the same tensors."""
-    memo = {id(t): t for t in chain(model.parameters(), model.buffers())}
-    twin = copy.deepcopy(model, memo)
+    """A copy of ``model`` with its own modules and config over the same tensors.
+
+    Shared too: the user's hooks, which may hold what cannot be copied, and PEFT's record of what
+    is merged into the weights.
+    """
+    shared: list[object] = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        shared += [value for value in vars(module).values() if isinstance(value, Tensor)]
+        hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())  # noqa: SLF001
+        shared += [h for h in hooks if not isinstance(getattr(h, "__self__", None), nn.Module)]
+        shared.append(vars(module).get("merged_adapters"))
+    try:
+        twin = copy.deepcopy(model, {id(item): item for item in shared})
+    except (TypeError, RuntimeError) as error:
+        raise UnsupportedModelError(f"the model's modules cannot be copied: {error}") from None
     twin.set_attn_implementation(ATTENTION)
     return twin.eval()
 
@@ -70,9 +83,12 @@ def pack_model(model: PreTrainedModel) -> None:
 class DecoderStack:
     """``embed``, ``run_layers`` and ``logits`` over a twin of a checkpoint."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        check_model(model)
-        self.twin = share_twin(model)
+    def __init__(self, model: object) -> None:
+        inner = unwrapped(model)
+        check_model(inner)
+        self.twin = share_twin(cast(PreTrainedModel, inner))
+        self._weights = list(self.twin.parameters())
+        self._places = _places(self._weights)
         config = self.twin.config
         self._body = self.twin.model
         self._layers = list(self._body.layers)
@@ -108,6 +124,10 @@ class DecoderStack:
 
     def new_cache(self, *, num_rows: int, num_slots: int) -> KVCache:
         """An empty cache; ``num_slots`` is rounded up to whole attention blocks."""
+        if _places(self._weights) != self._places:
+            raise ValueError(
+                "the model was moved, cast or resized after it was wrapped; wrap it again"
+            )
         return KVCache(
             num_layers=self.num_layers,
             num_rows=num_rows,
@@ -314,6 +334,11 @@ class DecoderStack:
             self._cos, self._sin, self._signed = cos, sin, signed_rope(cos, sin)
             self._positions = positions
             have += ROPE_CHUNK
+
+
+def _places(weights: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size]]:
+    """What a weight may not lose while a twin shares it; its values may change."""
+    return [(w.dtype, w.device, w.shape) for w in weights]
 
 
 def _windows(config: object) -> tuple[int | None, ...]:

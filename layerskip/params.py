@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,7 @@ MAX_NUM_DRAFT_TOKENS = 32
 
 Verification = Literal["coupled", "token", "block"]
 VERIFICATIONS: tuple[Verification, ...] = ("coupled", "token", "block")
+SMALLEST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class SamplingParams:
         check_integer("top_k", self.top_k, 0)
         if self.top_p == 0.0:
             raise ValueError("top_p must be above 0 and at most 1, got 0: use temperature=0.0")
+        for name, value in (("temperature", self.temperature), ("top_p", self.top_p)):
+            if 0.0 < value < SMALLEST:  # float32 would make NaN of it, or keep no token at all
+                raise ValueError(
+                    f"{name} must be at least {SMALLEST:g}, got {value}: use temperature=0.0"
+                )
         if self.seed is not None:
             check_integer("seed", self.seed, 0, MAX_SEED)
         check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
@@ -143,6 +150,7 @@ def check_number(name: str, value: object, low: float, high: float) -> None:
     """Raise unless ``value`` is a finite int or float in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    if not math.isfinite(value) or not low <= value <= high:
+    finite = abs(value) <= sys.float_info.max  # of an int without a float too, and not of NaN
+    if not finite or not low <= value <= high:
         allowed = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
         raise ValueError(f"{name} must be finite and {allowed}, got {value}")

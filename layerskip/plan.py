@@ -35,12 +35,16 @@ class DraftPlan:
     @classmethod
     def exiting(cls, *, num_layers: int, exit_layer: int) -> "DraftPlan":
         """Draft with the first ``exit_layer`` layers."""
+        check_integer("num_layers", num_layers, 2)
         check_integer("exit_layer", exit_layer, 1, num_layers - 1)
         return cls(num_layers, tuple(range(exit_layer)))
 
     @classmethod
     def skipping(cls, *, num_layers: int, skipped: list[int] | tuple[int, ...]) -> "DraftPlan":
         """Draft with every layer but ``skipped``."""
+        check_integer("num_layers", num_layers, 1)
+        if not isinstance(skipped, list | tuple):
+            raise TypeError(f"skipped must be a list of layer indices, got {skipped!r}")
         for layer in skipped:
             check_integer("a skipped layer", layer, 0, num_layers - 1)
         return cls(num_layers, tuple(i for i in range(num_layers) if i not in set(skipped)))
@@ -67,12 +71,17 @@ class DraftPlan:
         """Read a plan written by ``save``."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-            version = content["version"]
-            num_layers, layers = content["num_layers"], tuple(content["draft_layers"])
         except OSError as error:
             raise ValueError(f"plan file {path} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not a plan file ({error!r})") from None
+        # The version first: another one may name its fields otherwise.
+        if not isinstance(content, dict) or "version" not in content:
+            raise ValueError(f"{path} is not a plan file (it has no version)")
+        version = content["version"]
+        if version != PLAN_VERSION or isinstance(version, bool):
+            raise ValueError(f"{path} has plan version {version}; this layerskip reads version 1")
+        try:
+            return cls(content["num_layers"], tuple(content["draft_layers"]))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a plan file ({error!r})") from None
-        if version != PLAN_VERSION:
-            raise ValueError(f"{path} has plan version {version}; this layerskip reads version 1")
-        return cls(num_layers, layers)

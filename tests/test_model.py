@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from decoding import Interruption
+from snapshots import check_untouched, hf_text, snapshot
 from toys import DTYPES, FAMILIES, NUM_LAYERS, PLANS, SHAPES, VOCAB_SIZE, make_model, random_ids
 
 from layerskip import SelfSpeculativeLM, UnsupportedModelError
@@ -17,35 +18,6 @@ from layerskip.model import DecoderStack
 
 PROMPTS = [random_ids(n) for n in (3, 130, 20)]
 REFUSED_SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1}
-
-
-def snapshot(model) -> dict:
-    """All there is to see of a model: identities, settings, hooks and every bit."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {
-        "config": model.config.to_dict(),
-        "generation_config": model.generation_config.to_dict(),
-        "attention": model.config._attn_implementation,
-        "modules": [(n, id(m), type(m), m.training) for n, m in model.named_modules()],
-        "names": [sorted(vars(m)) for m in model.modules()],
-        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
-        "places": [(n, id(t), t.data_ptr(), t.dtype, t.requires_grad) for n, t in tensors],
-        "bits": [t.detach().clone().view(torch.uint8) for _, t in tensors if t.ndim],
-    }
-
-
-def check_untouched(model, before: dict) -> None:
-    after = snapshot(model)
-    assert all(
-        torch.equal(a, b) for a, b in zip(before.pop("bits"), after.pop("bits"), strict=True)
-    )
-    assert after == before
-
-
-def hf_text(model, prompt: list[int], count: int = 8) -> list[int]:
-    ids = torch.tensor([prompt])
-    everything = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-    return model.generate(ids, max_new_tokens=count, do_sample=False, **everything)[0].tolist()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

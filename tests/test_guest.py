@@ -1,0 +1,643 @@
+"""DESIGN 4: whatever a model has been through, it is decoded exactly and left as it was, or
+refused by name. What is done to it later is seen as far as it is done to its tensors."""
+
+import copy
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import accelerate
+import peft
+import pytest
+import torch
+import transformers
+from decoding import Interruption
+from snapshots import check_untouched, hf_text, snapshot
+from torch import nn
+from torch.nn.utils import parametrize, prune, weight_norm
+from toys import DTYPES, PLANS, make_model, random_ids, without_times
+
+from layerskip import GenerationOutput, SamplingParams, SelfSpeculativeLM, UnsupportedModelError
+from layerskip import model as model_module
+
+PROMPTS = [random_ids(n) for n in (3, 70, 20)]
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
+COUNT = 8
+
+
+def ids_of(outputs: list[GenerationOutput]) -> list[list[int]]:
+    return [list(out.token_ids) for out in outputs]
+
+
+def decode(lm: SelfSpeculativeLM, k: int | None = None) -> list[list[int]]:
+    return ids_of(lm.generate(PROMPTS, max_new_tokens=COUNT, num_draft_tokens=k))
+
+
+def check_exact(model: nn.Module, lm: SelfSpeculativeLM, dtype: str = "float32") -> None:
+    """Tokens are equal on and off, alone and together, and in float32 those of transformers."""
+    plain = [lm.generate(p, max_new_tokens=COUNT, num_draft_tokens=0) for p in PROMPTS]
+    assert decode(lm, 4) == ids_of(plain)
+    if dtype == "float32":
+        assert ids_of(plain) == [hf_text(model, p, COUNT) for p in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def plain_text(wrap: Callable[..., SelfSpeculativeLM]) -> list[list[int]]:
+    """What the toy itself says."""
+    return decode(wrap(None))
+
+
+class Halved(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 0.5
+
+
+class Recorder:
+    """Keeps what passes a layer; a lock cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock, self.seen = threading.Lock(), 0
+
+    def __call__(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return output * 1.5
+
+
+def training() -> nn.Module:
+    model = make_model(attention_dropout=0.5)
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)  # layers run as modules
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of another name
+        model.gradient_checkpointing_enable()
+    return model.train()
+
+
+def hooked() -> nn.Module:
+    model = make_model()
+    recorder = Recorder()
+    for part in (model.model.layers[1].mlp, model.model.norm, model.model.embed_tokens):
+        part.register_forward_hook(recorder)
+    model.model.layers[2].register_full_backward_hook(lambda *_: None)
+    return model
+
+
+def parametrized() -> nn.Module:
+    model = make_model()
+    for part in (model.model.layers[1].mlp.up_proj, model.model.embed_tokens):
+        parametrize.register_parametrization(part, "weight", Halved())
+    return model
+
+
+def pruned() -> nn.Module:
+    model = make_model()
+    for part in (model.model.layers[1].mlp.up_proj, model.lm_head):
+        prune.l1_unstructured(part, "weight", amount=0.3)
+    return model
+
+
+def weight_normed() -> nn.Module:
+    model = make_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of another way, which is tested above
+        weight_norm(model.model.layers[1].mlp.up_proj)
+    return model
+
+
+def asked_for_hidden_states() -> nn.Module:
+    model = make_model()
+    model(torch.tensor([PROMPTS[0]]), output_hidden_states=True)
+    return model
+
+
+def namesake() -> nn.Module:
+    """A module with the name and the attributes of torch's, that computes something else."""
+
+    class Linear(nn.Module):
+        def __init__(self, inner: nn.Linear) -> None:
+            super().__init__()
+            self.weight, self.bias = inner.weight, inner.bias
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight).clamp(-1, 1)
+
+    model = make_model()
+    for layer in model.model.layers:
+        layer.mlp.down_proj = Linear(layer.mlp.down_proj)
+    return model
+
+
+def compiled(*, inside: bool) -> nn.Module:
+    model = make_model()
+    if not inside:
+        return torch.compile(model, backend="eager")
+    model.model.layers[1].compile(backend="eager")
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def frozen() -> nn.Module:
+    model = make_model(tie_word_embeddings=True)
+    model.enable_input_require_grads()
+    return model.requires_grad_(False)
+
+
+GUESTS = {
+    "training": training,
+    "hooked": hooked,
+    "parametrized": parametrized,
+    "pruned": pruned,
+    "weight norm": weight_normed,
+    "hidden states": asked_for_hidden_states,
+    "namesake": namesake,
+    "compiled": lambda: compiled(inside=False),
+    "compiled inside": lambda: compiled(inside=True),
+    "tied and frozen": frozen,
+}
+
+
+@pytest.mark.parametrize("build", GUESTS.values(), ids=GUESTS)
+def test_a_model_is_decoded_as_it_is_and_left_as_it_was(build):
+    model = build()
+    before = snapshot(model)
+    lm = SelfSpeculativeLM(model, None, PLANS["skipping"])
+    decode(lm)
+    lm.generate(PROMPTS, max_new_tokens=COUNT, sampling=SAMPLED)
+    stream = lm.stream(PROMPTS[0], max_new_tokens=COUNT)
+    next(stream)
+    stream.close()
+    check_untouched(model, before)
+    with torch.compiler.set_stance("force_eager"):  # to compile what we compare with takes long
+        check_exact(model.eval(), lm)
+
+
+def test_hooks_are_shared_and_see_the_passes():
+    model, recorder = make_model(), Recorder()
+    model.model.layers[1].mlp.register_forward_hook(recorder)
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    assert recorder.seen == 0  # the probe runs one layer
+    decode(lm)
+    assert recorder.seen > COUNT / 2
+
+
+def test_hooks_that_only_record_for_transformers_cost_nothing(wrap):
+    lm = SelfSpeculativeLM(asked_for_hidden_states(), None, PLANS["exit"])
+    assert lm.stack.backend == wrap("exit").stack.backend
+
+
+@pytest.mark.parametrize("places", ["auto", {"model": "cpu", "lm_head": "cpu"}])
+def test_a_device_map_on_one_device_works(tmp_path, toy, plain_text, places):
+    toy().save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places)
+    before = snapshot(model)
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    assert decode(lm) == plain_text
+    check_untouched(model, before)
+
+
+# After an exception
+
+
+ROUND = 2 * 4 + 2  # four draft tokens: shared layers and the rest each; then verify, the same
+
+
+@pytest.mark.parametrize(
+    ("when", "calls"), [("before", 0), ("before", ROUND - 1), *(("after", n) for n in range(ROUND))]
+)
+def test_an_interrupted_round_changes_nothing_and_is_made_again(
+    monkeypatch, toy, wrap, plain_text, when, calls
+):
+    model, lm = toy(), wrap("exit")
+    batch = lm.open_batch(max_new_tokens=COUNT, num_draft_tokens=4)
+    rows = [batch.add(p) for p in PROMPTS]
+    batch.step()
+    before = snapshot(model)
+    work = lm.stack.run_layers if when == "after" else lambda *_: None
+    broken = Interruption(work, calls, KeyboardInterrupt)
+
+    def run_layers(*args: object) -> object:
+        broken(*args)
+        return lm.stack.__class__.run_layers(lm.stack, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lm.stack, "run_layers", run_layers)
+        with pytest.raises(KeyboardInterrupt):
+            batch.step()
+    check_untouched(model, before)
+    while batch.unfinished:
+        batch.step()
+    outputs = [batch.remove(row) for row in rows]
+    assert ids_of(outputs) == plain_text
+    fresh = lm.generate(PROMPTS, max_new_tokens=COUNT, num_draft_tokens=4)
+    assert [without_times(o.rounds) for o in outputs] == [without_times(o.rounds) for o in fresh]
+    assert hf_text(model, PROMPTS[0]) == plain_text[0]
+
+
+# In threads
+
+
+def test_eight_threads_on_one_model(toy):
+    """Two plans, both ways of sampling, streams, and transformers, all on one model at once."""
+    model = toy()
+    before = snapshot(model)
+    first = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=3)
+    second = SelfSpeculativeLM(model, None, PLANS["without-layer-0"], num_draft_tokens=5)
+    prompt = PROMPTS[1]
+
+    def streamed(lm: SelfSpeculativeLM) -> list[list[int]]:
+        steps = lm.stream(prompt, max_new_tokens=COUNT)
+        return [[token for step in steps for token in step.token_ids]]
+
+    def sampled(lm: SelfSpeculativeLM) -> list[list[int]]:
+        return ids_of(lm.generate(PROMPTS, max_new_tokens=COUNT, sampling=SAMPLED))
+
+    jobs: list[Callable[[], list[list[int]]]] = [
+        lambda: decode(first),
+        lambda: decode(second),
+        lambda: sampled(first),
+        lambda: sampled(second),
+        lambda: streamed(first),
+        lambda: streamed(second),
+        lambda: [hf_text(model, p, COUNT) for p in PROMPTS],
+        lambda: decode(SelfSpeculativeLM(model, None, PLANS["skipping"])),
+    ]
+    plain = SelfSpeculativeLM(model)
+    greedy = decode(plain)
+    expected = [greedy, greedy, *[sampled(plain)] * 2, *[[greedy[1]]] * 2, greedy, greedy]
+    results: dict[tuple[int, int], list[list[int]]] = {}
+    barrier = threading.Barrier(len(jobs))
+
+    def work(number: int) -> None:
+        barrier.wait()
+        for turn in range(2):
+            results[number, turn] = jobs[number]()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert results == {(i, t): expected[i] for i in range(len(jobs)) for t in range(2)}
+    check_untouched(model, before)
+
+
+# Adapters
+
+TARGETS = ["q_proj", "up_proj"]
+METHODS = {
+    "lora": peft.LoraConfig(target_modules=TARGETS, lora_dropout=0.1),
+    "dora": peft.LoraConfig(target_modules=TARGETS, use_dora=True),
+    "lora of head and embedding": peft.LoraConfig(target_modules=["lm_head", "embed_tokens"]),
+    "adalora": peft.AdaLoraConfig(target_modules=TARGETS, total_step=10),
+    "loha": peft.LoHaConfig(target_modules=TARGETS),
+    "lokr": peft.LoKrConfig(target_modules=TARGETS),
+    "oft": peft.OFTConfig(target_modules=TARGETS),
+    "ia3": peft.IA3Config(target_modules=TARGETS, feedforward_modules=["up_proj"]),
+    "vera": peft.VeraConfig(target_modules=["up_proj"]),
+    "fourierft": peft.FourierFTConfig(target_modules=TARGETS),
+    "norms": peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]),
+    "tokens": peft.TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=PROMPTS[1]),
+}
+
+
+def adapted(
+    config: peft.PeftConfig | None = None, dtype: str = "float32", *, mixed: bool = False
+) -> peft.PeftModel:
+    """A toy with an adapter that changes its text."""
+    config = copy.deepcopy(config) or peft.LoraConfig(target_modules=TARGETS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # advice on training
+        model = peft.get_peft_model(make_model("llama", dtype), config, mixed=mixed)
+    shake(model)
+    return model.eval()
+
+
+def shake(model: nn.Module) -> None:
+    """Trainable weights are the adapters'."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(0.1 * noise.to(parameter.dtype))
+
+
+COMMON = [("lora", "bfloat16"), *((n, "float32") for n in ("lora", "ia3", "tokens"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if (name, dtype) in COMMON else pytest.mark.slow)
+        for name in METHODS
+        for dtype in DTYPES
+    ],
+)
+def test_adapted_models_decode_exactly(wrap, name, dtype):
+    model = adapted(METHODS[name], dtype)
+    before = snapshot(model)
+    lm = SelfSpeculativeLM(model, None, PLANS["skipping"])
+    check_exact(model, lm, dtype)
+    decoded = decode(lm)
+    check_untouched(model, before)
+    assert decoded != decode(wrap(None, "llama", dtype))  # the adapter counts
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "PROMPT_TUNING"),
+        (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "PREFIX_TUNING"),
+        (
+            peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=2),
+            "ADAPTION_PROMPT",
+        ),
+    ],
+)
+def test_adapters_that_are_more_than_layers_are_refused_by_name(config, method):
+    model = adapted(config)
+    with pytest.raises(UnsupportedModelError, match=f"PEFT method {method} is not supported; sup"):
+        SelfSpeculativeLM(model)
+
+
+def test_an_adapter_that_waits_for_its_tokens_is_refused_by_name():
+    config = peft.LoraConfig(
+        target_modules=TARGETS, alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM"
+    )
+    with pytest.raises(UnsupportedModelError, match="activated LoRA is not supported"):
+        SelfSpeculativeLM(adapted(config))
+
+
+def test_an_adapter_that_is_merged_and_disabled_is_refused():
+    """Its first pass would take it out of the user's weights."""
+    model = adapted()
+    model.merge_adapter()
+    model.base_model.disable_adapter_layers()
+    before = snapshot(model)
+    with pytest.raises(UnsupportedModelError, match=r"q_proj has an adapter that is merged and di"):
+        SelfSpeculativeLM(model)
+    check_untouched(model, before)
+
+
+# Later changes of the model
+
+
+def test_weights_that_change_later_are_seen():
+    model = make_model()
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    old = decode(lm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(torch.tensor([PROMPTS[0]])).logits.logsumexp(-1).sum().backward()
+    optimizer.step()
+    check_exact(model, lm)
+    stepped = decode(lm)
+    assert stepped != old
+    model.load_state_dict(make_model().state_dict())
+    assert decode(lm) == old
+
+
+@pytest.mark.parametrize("name", ["merge_adapter", "merge_and_unload"])
+@pytest.mark.parametrize(
+    "config", ["lora", "ia3", *(pytest.param(c, marks=pytest.mark.slow) for c in ("dora", "loha"))]
+)
+def test_an_adapter_merged_later_does_not_count_twice(config, name):
+    model = adapted(METHODS[config])
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    expected = decode(lm)
+    getattr(model, name)()
+    assert decode(lm, 0) == decode(lm, 4) == expected
+    if name == "merge_adapter":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # peft's, of rounding
+            model.unmerge_adapter()
+        assert decode(lm) == expected
+
+
+def test_an_adapter_trained_on_is_seen_and_one_switched_later_is_not(plain_text):
+    model = adapted()
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    shake(model)
+    check_exact(model, lm)
+    expected = decode(lm)
+    model.add_adapter("other", peft.LoraConfig(target_modules=TARGETS, init_lora_weights=False))
+    model.set_adapter("other")
+    assert decode(lm) == expected != decode(SelfSpeculativeLM(model))
+    with model.disable_adapter():
+        assert decode(lm) == expected
+        assert decode(SelfSpeculativeLM(model)) == plain_text  # wrapped now: disabled
+    model.set_adapter("default")
+    model.delete_adapter("other")
+    assert decode(lm) == expected
+
+
+def test_modules_and_settings_that_change_later_are_not_seen(plain_text):
+    model = make_model()
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    model.train()
+    model.config.num_hidden_layers = 1
+    model.generation_config.eos_token_id = list(range(300))
+    model.set_attn_implementation("eager")
+    model.lm_head.register_forward_hook(lambda _m, _a, output: output.flip(-1))
+    model.model.layers[0] = nn.Identity()
+    assert decode(lm) == plain_text
+
+
+@pytest.mark.parametrize("change", ["cast", "half cast", "resized"])
+def test_a_model_cast_or_resized_later_has_to_be_wrapped_again(change):
+    model = make_model()
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    if change == "resized":
+        model.resize_token_embeddings(400, mean_resizing=False)
+    else:
+        (model if change == "cast" else model.model.layers[5].mlp).to(torch.bfloat16)
+    message = "the model was moved, cast or resized after it was wrapped; wrap it again"
+    with pytest.raises(ValueError, match=message):
+        decode(lm)
+    if change != "half cast":
+        again = SelfSpeculativeLM(model, None, PLANS["exit"])
+        check_exact(model, again, "float32" if change == "resized" else "bfloat16")
+
+
+# Refused by name
+
+
+def on_device(name: str) -> nn.Module:
+    """A model that says its weights are elsewhere: this machine may not have such a device."""
+    model = make_model()
+    model.parameters = lambda: iter([SimpleNamespace(device=torch.device(name))])
+    return model
+
+
+def on_several() -> nn.Module:
+    model = make_model()
+    places = [SimpleNamespace(device=torch.device("cuda", i)) for i in range(2)]
+    model.parameters = lambda: iter(places)
+    return model
+
+
+def without_values() -> nn.Module:
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(make_model().config)
+
+
+def offloaded() -> nn.Module:
+    return accelerate.cpu_offload(make_model(), torch.device("cpu"))
+
+
+def dispatched() -> nn.Module:
+    model = make_model()
+    hook = accelerate.hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True)
+    accelerate.hooks.add_hook_to_module(model.model.layers[1].self_attn, hook)
+    return model
+
+
+def of_dtype(dtype: torch.dtype, part: str = "") -> nn.Module:
+    model = make_model()
+    model.get_submodule(part).to(dtype)
+    return model
+
+
+def foreign(kind: str, module: str) -> nn.Module:
+    """A weight of a class of another package."""
+    model = make_model()
+    cls = type(kind, (nn.Parameter,), {"__module__": module})
+    weight = model.model.layers[0].mlp.up_proj.weight
+    model.model.layers[0].mlp.up_proj.weight = cls(weight.data, requires_grad=False)
+    return model
+
+
+def quantised(method: str) -> nn.Module:
+    model = make_model()
+    configs = {
+        "bitsandbytes": transformers.BitsAndBytesConfig(load_in_8bit=True),
+        "gptq": {"quant_method": "gptq", "bits": 4},
+    }
+    model.config.quantization_config = configs[method]
+    return model
+
+
+def hooked_outside(*, body: bool) -> nn.Module:
+    model = make_model()
+    (model.model if body else model).register_forward_hook(lambda *_: None)
+    return model
+
+
+def overridden() -> nn.Module:
+    class Louder(transformers.LlamaForCausalLM):
+        def forward(self, *args: object, **kwargs: object) -> object:
+            return super().forward(*args, **kwargs)
+
+    return Louder(make_model().config)
+
+
+def replaced(part: str) -> nn.Module:
+    model = make_model()
+    module = model.get_submodule(part)
+    module.forward = functools.partial(module.forward)
+    return model
+
+
+def other_attention() -> nn.Module:
+    class Attention(type(make_model().model.layers[0].self_attn)):
+        def forward(self, *args: object, **kwargs: object) -> object:
+            return super().forward(*args, **kwargs)
+
+    model = make_model()
+    model.model.layers[2].self_attn = Attention(model.config, 2)
+    return model
+
+
+def compiled_layer() -> nn.Module:
+    model = make_model()
+    model.model.layers[3] = torch.compile(model.model.layers[3], backend="eager")
+    return model
+
+
+def with_a_lock() -> nn.Module:
+    model = make_model()
+    model.model.lock = threading.Lock()
+    return model
+
+
+REFUSED = {
+    "mps": (
+        lambda: on_device("mps"),
+        r"device 'mps' is not supported; move the model to cpu or cu",
+    ),
+    "xpu": (lambda: on_device("xpu"), r"device 'xpu' is not supported"),
+    "spread": (on_several, r"the model is spread over 2 devices; load it on one"),
+    "meta": (without_values, r"some weights have no values \(device 'meta'\)"),
+    "offloaded": (offloaded, r"some weights have no values \(device 'meta'\): offloaded"),
+    "dispatched": (dispatched, r"layers\.1\.self_attn is moved about by accelerate; load the mo"),
+    "float64": (
+        lambda: of_dtype(torch.float64),
+        r"weight model\.embed_tokens\.weight is torch\.fl",
+    ),
+    "float8": (
+        lambda: of_dtype(torch.float8_e4m3fn, "model.layers.3.mlp"),
+        r"3\.mlp\.gate_proj\.weight is torch\.float8_e4m3fn; supported are float32, bfloat16, flo",
+    ),
+    "mixed": (
+        lambda: of_dtype(torch.bfloat16, "lm_head"),
+        r"several dtypes \(model\.embed_tokens\.weight is torch\.float32, lm_head\.weight is torc",
+    ),
+    "bitsandbytes": (lambda: quantised("bitsandbytes"), r"not supported \(bitsandbytes\), but for"),
+    "gptq": (lambda: quantised("gptq"), r"quantised weights are not supported \(gptq\)"),
+    "bitsandbytes weight": (
+        lambda: foreign("Int8Params", "bitsandbytes.nn.modules"),
+        r"weight model\.layers\.0\.mlp\.up_proj\.weight is a Int8Params of bitsandbytes, which is",
+    ),
+    "sharded": (
+        lambda: foreign("DTensor", "torch.distributed.tensor"),
+        r"is a DTensor of torch, which is not supported; load .+, unsharded",
+    ),
+    "hook on the model": (lambda: hooked_outside(body=False), r"LlamaForCausalLM has a forward ho"),
+    "hook on the body": (
+        lambda: hooked_outside(body=True),
+        r"LlamaModel has a forward hook, which",
+    ),
+    "subclass": (overridden, r"Louder\.forward is not transformers' own, and decoding would not"),
+    "new forward": (lambda: replaced(""), r"LlamaForCausalLM has a forward in the place of its c"),
+    "new forward of the body": (lambda: replaced("model"), r"LlamaModel has a forward in the plac"),
+    "new forward of a layer": (
+        lambda: replaced("model.layers.1"),
+        r"model\.layers\.1 has a forward in the place of its class's; delete that attribute",
+    ),
+    "other attention": (other_attention, r"Attention is not a layer of transformers"),
+    "compiled layer": (compiled_layer, r"model\.layers\.3 is a compiled module; give the model as"),
+    "lock": (with_a_lock, r"the model's modules cannot be copied: cannot pickle '_thread\.lock'"),
+    "mixed adapters": (
+        lambda: adapted(mixed=True),
+        r"model must be a transformers causal language model, got PeftMixedModel",
+    ),
+    "wrapped": (lambda: nn.DataParallel(make_model()), r"causal language model, got DataParallel"),
+}
+
+
+@pytest.mark.parametrize(("build", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused_by_name(monkeypatch, build, reason):
+    model = build()
+    monkeypatch.setattr(model_module, "probe", lambda _: pytest.fail("a stack was built"))
+    places = [(n, id(m), sorted(vars(m))) for n, m in model.named_modules()]
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        SelfSpeculativeLM(model)
+    assert "\n" not in str(caught.value)
+    assert [(n, id(m), sorted(vars(m))) for n, m in model.named_modules()] == places
+
+
+# Quantised to 8 bits by torchao
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_weights_of_torchao_decode_exactly(dtype):
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    model = make_model("llama", dtype)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    lm = SelfSpeculativeLM(model, None, PLANS["skipping"])
+    check_exact(model, lm, dtype)
+    assert lm.stack.exactness.holds
+    twin = lm.stack.twin.parameters()
+    assert all(mine is theirs for mine, theirs in zip(twin, model.parameters(), strict=True))
