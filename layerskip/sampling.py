@@ -80,7 +80,7 @@ class Sampler:
         verification: how drafts are judged; greedy decoding has one way only.
         processors: called as transformers' logits processors are, with ``(1, tokens)`` ids of
             prompt, output and drafted prefix, and ``(1, vocab)`` float32 scores. They must be
-            functions of these two alone.
+            functions of these two alone, and may write into the scores only.
     """
 
     def __init__(
@@ -135,9 +135,15 @@ class Sampler:
         return keep_mask(scores / self.params.temperature, self.params)
 
     def _processed(self, ids: Tensor, scores: Tensor) -> Tensor:
+        expected = tuple(scores.shape)
         scores = scores.clone()  # processors may write in place
         for processor in self.processors:
             scores = processor(ids, scores)
+            got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            if got != expected:
+                raise ValueError(
+                    f"a logits processor must return scores of shape {expected}, got {got}"
+                )
         return scores
 
     def choose(self, scores: Tensor, position: int) -> list[int]:
