@@ -214,8 +214,10 @@ class Batch:
             raise ValueError(
                 f"sampling names token id {min(bad)}; the model's vocabulary ends at {vocab - 1}"
             )
-        if settings.cache is not None and settings.cache.source is not self._stack:
-            raise ValueError("cache was made by another model; use the one it came from")
+        if settings.cache is not None and settings.cache.source() is not self._stack:
+            raise ValueError(
+                "cache was made by another SelfSpeculativeLM; use the one that returned it"
+            )
         if settings.stop and self._encoder.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none")
 

@@ -5,8 +5,9 @@ at or above it are scratch: drafts write there, verify overwrites, nothing else 
 is ``commit``. Rejecting is doing nothing.
 """
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -81,10 +82,9 @@ class KVCache:
 
     def copied(self, row: int, token_ids: tuple[int, ...], source: object) -> "CachedText":
         """The committed keys and values of ``row``, which hold ``token_ids``."""
-        at = slice(0, len(token_ids))
-        return CachedText(
-            token_ids, self.keys[:, row, at].clone(), self.values[:, row, at].clone(), source
-        )
+        held = slice(0, len(token_ids))
+        keys, values = self.keys[:, row, held].clone(), self.values[:, row, held].clone()
+        return CachedText(token_ids, keys, values, weakref.ref(source))
 
     def restore(self, row: int, text: "CachedText", num_tokens: int) -> None:
         """Make the first ``num_tokens`` of ``text`` the committed slots of ``row``."""
@@ -136,13 +136,14 @@ class CachedText:
     Attributes:
         token_ids: what the slots hold.
         keys, values: ``(layer, token, kv_head, head_dim)``.
-        source: the stack that made them; no other can use them.
+        source: the stack that made them; no other can use them. Weak, so that neither keeping
+            nor copying a cache keeps or copies a model.
     """
 
     token_ids: tuple[int, ...]
-    keys: Tensor
-    values: Tensor
-    source: object
+    keys: Tensor = field(repr=False)
+    values: Tensor = field(repr=False)
+    source: weakref.ref[object] = field(repr=False)
 
     def shared_with(self, prompt: Sequence[int]) -> int:
         """Leading tokens of ``prompt`` that need no prefill; the last one always does."""

@@ -1,13 +1,15 @@
 """How to sample: one frozen value per request."""
 
 import math
-from collections.abc import Iterable, Mapping
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 MAX_SEED = 2**63 - 1
 MAX_NUM_DRAFT_TOKENS = 32
+SMALLEST = 1e-6
+LARGEST = 1e30  # scores are float32, and have to stay finite
 
 Verification = Literal["coupled", "token", "block"]
 VERIFICATIONS: tuple[Verification, ...] = ("coupled", "token", "block")
@@ -34,7 +36,8 @@ class SamplingParams:
         frequency_penalty: subtracted once for each time a token is in the output, -2 to 2.
         no_repeat_ngram_size: no run of this many tokens, prompt included, comes twice; 0 is off.
         logit_bias: added to the logits of token ids; given as a mapping, kept as sorted pairs.
-        bad_words_ids: token sequences that are never emitted whole.
+        bad_words_ids: token sequences that are never emitted whole, nor ended if the prompt began
+            them.
         min_new_tokens: no end of sequence before this many tokens; stop strings still end.
         forced_token_ids: the output begins with these.
     """
@@ -67,9 +70,7 @@ class SamplingParams:
                 )
         if self.seed is not None:
             check_integer("seed", self.seed, 0, MAX_SEED)
-        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
-        if self.repetition_penalty == 0.0:
-            raise ValueError("repetition_penalty must be above 0, got 0; 1.0 does nothing")
+        check_number("repetition_penalty", self.repetition_penalty, SMALLEST, LARGEST)
         check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         check_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
@@ -77,12 +78,7 @@ class SamplingParams:
         # Lists are what users write; what is kept can be hashed and not changed.
         self._keep("logit_bias", _checked_bias(self.logit_bias))
         self._keep("forced_token_ids", _checked_ids("forced_token_ids", self.forced_token_ids))
-        words = self.bad_words_ids
-        if not isinstance(words, list | tuple):
-            raise TypeError(f"bad_words_ids must be lists of token ids, got {words!r}")
-        self._keep("bad_words_ids", tuple(_checked_ids("bad_words_ids", w) for w in words))
-        if any(not word for word in self.bad_words_ids):
-            raise ValueError("bad_words_ids has an empty sequence; give at least one token id each")
+        self._keep("bad_words_ids", _checked_words(self.bad_words_ids))
 
     def _keep(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -94,29 +90,39 @@ class SamplingParams:
     @property
     def token_ids(self) -> frozenset[int]:
         """Every id that is named anywhere, to be checked against a vocabulary."""
-        named = {token for token, _ in dict(self.logit_bias).items()}
-        named.update(self.forced_token_ids, *self.bad_words_ids)
-        return frozenset(named)
+        return frozenset(dict(self.logit_bias)).union(self.forced_token_ids, *self.bad_words_ids)
 
 
 def _checked_bias(value: object) -> tuple[tuple[int, float], ...]:
+    items = value.items() if isinstance(value, Mapping) else value
     try:
-        pairs = sorted(dict(value).items())  # type: ignore[call-overload]
+        pairs = [(token, bias) for token, bias in items]  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         raise TypeError(f"logit_bias must map token ids to numbers, got {value!r}") from None
     for token, bias in pairs:
         check_integer("a token id of logit_bias", token, 0)
-        check_number(f"logit_bias of token {token}", bias, -math.inf, math.inf)
-    return tuple(pairs)
+        check_number(f"logit_bias of token {token}", bias, -LARGEST, LARGEST)
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"logit_bias must name each token id once, got {value!r}")
+    return tuple(sorted(pairs))
+
+
+def _checked_words(value: object) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"bad_words_ids must be a list of lists of token ids, got {value!r}")
+    words = tuple(_checked_ids("each of bad_words_ids", word) for word in value)
+    if not all(words):
+        raise ValueError("bad_words_ids has an empty sequence; give at least one token id each")
+    return words
 
 
 def _checked_ids(name: str, value: object) -> tuple[int, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must hold lists of token ids, got {value!r}")
-    ids = tuple(value)
-    for token in ids:
+    # No other iterable: a set has no order, and bytes are ints too.
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{name} must be a list of token ids, got {value!r}")
+    for token in value:
         check_integer(f"a token id of {name}", token, 0)
-    return ids
+    return tuple(value)
 
 
 def check_num_draft_tokens(value: object) -> None:

@@ -60,14 +60,28 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> tuple[T
 
     Args:
         logits: ``(len(tokens), vocab)`` of the full model.
+        tokens: emitted at these positions.
+        count: of ``top``.
     """
-    logprobs = logits[: len(tokens)].float().log_softmax(-1)
-    chosen = logprobs.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    values, ids = logprobs.topk(min(count, logits.shape[-1]), dim=-1)
-    tops = [
-        tuple(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)
-    ]
-    return tuple(TokenLogprob(*parts) for parts in zip(tokens, chosen, tops, strict=True))
+    logits = logits[: len(tokens)].float()
+    logprobs = logits.log_softmax(-1)
+    entries = []
+    for i, token in enumerate(tokens):
+        ids = _likeliest(logits[i], min(count, logits.shape[-1]))
+        top = tuple(zip(ids.tolist(), logprobs[i, ids].tolist(), strict=True))
+        entries.append(TokenLogprob(token, float(logprobs[i, token]), top))
+    return tuple(entries)
+
+
+def _likeliest(scores: Tensor, count: int) -> Tensor:
+    """Ids of the ``count`` largest of ``(vocab,)``, largest first; ties go to the lowest id.
+
+    ``topk`` alone keeps no order among ties, which bfloat16 logits are full of.
+    """
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64, device=scores.device)
+    ids = (scores >= scores.topk(count).values[-1]).nonzero()[:, 0]
+    return ids[scores[ids].argsort(descending=True, stable=True)[:count]]
 
 
 class Sampler:
@@ -80,7 +94,7 @@ class Sampler:
         verification: how drafts are judged; greedy decoding has one way only.
         processors: called as transformers' logits processors are, with ``(1, tokens)`` ids of
             prompt, output and drafted prefix, and ``(1, vocab)`` float32 scores. They must be
-            functions of these two alone.
+            functions of these two alone, and may write into the scores only.
     """
 
     def __init__(
@@ -135,9 +149,15 @@ class Sampler:
         return keep_mask(scores / self.params.temperature, self.params)
 
     def _processed(self, ids: Tensor, scores: Tensor) -> Tensor:
+        expected = tuple(scores.shape)
         scores = scores.clone()  # processors may write in place
         for processor in self.processors:
             scores = processor(ids, scores)
+            got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            if got != expected:
+                raise ValueError(
+                    f"a logits processor must return scores of shape {expected}, got {got}"
+                )
         return scores
 
     def choose(self, scores: Tensor, position: int) -> list[int]:

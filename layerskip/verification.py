@@ -54,8 +54,9 @@ def judge(
     Raises:
         ValueError: a needed score is NaN, or every token is ruled out.
     """
+    scores = None
     if sampler.is_argmax:
-        scores, target = None, sampler.pick(logits, position)
+        target = sampler.pick(logits, position)
         num_matches = count_matches(draft, target)
     else:
         scores = sampler.scores(logits, [*context, *draft])
@@ -66,7 +67,11 @@ def judge(
             num_matches, after = _draw(sampler, scores, position, draft, q)
             target = [*draft[:num_matches], after]
     tokens = target[: num_matches + 1]
-    _check_scores(logits if scores is None else scores, tokens, position)
+    if scores is None:  # the tokens' own scores are the largest, or not a number
+        largest = logits[list(range(len(tokens))), tokens]
+    else:
+        largest = scores[: len(tokens)].amax(-1)
+    _check_largest(largest, position)
     return Verdict(tokens, scores)
 
 
@@ -86,10 +91,11 @@ def _draw(
     return count, sampler.choose(scores[count:], position + count)[0]
 
 
-def _check_scores(scores: Tensor, tokens: Sequence[int], position: int) -> None:
-    chosen = scores[list(range(len(tokens))), tokens].float()
-    if not chosen.isfinite().all():
-        bad = int((~chosen.isfinite()).nonzero()[0])
+def _check_largest(largest: Tensor, position: int) -> None:
+    """``largest`` score of each position: NaN if any is, -inf if all are."""
+    finite = largest.isfinite()
+    if not finite.all():
+        bad = int((~finite).nonzero()[0])
         raise ValueError(
             f"the scores at position {position + bad} are NaN, infinite or rule out every token; "
             "use bfloat16 or float32 in place of float16, and look at the logits processors"
