@@ -57,7 +57,16 @@ STOP = st.lists(TEXT, max_size=2) | TEXT
 
 def mostly(good: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """What is expected, and now and then something else."""
-    return st.integers(0, 7).flatmap(lambda n: ANYTHING.filter(is_small) if n == 0 else good)
+    return st.integers(0, 7).flatmap(lambda n: ANYTHING if n == 0 else good)
+
+
+@st.composite
+def spoiled(draw: st.DrawFn, good: dict[str, st.SearchStrategy[Any]]) -> dict[str, Any]:
+    """Arguments, in half of the cases with one of them spoiled."""
+    arguments = {name: draw(strategy) for name, strategy in good.items()}
+    if draw(st.booleans()):
+        arguments[draw(st.sampled_from(sorted(good)))] = draw(ANYTHING.filter(is_small))
+    return arguments
 
 
 def is_small(value: object) -> bool:
@@ -115,14 +124,16 @@ def test_values(tmp_path, count):
     @given(st.data())
     def check(data: st.DataObject) -> None:
         names = st.sampled_from(["temperature", "top_k", "top_p", "min_p", "seed"])
-        numbers = st.floats() | st.integers() | ANYTHING
+        extremes = st.sampled_from([10**400, -(10**30), 1e-300, math.nan, math.inf])
+        numbers = extremes | st.floats() | st.integers() | ANYTHING
         params = data.draw(st.dictionaries(names, numbers, max_size=3))
         made = answer(lambda: SamplingParams(**params))
         if made is not None:
             assert {n: getattr(made, n) for n in params} == params
             assert math.isfinite(made.temperature)
             assert 0 < made.top_p <= 1
-        depth, layers = data.draw(mostly(st.integers(1, 9))), data.draw(ANYTHING)
+        depth = data.draw(mostly(st.integers(1, 9)).filter(is_small))
+        layers = data.draw(ANYTHING)
         builders = (
             lambda: DraftPlan(depth, layers),
             lambda: DraftPlan.exiting(num_layers=depth, exit_layer=layers),
@@ -144,49 +155,49 @@ def test_values(tmp_path, count):
 
 @many(20, 300)
 def test_the_constructor(model, count):
-    tokenizer = make_tokenizer()
+    tokenizer, plain = make_tokenizer(), SelfSpeculativeLM(model)
     plans = st.none() | st.sampled_from([*PLANS.values(), DraftPlan(NUM_LAYERS + 1, (0,))])
 
+    arguments = {
+        "model": st.just(model),
+        "tokenizer": st.none() | st.just(tokenizer),
+        "plan": plans,
+        "num_draft_tokens": NUM_DRAFT_TOKENS,
+    }
+
     @examples(count)
-    @given(
-        mostly(st.just(model)),
-        mostly(st.none() | st.just(tokenizer)),
-        mostly(plans),
-        mostly(NUM_DRAFT_TOKENS),
-        IDS,
-    )
-    def check(inner: Any, tokenizer: Any, plan: Any, k: Any, ids: list[int]) -> None:
-        made = answer(lambda: SelfSpeculativeLM(inner, tokenizer, plan, num_draft_tokens=k))
+    @given(spoiled(arguments), IDS)
+    def check(arguments: dict[str, Any], ids: list[int]) -> None:
+        made = answer(lambda: SelfSpeculativeLM(**arguments))
         if made is not None:
             out = made.generate(ids, max_new_tokens=LONGEST)
-            assert out.token_ids == plain_text(SelfSpeculativeLM(model), ids, LONGEST)
+            assert out.token_ids == plain_text(plain, ids, LONGEST)
 
     check()
 
 
 @many(60, 1500)
 def test_requests(lm, count):
-    chat = st.fixed_dictionaries({"role": st.sampled_from(["user", "x"]), "content": TEXT})
-    required = {"max_new_tokens": mostly(LIMIT)}
-    optional = {
-        "sampling": mostly(st.none() | SAMPLING),
-        "num_draft_tokens": mostly(NUM_DRAFT_TOKENS),
-        "stop": mostly(STOP),
+    message = st.fixed_dictionaries({"role": st.sampled_from(["user", "x"]), "content": TEXT})
+    common = {
+        "max_new_tokens": LIMIT,
+        "sampling": st.none() | SAMPLING,
+        "num_draft_tokens": NUM_DRAFT_TOKENS,
+        "stop": STOP,
         "ignore_eos": st.booleans(),
+        "num_return_sequences": COUNTS,
     }
-    prompts = mostly(PROMPT | st.lists(PROMPT, min_size=1, max_size=3))
-    asked = st.tuples(prompts, st.none()) | st.tuples(
-        st.none(), mostly(st.lists(mostly(chat), max_size=2))
-    )
+    prompts = mostly(PROMPT | st.lists(mostly(PROMPT), min_size=1, max_size=3))
+    chats = mostly(st.lists(mostly(message), min_size=1, max_size=2))
+    asked = {"prompts": prompts}, {"messages": chats}
 
     @examples(count)
-    @given(asked, st.fixed_dictionaries(required, optional=optional), mostly(COUNTS))
-    def check(asked: tuple[Any, Any], given: dict[str, Any], sequences: Any) -> None:
-        prompts, messages = asked
-        made = answer(
-            lambda: lm.generate(prompts, messages=messages, num_return_sequences=sequences, **given)
-        )
-        streamed = answer(lambda: list(lm.stream(prompts, messages=messages, **given)))
+    @given(st.sampled_from(asked).flatmap(lambda what: spoiled(what | common)))
+    def check(given: dict[str, Any]) -> None:
+        made = answer(lambda: lm.generate(**given))
+        sequences = given.pop("num_return_sequences")
+        single = {"prompt" if name == "prompts" else name: v for name, v in given.items()}
+        streamed = answer(lambda: list(lm.stream(**single)))
         if made is None:
             return
         outputs = made if isinstance(made, list) else [made]
@@ -194,7 +205,7 @@ def test_requests(lm, count):
         if seed is not None:
             given = given | {"sampling": replace(given["sampling"], seed=seed)}
         plainly = given | {"num_draft_tokens": 0, "num_return_sequences": sequences}
-        plain = lm.generate(prompts, messages=messages, **plainly)
+        plain = lm.generate(**plainly)
         plain = plain if isinstance(plain, list) else [plain]
         fields = ("token_ids", "text", "finish_reason", "seed")
         for out, expected in zip(outputs, plain, strict=True):
@@ -279,7 +290,7 @@ class Rows(RuleBasedStateMachine):
             assert self.batch.remove(row).token_ids == plain_text(self.lm, *asked)
 
 
-@many(20, 300)
+@many(12, 300)
 def test_rows_in_any_order(lm, count):
     machine = type("RowsOfToy", (Rows,), {"lm": lm})
     run_state_machine_as_test(machine, settings=settings(examples(count), stateful_step_count=15))
