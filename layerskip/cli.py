@@ -15,9 +15,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from layerskip import __version__
+from layerskip.params import VERIFICATIONS
 
 if TYPE_CHECKING:
     from layerskip.api import SelfSpeculativeLM
+    from layerskip.outputs import GenerationOutput
     from layerskip.params import SamplingParams
     from layerskip.plan import DraftPlan
     from layerskip.prompts import Example
@@ -60,6 +62,7 @@ def parser() -> Parser:
     source.add_argument("--prompt-file", help="UTF-8 file with the text to complete")
     source.add_argument("--chat", metavar="TEXT", help="one user message, chat template applied")
     _sampling_options(generate)
+    _rule_options(generate)
     generate.add_argument("--stop", action="append", default=[], help="may be given repeatedly")
     comparing = commands.add_parser("compare", help="time our modes and transformers' in turn")
     _model_options(comparing)
@@ -108,6 +111,23 @@ def _sampling_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seed", type=int)
 
 
+def _rule_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--repetition-penalty", type=float, default=1.0)
+    command.add_argument("--presence-penalty", type=float, default=0.0)
+    command.add_argument("--frequency-penalty", type=float, default=0.0)
+    command.add_argument("--no-repeat-ngram-size", type=int, default=0)
+    command.add_argument("--min-new-tokens", type=int, default=0)
+    command.add_argument(
+        "--verification",
+        choices=VERIFICATIONS,
+        default="coupled",
+        help="of sampled drafts; with token and block the text depends on what is drafted",
+    )
+    command.add_argument(
+        "--logprobs", type=int, metavar="N", help="of each token, and of the N likeliest"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; bad input is one sentence on stderr and exit code 2."""
     args = parser().parse_args(argv)
@@ -154,14 +174,13 @@ def _load(args: argparse.Namespace) -> "SelfSpeculativeLM":
 
 
 def _sampling(args: argparse.Namespace) -> "SamplingParams":
+    from dataclasses import fields
+
     from layerskip.params import SamplingParams
 
+    options = vars(args)
     return SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
+        **{f.name: options[f.name] for f in fields(SamplingParams) if f.name in options}
     )
 
 
@@ -173,7 +192,13 @@ def _generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     prompt = read_text(args.prompt_file) if args.prompt_file else args.prompt
     messages = [{"role": "user", "content": args.chat}] if args.chat is not None else None
     lm = _load(args)
-    batch = lm.open_batch(max_new_tokens=args.max_new_tokens, sampling=sampling, stop=args.stop)
+    batch = lm.open_batch(
+        max_new_tokens=args.max_new_tokens,
+        sampling=sampling,
+        verification=args.verification,
+        stop=args.stop,
+        logprobs=args.logprobs,
+    )
     row = batch.add(messages=messages) if messages else batch.add(prompt)
     if prompt is not None:
         console.print(escape(prompt), style="dim", end="", highlight=False)
@@ -183,6 +208,7 @@ def _generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             console.print(escape(record.text), style=style, end="", highlight=False)
     out = batch.remove(row)
     console.print()
+    _print_logprobs(console, lm, out)
     stats: DecodeStats = out.stats
     console.print(
         f"{stats.new_tokens} tokens, {stats.tokens_per_second:.0f} tokens/s, "
@@ -192,6 +218,18 @@ def _generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         style="dim",
     )
     return out.to_dict()
+
+
+def _print_logprobs(console: Console, lm: "SelfSpeculativeLM", out: "GenerationOutput") -> None:
+    """A line for each token: its logarithm, and the likeliest in its place."""
+    for entry in out.logprobs:
+        pairs = [(entry.token_id, entry.logprob), *entry.top]
+        texts = [f"{value:.3f} {_token_text(lm, token)}" for token, value in pairs]
+        console.print(escape("  ".join(texts)), style="dim", highlight=False, soft_wrap=True)
+
+
+def _token_text(lm: "SelfSpeculativeLM", token: int) -> str:
+    return repr(lm.tokenizer.decode([token])) if lm.tokenizer is not None else str(token)
 
 
 def _examples(args: argparse.Namespace, limit: int) -> "list[Example]":

@@ -148,10 +148,11 @@ class GenerationOutput:
     """One finished generation.
 
     Attributes:
-        text: decoded continuation, without special tokens and cut before a stop string; "" if
-            there is no tokenizer.
-        token_ids: emitted ids, the end-of-sequence token included.
-        finish_reason: "stop" (end of sequence or stop string) or "length".
+        text: decoded continuation, without special tokens and end of sequence, and cut before a
+            stop string; of a cancelled row what was final by then. "" if there is no tokenizer.
+        token_ids: emitted ids, those of an end of sequence or stop string included.
+        finish_reason: "stop" (end of sequence or stop string), "length", or "cancelled" (removed
+            before its end).
         seed: of the sampling noise; the same seed gives the same text. None when greedy.
         stats: counts and times.
         rounds: the records that ``stats`` sums up.

@@ -139,6 +139,34 @@ def test_rows_of_an_open_batch_have_settings_of_their_own(talking):
     assert batch.unfinished == batch.step() == []
 
 
+def test_rows_are_verified_each_in_its_own_way(talking):
+    """A row's text depends on its own drafts at most, not on its neighbours'."""
+    hot = SamplingParams(temperature=1.2, seed=2)
+    batch = talking.open_batch(max_new_tokens=20, sampling=hot, verification="block")
+    ways = [None, "token", "coupled", "block", "token"]
+    rows = [batch.add("the tea", verification=way, num_draft_tokens=5) for way in ways]
+    while batch.unfinished:
+        batch.step()
+    texts = {
+        way or "block": batch.remove(row).token_ids for row, way in zip(rows, ways, strict=True)
+    }
+    for way, tokens in texts.items():
+        settings = {"max_new_tokens": 20, "sampling": hot, "verification": way}
+        assert talking.generate("the tea", num_draft_tokens=5, **settings).token_ids == tokens
+    assert len(set(texts.values())) == 3
+    plain = talking.generate("the tea", max_new_tokens=20, sampling=hot, num_draft_tokens=0)
+    assert texts["coupled"] == plain.token_ids
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize(
+    "settings", [{"sampling": None}, {"sampling": SAMPLED, "num_draft_tokens": 0}]
+)
+def test_without_sampling_or_drafts_there_is_one_way_to_verify(talking, verification, settings):
+    out = talking.generate(TEXT, max_new_tokens=12, verification=verification, **settings)
+    assert out.token_ids == talking.generate(TEXT, max_new_tokens=12, **settings).token_ids
+
+
 def test_text_ends_where_the_model_s_positions_end(wrap):
     for k in (0, 4):
         out = wrap("exit").generate([3] * (MAX_POSITIONS - 5), num_draft_tokens=k)
@@ -189,6 +217,10 @@ BAD_REQUESTS = [
     (("a",), {"num_draft_tokens": "4"}, TypeError, "num_draft_tokens must be an int, got '4'"),
     (("a",), {"num_return_sequences": 0}, ValueError, "num_return_sequences must be at least 1"),
     (("a",), {"sampling": 0.8}, TypeError, "sampling must be SamplingParams, got float"),
+    (("a",), {"verification": "greedy"}, ValueError, "verification must be one of 'coupled', 't"),
+    (("a",), {"verification": None}, ValueError, "verification must be one of .*, got None"),
+    (("a",), {"logits_processor": [3]}, TypeError, r"must be a list of callables .*, got \(3,\)"),
+    (("a",), {"logits_processor": print}, TypeError, "logits_processor must be a list, got <"),
     (("a",), {"stop": ""}, ValueError, "stop must be one or more non-empty strings, got ''"),
     (("a",), {"stop": [3]}, ValueError, r"stop must be one or more non-empty strings, got \[3\]"),
     (("a",), {"stop": 3}, (TypeError, ValueError), "stop must be one or more non-empty strings"),
@@ -213,6 +245,8 @@ def test_bad_rows_leave_a_batch_as_it_was(talking):
         ("a", {"num_draft_tokens": 40}, ValueError, "num_draft_tokens must be between 0 and 32"),
         ("a", {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1"),
         ("a", {"sampling": "hot"}, TypeError, "sampling must be SamplingParams, got str"),
+        ("a", {"verification": "none"}, ValueError, "verification must be one of"),
+        ("a", {"cache": "old"}, TypeError, "cache must be the cache of an earlier output, got str"),
     ]:
         with pytest.raises(error, match=message):
             batch.add(prompt, **settings)

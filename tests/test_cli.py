@@ -16,7 +16,8 @@ from toys import MAX_POSITIONS, NUM_LAYERS, PLANS, make_model, make_tokenizer
 from transformers import BertConfig, GPT2Config
 
 from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM, __version__
-from layerskip.cli import main
+from layerskip.cli import _sampling, main, parser
+from layerskip.params import Verification
 
 STATS = {
     "prompt_tokens",
@@ -220,6 +221,63 @@ def test_sampling_repeats_with_its_seed(folder: Path, lm: SelfSpeculativeLM) -> 
     assert sampled("--seed", 4)["token_ids"] != first["token_ids"]
     drawn = sampled()
     assert sampled("--seed", drawn["seed"])["token_ids"] == drawn["token_ids"]
+
+
+def test_rules_are_options(folder: Path, lm: SelfSpeculativeLM) -> None:
+    rules = {
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.25,
+        "no_repeat_ngram_size": 2,
+        "min_new_tokens": 3,
+    }
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in rules.items()]
+    parsed = parser().parse_args(["generate", "--prompt", "x", *options])
+    assert _sampling(parsed) == SamplingParams(**rules)
+    argv = ("generate", folder, "--prompt", PROMPTS[0], "--max-new-tokens", NEW, "--json")
+    expected = lm.generate(PROMPTS[0], max_new_tokens=NEW, sampling=SamplingParams(**rules))
+    assert run(*argv, *options).document["token_ids"] == list(expected.token_ids)
+    assert run(*argv).document["token_ids"] != list(expected.token_ids)
+
+
+@pytest.mark.parametrize("verification", ["coupled", "token", "block"])
+def test_verification_is_an_option(
+    folder: Path, lm: SelfSpeculativeLM, verification: Verification
+) -> None:
+    argv = ("generate", folder, "--prompt", PROMPTS[1], "--max-new-tokens", NEW, "--json")
+    options = ("--temperature", 1.2, "--seed", 6, "--verification", verification)
+    sampling = SamplingParams(temperature=1.2, seed=6)
+    expected = lm.generate(
+        PROMPTS[1], max_new_tokens=NEW, sampling=sampling, verification=verification
+    )
+    assert run(*argv, *options).document["token_ids"] == list(expected.token_ids)
+
+
+def test_logprobs_are_an_option(folder: Path, lm: SelfSpeculativeLM) -> None:
+    argv = ("generate", folder, "--prompt", PROMPTS[0], "--max-new-tokens", 3, "--logprobs", 2)
+    expected = lm.generate(PROMPTS[0], max_new_tokens=3, logprobs=2)
+    document = run(*argv, "--json").document
+    assert document["logprobs"] == json.loads(json.dumps(expected.to_dict()["logprobs"]))
+    shown = run(*argv).out
+    for entry in expected.logprobs:
+        for token, value in [(entry.token_id, entry.logprob), *entry.top]:
+            assert f"{value:.3f} {lm.tokenizer.decode([token])!r}" in shown
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--verification", "greedy", "'coupled', 'token', 'block'"),
+        ("--logprobs", "-1", "logprobs must be between 0 and 100, got -1"),
+        ("--repetition-penalty", "0", "repetition_penalty must be"),
+        ("--presence-penalty", "3", "presence_penalty must be"),
+        ("--frequency-penalty", "nan", "frequency_penalty must be"),
+        ("--no-repeat-ngram-size", "-2", "no_repeat_ngram_size must be at least 0, got -2"),
+        ("--min-new-tokens", "1.5", "--min-new-tokens"),
+    ],
+)
+def test_bad_rules_are_refused(folder: Path, option: str, value: str, words: str) -> None:
+    assert_refused(run("generate", folder, "--prompt", "x", f"{option}={value}"), words)
 
 
 def test_builtin_is_the_default_model() -> None:

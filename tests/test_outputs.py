@@ -3,6 +3,7 @@ import json
 import pytest
 
 from layerskip import DecodeStats, GenerationOutput, Round
+from layerskip.outputs import TokenLogprob
 
 
 def make_round(index, tokens, *, drafted=0, accepted=0, origin="plain", **more):
@@ -90,3 +91,27 @@ def test_json_has_the_documented_fields():
     assert set(documented.split()) <= set(content["stats"])
     assert content["stats"]["acceptance_rate"] == pytest.approx(0.75)
     assert content["token_ids"] == [7, 1]
+
+
+def test_tokens_from_a_cache_are_counted_and_added_up():
+    one = DecodeStats.from_rounds(ROUNDS, prompt_tokens=11, kv_cache_bytes=0, cached_tokens=9)
+    two = DecodeStats.from_rounds(ROUNDS, prompt_tokens=3, kv_cache_bytes=0)
+    assert (one.cached_tokens, two.cached_tokens) == (9, 0)
+    assert DecodeStats.merge([one, two, one]).cached_tokens == 18
+    assert one.to_dict()["cached_tokens"] == 9
+
+
+def test_logprobs_of_an_output_are_those_of_its_rounds():
+    entries = [TokenLogprob(t, -t / 4, ((t, -t / 4), (3, -9.0))) for t in (7, 1, 2)]
+    rounds = (
+        make_round(0, [7], logprobs=(entries[0],)),
+        make_round(1, [1, 2], drafted=4, accepted=2, logprobs=tuple(entries[1:])),
+    )
+    stats = DecodeStats.from_rounds(rounds, prompt_tokens=1, kv_cache_bytes=0)
+    out = GenerationOutput("", (7, 1, 2), "stop", None, stats, rounds)
+    assert out.logprobs == tuple(entries)
+    assert json.loads(json.dumps(out.to_dict()))["logprobs"][1] == {
+        "token_id": 1,
+        "logprob": -0.25,
+        "top": [[1, -0.25], [3, -9.0]],
+    }
