@@ -215,7 +215,8 @@ class SelfSpeculativeLM:
                 Each must be a function of these two: it is asked about drafted tokens, too.
             logprobs: report each emitted token's log-probability, and of this many likeliest.
             cache: ``cache`` of an earlier output of this object. What a prompt shares with it, from
-                the first token on, is not prefilled again.
+                the first token on, is not prefilled again. Rounding may then differ from that
+                of a whole prefill, and is the same with drafts and without.
             return_cache: keep prompt and output as ``cache`` of the output.
 
         Returns:

@@ -298,6 +298,19 @@ def test_a_processor_sees_prompt_output_and_drafted_prefix(wrap, mode, verificat
     assert outputs[0].stats.acceptance_rate == 1.0  # drafts saw the same history
 
 
+def test_what_is_written_in_place_is_not_what_the_model_said(wrap):
+    def write_elsewhere(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return follow_history(ids, scores.clone())
+
+    request = {"max_new_tokens": 6, "logprobs": 2}
+    in_place, elsewhere = (
+        wrap("exit").generate(PROMPT, logits_processor=[processor], **request)
+        for processor in (follow_history, write_elsewhere)
+    )
+    assert in_place.logprobs == elsewhere.logprobs
+    assert min(entry.logprob for entry in in_place.logprobs) < -1.0
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_own_processors_come_after_rules_and_before_temperature(wrap, mode):
     """With drafts as without, each sees what the one before it gave."""
