@@ -192,14 +192,33 @@ class Decoder:
             for r, d in zip(requests, drafts, strict=True)
         ]
         layers = range(self.shared_depth, self.stack.num_layers)
-        logits = self.stack.logits(self.stack.run_layers(hidden, layers, self.cache, segments))
+        hidden = self.stack.run_layers(hidden, layers, self.cache, segments)
         counts = [s.count for s in segments]
+        parts = list(self.stack.logits(hidden)[: sum(counts)].split(counts))
+        if not hidden[: sum(counts)].isfinite().all():
+            parts = [
+                self._one_by_one(r, d) if d.tokens else part
+                for part, r, d in zip(parts, requests, drafts, strict=True)
+            ]
         return [
             Judged(part, judge(r.sampler, part, r.length + 1, d.tokens, d.q, r.context))
-            for part, r, d in zip(
-                logits[: sum(counts)].split(counts), requests, drafts, strict=True
-            )
+            for part, r, d in zip(parts, requests, drafts, strict=True)
         ]
+
+    def _one_by_one(self, request: DraftRequest, draft: Draft) -> Tensor:
+        """A row's verify logits without later tokens in the pass, as plain decoding has them.
+
+        Attention reads what it masks, and 0 times NaN is NaN: one drafted token that the model
+        can't take spoils the positions before it, which have to be judged as if it were not there.
+        """
+        self.cache.sweep(request.row, request.length, request.length + len(draft.tokens) + 1)
+        rows = []
+        for i, token in enumerate((request.pending, *draft.tokens)):
+            segment = Segment(request.row, request.length + i, 1)
+            hidden, layers = self.stack.embed([token]), range(self.stack.num_layers)
+            hidden = self.stack.run_layers(hidden, layers, self.cache, [segment])
+            rows.append(self.stack.logits(hidden)[:1])
+        return torch.cat(rows)
 
     def _sweep_drafts(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
         """Leave nothing of a draft but what verify builds on: the shared layers' slots."""

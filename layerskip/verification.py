@@ -5,6 +5,7 @@ distributions: p is the target's and q the draft's, each after all processors. B
 target's distribution exactly; block accepts at least as many tokens in expectation.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -145,7 +146,10 @@ def acceptance_chances(
         weight = min(1.0, weight * ratio)
         if i + 1 == len(ratios):
             return [*chances, weight]
-        left = float((weight * p[i + 1] - q[i + 1]).clamp(min=0.0).nan_to_num(nan=0.0).sum())
+        left = float((weight * p[i + 1] - q[i + 1]).clamp(min=0.0).sum())
+        if math.isnan(left):  # p_{i+1} is: nothing after it is accepted, so the block ends here
+            chances.append(weight)
+            continue
         whole = left + 1.0 - weight
         chances.append(left / whole if whole > 0.0 else 1.0)
     return chances

@@ -51,7 +51,8 @@ class Oracle:
 def join(batch: Decoder, prompt: Sequence[int] = PROMPT, **changes) -> Row:
     params = changes.pop("sampling", SamplingParams())
     settings = {"limit": LIMIT, "num_draft_tokens": 4}
-    sampler = Sampler(params, params.seed or 0, VOCAB_SIZE)
+    way = changes.pop("verification", "coupled")
+    sampler = Sampler(params, params.seed or 0, VOCAB_SIZE, verification=way)
     return batch.join(RowSpec(tuple(prompt), sampler, **settings | changes))
 
 
