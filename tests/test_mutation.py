@@ -126,7 +126,7 @@ def run(batch: Decoder, places: Sequence[int], drafted: bool = True, **settings)
 
 
 def held(batch: Decoder, row: Row) -> Held:
-    text = batch.cache.copied(row.slot_row, row.context[: row.length], None)
+    text = batch.cache.copied(row.slot_row, row.context[: row.length], batch.stack)
     return row, text.keys, text.values
 
 
