@@ -4,25 +4,36 @@ import torch
 from transformers import PreTrainedModel
 
 from layerskip.errors import UnsupportedModelError
+from layerskip.families import unsuitable
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def refusal(config: object) -> str | None:
     """Why a checkpoint with this config cannot be decoded, or None if it can."""
-    family = getattr(config, "model_type", None)
-    if family not in FAMILIES:
-        return f"architecture {family!r} is not supported; supported are {', '.join(FAMILIES)}"
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        return (
-            f"rope type {rope_type!r} changes with the length of the text; "
-            f"supported are {', '.join(ROPE_TYPES)}"
-        )
+    reason = unsuitable(config)
+    if reason is not None:
+        family = getattr(config, "model_type", None)
+        return f"architecture {family!r} is not supported: {reason}"
+    reason = changing_rope(config)
+    if reason is not None:
+        return reason
     if getattr(config, "quantization_config", None) is not None:
         return "quantised weights are not supported; load the checkpoint in bfloat16 or float32"
+    return None
+
+
+def changing_rope(config: object) -> str | None:
+    """Why the positions of a model with this config do not stand still, or None if they do."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_kind = [r for r in rope.values() if isinstance(r, dict)]  # one for each type of layer
+    for parameters in by_kind or [rope]:
+        rope_type = parameters.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            return (
+                f"rope type {rope_type!r} changes with the length of the text; "
+                f"supported are {', '.join(ROPE_TYPES)}"
+            )
     return None
 
 
@@ -35,7 +46,7 @@ def check_model(model: object) -> None:
     reason = refusal(model.config)
     if reason is not None:
         raise UnsupportedModelError(reason)
-    if not hasattr(model, "lm_head"):
+    if model.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no language-model head; load it as a causal LM"
         )
