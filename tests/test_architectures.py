@@ -22,7 +22,7 @@ from layerskip.model import DecoderStack
 
 PROMPTS = [random_ids(n) for n in (2, 21, 40, 58)]
 TEXT = random_ids(70)  # longer than a sliding window, nearly as long as a table of positions
-COUNT = 8
+COUNT = 6
 PLANS = {
     "exit": DraftPlan.exiting(num_layers=NUM_LAYERS, exit_layer=3),
     "skipping": DraftPlan.skipping(num_layers=NUM_LAYERS, skipped=[3]),
@@ -81,7 +81,7 @@ def test_greedy_tokens_are_those_of_generate(family):
     model = toy(family, "float32")
     expected, before = generated(model, PROMPTS[-1]), places(model)
     lm = wrap(family, "float32", "exit")
-    outputs = lm.generate(PROMPTS, max_new_tokens=COUNT, num_draft_tokens=4)
+    outputs = lm.generate(PROMPTS, max_new_tokens=COUNT, num_draft_tokens=3)
     assert list(outputs[-1].token_ids) == expected
     for prompt, out in zip(PROMPTS, outputs, strict=True):
         logits = reference_logits(model, [*prompt, *out.token_ids])
@@ -131,10 +131,17 @@ def test_bf16_text_does_not_depend_on_drafts_and_rows(family):
         assert batch.remove(row).token_ids == lm.generate(prompt, **settings).token_ids
 
 
-@pytest.mark.parametrize("family", ZOO)
-def test_rows_keep_their_bits_in_bf16(family):
+# In fp32 an expert that multiplied only the rows that ask for it would change their bits.
+BITS = dict.fromkeys(ZOO, "bfloat16").items() | {
+    (family, "float32") for family in ZOO if "expert" in FAMILIES[family]
+}
+
+
+@pytest.mark.parametrize(("family", "dtype"), sorted(BITS))
+def test_rows_keep_their_bits(family, dtype):
     """All layers and the head on another text than the probe's: eight tokens, and each alone."""
-    stack = wrap(family, "bfloat16", "skipping").stack
+    stack = wrap(family, dtype, "exit" if dtype == "float32" else "skipping").stack
+    assert stack.exactness.holds
     together, apart = (stack.new_cache(num_rows=1, num_slots=60) for _ in range(2))
     ids = random_ids(8, seed=5)
     with torch.inference_mode():
@@ -160,7 +167,7 @@ def test_drafts_are_right_now_and_then():
     rates = []
     for family in ("gpt2", "bloom", "gemma2", "mixtral", "gpt_oss"):
         lm = wrap(family, "bfloat16", "skipping")
-        stats = lm.generate(PROMPTS[3], max_new_tokens=30 - 18, num_draft_tokens=2).stats
+        stats = lm.generate(PROMPTS[3], max_new_tokens=12, num_draft_tokens=2).stats
         rates.append(stats.acceptance_rate)
     assert 0.2 < sum(rates) / len(rates) < 1
 
@@ -172,6 +179,7 @@ EFFECTS = [
     ("cohere2", {"layer_types": ["full_attention"] * NUM_LAYERS}),
     ("falcon", {"alibi": False}),
     ("granite", {"logits_scaling": 1.0}),
+    ("ministral3", {"rope_parameters": None}),
     ("smollm3", {"no_rope_layers": [1] * NUM_LAYERS}),
 ]
 
@@ -211,7 +219,7 @@ def test_every_plan_with_every_family(family, plan, dtype):
         plain = tokens([lm.generate(p, num_draft_tokens=0, **settings) for p in PROMPTS])
         if dtype == "float32" and sampling is not SAMPLED:
             assert plain == [generated(toy(family, dtype), p, 12) for p in PROMPTS]
-        for k in range(1, 7):
+        for k in (1, 3, 6):
             assert tokens(lm.generate(PROMPTS, num_draft_tokens=k, **settings)) == plain
             alone = [lm.generate(p, num_draft_tokens=k, **settings) for p in PROMPTS]
             assert tokens(alone) == plain

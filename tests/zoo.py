@@ -72,7 +72,15 @@ ZOO: dict[str, dict[str, Any]] = {
     "helium": {},
     "hunyuan_v1_dense": {},
     "ministral": MIXED,
-    "ministral3": {},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 18,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
     "nanochat": {},
     "nemotron": PARTIAL,
     "olmo": {"clip_qkv": 1.5},
