@@ -1,7 +1,7 @@
 # Everything runs in .venv, which is made on first use and again when the pins change.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo test test-slow lint bench table clean
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
@@ -34,6 +34,9 @@ lint: $(TOOLS)  ## formatting, lint and types
 
 bench: $(TOOLS)  ## the benchmarks
 	@$(BIN)/python -m pytest bench --benchmark-only
+
+table: $(TOOLS)  ## write the README's table of architectures again
+	@$(BIN)/python tests/test_architectures.py
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) dist build .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache

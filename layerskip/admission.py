@@ -2,14 +2,15 @@
 
 import sys
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from layerskip.errors import UnsupportedModelError
+from layerskip.families import unsuitable
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DEVICES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -23,22 +24,33 @@ ADAPTERS = (
 
 def refusal(config: object) -> str | None:
     """Why a checkpoint with this config cannot be decoded, or None if it can."""
-    family = getattr(config, "model_type", None)
-    if family not in FAMILIES:
-        return f"architecture {family!r} is not supported; supported are {', '.join(FAMILIES)}"
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        return (
-            f"rope type {rope_type!r} changes with the length of the text; "
-            f"supported are {', '.join(ROPE_TYPES)}"
-        )
+    reason = unsuitable(config)
+    if reason is not None:
+        family = getattr(config, "model_type", None)
+        return f"architecture {family!r} is not supported: {reason}"
+    reason = changing_rope(config)
+    if reason is not None:
+        return reason
     method = _quantisation(config)
     if method not in (None, "torchao"):
         return (
             f"quantised weights are not supported ({method}), but for torchao's int8 weight-only "
             "ones; load the checkpoint in bfloat16 or float32"
         )
+    return None
+
+
+def changing_rope(config: object) -> str | None:
+    """Why the positions of a model with this config do not stand still, or None if they do."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_kind = [r for r in rope.values() if isinstance(r, dict)]  # one for each type of layer
+    for parameters in by_kind or [rope]:
+        rope_type = parameters.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            return (
+                f"rope type {rope_type!r} changes with the length of the text; "
+                f"supported are {', '.join(ROPE_TYPES)}"
+            )
     return None
 
 
@@ -61,6 +73,26 @@ def unwrapped(model: object) -> object:
     return model
 
 
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """A model's decoder layers: the outermost list that is as long as its config says."""
+    return cast(nn.ModuleList, model.get_submodule(_place_of_layers(model)))
+
+
+def _place_of_layers(model: PreTrainedModel) -> str:
+    depth = model.config.num_hidden_layers
+    return next(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth
+    )
+
+
+def _around_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that the decoder layers are in: the model, its body, and what is between."""
+    names = _place_of_layers(model).split(".")
+    return [model.get_submodule(".".join(names[:i])) for i in range(len(names))]
+
+
 def check_model(model: object) -> None:
     """Raise ``UnsupportedModelError`` with the reason unless ``model`` can be wrapped."""
     if not isinstance(model, PreTrainedModel):
@@ -70,7 +102,7 @@ def check_model(model: object) -> None:
     reason = refusal(model.config)
     if reason is not None:
         raise UnsupportedModelError(reason)
-    if not hasattr(model, "lm_head"):
+    if model.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no language-model head; load it as a causal LM"
         )
@@ -169,10 +201,11 @@ def _dtypes(model: PreTrainedModel) -> str | None:
 
 def _code_of_layers(model: PreTrainedModel) -> str | None:
     """What a copy of the modules would not copy, or what would change the weights."""
+    around = _around_layers(model)
     for name, part in model.named_modules():
         if hasattr(part, "_orig_mod"):
             return f"{name} is a compiled module; give the model as it was before torch.compile"
-        if "forward" in vars(part) and part not in (model, model.model):
+        if "forward" in vars(part) and part not in around:
             if hasattr(part, "_hf_hook"):
                 return f"{name} is moved about by accelerate; load the model whole, on one device"
             return f"{name} has a forward in the place of its class's; delete that attribute"
@@ -181,8 +214,10 @@ def _code_of_layers(model: PreTrainedModel) -> str | None:
                 f"{name} has an adapter that is merged and disabled: its first pass would change "
                 "the weights; unmerge it first"
             )
-    for layer in model.model.layers:
-        for part in (layer, getattr(layer, "self_attn", layer)):
+    for layer in decoder_layers(model):
+        parts = layer.named_children()
+        attention = [m for name, m in parts if name.endswith(("attn", "attention"))]
+        for part in (layer, *attention):
             if not _is_transformers_own(type(part).forward):
                 return f"{type(part).__name__} is not a layer of transformers"
     return None
@@ -190,7 +225,7 @@ def _code_of_layers(model: PreTrainedModel) -> str | None:
 
 def _code_around_layers(model: PreTrainedModel) -> str | None:
     """What decoding would pass by: it runs embedding, layers, norm and head by itself."""
-    for part in (model, model.model):
+    for part in _around_layers(model):
         name, own = type(part).__name__, type(part).forward
         if not _is_transformers_own(own):
             return f"{name}.forward is not transformers' own, and decoding would not run it"

@@ -170,7 +170,11 @@ class PassLayout:
         num_tokens, num_rows: real tokens; with spare rows.
         positions: ``(1, num_rows)`` int64; spare rows repeat or follow legal positions.
         start: first position where they are consecutive (one row's), else None.
+        num_visible: slots that the pass attends to, masked.
+        padded: True: all passes that hold a token run it among as many rows, or a multiple.
     """
+
+    padded = True
 
     def __init__(
         self,
@@ -195,35 +199,38 @@ class PassLayout:
                 w: cache.causal_rows(start, num_rows, group, w)[None, None] for w in set(windows)
             }
         else:
-            self._lay_out(segments, group, tile)
+            self._lay_out(segments, group, tile, all_positions)
         self.num_visible = next(iter(self.masks.values())).shape[-1]
 
-    def _lay_out(self, segments: Sequence[Segment], group: int, tile: int) -> None:
+    def _lay_out(
+        self, segments: Sequence[Segment], group: int, tile: int, all_positions: Tensor
+    ) -> None:
         """Several rows: index tables between the flat tokens and ``(row, tile)`` queries."""
         num_rows = self.num_rows
         longest = max(s.count for s in segments)
         tile = -(-longest // tile) * tile
         batch = max(s.row for s in segments) + 1
         starts = [0] * batch
-        positions = [0] * num_rows
+        slots = [0] * num_rows
         gather, scatter = [0] * (batch * tile), [0] * num_rows
         write_rows, token = [], 0
         for s in segments:
             starts[s.row] = s.start
             for i in range(s.count):
-                positions[token] = s.start + i
+                slots[token] = s.start + i
                 gather[s.row * tile + i] = token
                 scatter[token] = s.row * tile + i
                 write_rows.append(s.row)
                 token += 1
         device = self.cache.keys.device
         self.batch, self.tile = batch, tile
-        self.positions = torch.tensor([positions], device=device)
+        at = torch.tensor(slots, device=device)
+        self.positions = all_positions[:, at]
         self.gather = torch.tensor(gather, device=device)
         self.scatter = torch.tensor(scatter, device=device)
         self.write = (
             torch.tensor(write_rows, device=device),
-            self.positions[0, : self.num_tokens],
+            at[: self.num_tokens],
         )
         self.masks = {w: self._stacked_mask(starts, tile, group, w) for w in set(self.windows)}
 
@@ -249,23 +256,39 @@ class PassLayout:
         cache.layer_keys[layer][at] = key[:n]
         cache.layer_values[layer][at] = value[:n]
 
-    def attend(self, query: Tensor, layer: int, softmax_scale: float) -> Tensor:
-        """``(num_rows, head, head_dim)`` -> the same, over the cache."""
+    def seen(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that a pass of one row attends to: ``(slots, kv_head, head_dim)``."""
+        assert self.single is not None, "these layers take one row a pass"
         keys, values = self.cache.layer_keys[layer], self.cache.layer_values[layer]
-        mask, visible = self.masks[self.windows[layer]], self.num_visible
+        row, visible = self.single.row, self.num_visible
+        return keys[row, :visible], values[row, :visible]
+
+    def attend(
+        self,
+        query: Tensor,
+        layer: int,
+        softmax_scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """``(num_rows, head, head_dim)`` -> the same, over the cache."""
+        mask, extra = self.masks[self.windows[layer]], (softmax_scale, softcap, sinks)
         if self.single is not None:
-            row = slice(self.single.row, self.single.row + 1)
-            k, v = keys[row, :visible], values[row, :visible]
-            return decode_attention(query[None], k, v, mask, softmax_scale)[0]
+            k, v = self.seen(layer)
+            return decode_attention(query[None], k[None], v[None], mask, *extra)[0]
+        keys, values = self.cache.layer_keys[layer], self.cache.layer_values[layer]
+        visible = self.num_visible
         heads, dim = query.shape[1:]
         tiles = query.index_select(0, self.gather).view(self.batch, self.tile, heads, dim)
         k, v = keys[: self.batch, :visible], values[: self.batch, :visible]
-        out = decode_attention(tiles, k, v, mask, softmax_scale)
+        out = decode_attention(tiles, k, v, mask, *extra)
         return out.reshape(-1, heads, dim).index_select(0, self.scatter)
 
 
 class PrefillLayout:
     """Like ``PassLayout``, for one row's chunk of prompt: no spare rows, exact widths."""
+
+    padded = False
 
     def __init__(
         self,
@@ -279,7 +302,7 @@ class PrefillLayout:
         self.row = segment.row
         self.start: int = segment.start
         self.num_tokens = self.num_rows = segment.count
-        self.end = segment.start + segment.count
+        self.end = self.num_visible = segment.start + segment.count
         self.positions = all_positions[:, self.start : self.end]
         slots = torch.arange(self.end, device=cache.keys.device)
         behind = self.positions[0][:, None] - slots
@@ -295,25 +318,23 @@ class PrefillLayout:
         self.cache.layer_keys[layer][at] = key
         self.cache.layer_values[layer][at] = value
 
-    def attend(self, query: Tensor, layer: int, softmax_scale: float) -> Tensor:
+    def seen(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values up to the chunk's end: ``(slots, kv_head, head_dim)``."""
+        at = self.row, slice(0, self.end)
+        return self.cache.layer_keys[layer][at], self.cache.layer_values[layer][at]
+
+    def attend(
+        self,
+        query: Tensor,
+        layer: int,
+        softmax_scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """``(num_tokens, head, head_dim)`` -> the same, over the cache."""
-        row = slice(self.row, self.row + 1)
-        keys = self.cache.layer_keys[layer][row, : self.end]
-        values = self.cache.layer_values[layer][row, : self.end]
-        mask = self.masks[self.windows[layer]]
-        return prefill_attention(query[None], keys, values, mask, softmax_scale)[0]
+        k, v = self.seen(layer)
+        mask, extra = self.masks[self.windows[layer]], (softmax_scale, softcap, sinks)
+        return prefill_attention(query[None], k[None], v[None], mask, *extra)[0]
 
 
 Layout = PassLayout | PrefillLayout
-
-
-class CacheGuest:
-    """A layout in the place of transformers' cache: its layers call ``update``."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-
-    def update(self, key: Tensor, value: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
-        """``(1, kv_head, rows, head_dim)`` each."""
-        self.layout.append(key[0].transpose(0, 1), value[0].transpose(0, 1), layer)
-        return key, value

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from layerskip.admission import decoder_layers
 from layerskip.api import SelfSpeculativeLM
 from layerskip.cache import Segment
 from layerskip.outputs import DecodeStats, GenerationOutput
@@ -224,7 +225,7 @@ def _counted(model: PreTrainedModel, wanted: bool) -> Iterator[_Counts]:
         if cache is not None:
             caches[id(cache)] = cache
 
-    handle = model.model.layers[0].register_forward_pre_hook(hook, with_kwargs=True)
+    handle = decoder_layers(model)[0].register_forward_pre_hook(hook, with_kwargs=True)
     try:
         yield counts
     finally:

@@ -5,7 +5,7 @@ layer takes two thirds of the time on a CPU (bench/LOG.md). A layer that is not 
 file knows, or that somebody has hooked or adapted, goes through its own modules instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ from layerskip.cache import Layout
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 CAPTURING = "transformers.utils.output_capturing"
+ROPE_CHUNK = 1024
 Rope = tuple[Tensor, Tensor]
 
 
@@ -155,3 +156,69 @@ class DenseLayer:
             2, dim=-1
         )
         return hidden + F.linear(F.silu(gate) * up, self.down.weight, self.down.bias)
+
+
+class DenseModel:
+    """``embed``, ``run`` and ``head`` of a model whose layers all fit.
+
+    Attributes:
+        windows: each layer's sliding window, None where it sees everything.
+    """
+
+    one_row = False
+    softcap = sinks = None
+    probed = (0,)
+
+    def __init__(self, model: Any) -> None:
+        self._body, self._lm_head = model.model, model.lm_head
+        self._layers = [DenseLayer(layer, i) for i, layer in enumerate(self._body.layers)]
+        first = self._layers[0]
+        self.num_kv_heads, self.head_dim = first.num_kv_heads, first.head_dim
+        self.group = first.num_heads // first.num_kv_heads
+        self.widths = {model.config.intermediate_size}
+        self.windows = _windows(model.config)
+        how = "packed" if first.qkv.packed is not None else "where they lie"
+        self.backend = f"dense layers by torch, weights {how} (no kernel of ours yet)"
+        weight = self._body.embed_tokens.weight
+        self._like = weight.new_zeros(1, 1, 1)
+        empty = weight.new_zeros(0)
+        self._rope: Rope = (empty, empty)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """``(tokens,)`` -> ``(tokens, hidden)``."""
+        return self._body.embed_tokens(ids)
+
+    def run(self, hidden: Tensor, layers: Iterable[int], layout: Layout) -> Tensor:
+        """``(rows, hidden)`` -> the same, through these layers."""
+        start, num_rows = layout.start, layout.num_rows
+        at = layout.positions[0] if start is None else slice(start, start + num_rows)
+        cos, sin = self._rope_below(layout.num_visible + num_rows)
+        rope = cos[at], sin[at]
+        for i in layers:
+            hidden = self._layers[i](hidden, rope, layout)
+        return hidden
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """``(rows, hidden)`` -> ``(rows, vocab)``."""
+        return self._lm_head(self._body.norm(hidden))
+
+    def _rope_below(self, num_positions: int) -> Rope:
+        """Rotary tables for positions below ``num_positions``, made once, in fixed chunks."""
+        rope = self._rope
+        while (have := len(rope[0])) < num_positions:
+            positions = torch.arange(have, have + ROPE_CHUNK, device=self._like.device)[None]
+            more = signed_rope(*self._body.rotary_emb(self._like, positions))
+            rope = (
+                more if not have else (torch.cat([rope[0], more[0]]), torch.cat([rope[1], more[1]]))
+            )
+        self._rope = rope  # one assignment: another thread reads the old tables or the new ones
+        return rope
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    """Each layer's sliding window, None where it sees everything."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return (window,) * config.num_hidden_layers
+    return tuple(window if t == "sliding_attention" else None for t in types)

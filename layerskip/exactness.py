@@ -6,6 +6,7 @@ attention sees whole blocks of slots, masked (DESIGN 3.6).
 """
 
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,30 +44,40 @@ class Exactness:
 
 def probe(stack: "DecoderStack") -> Exactness:
     """The smallest padding at which rows do not influence each other; sets it on ``stack``."""
-    block = next((b for b in SLOT_BLOCKS if blocks_agree(stack, b)), SLOT_BLOCKS[-1])
-    for quantum in (q for q in ROW_QUANTA if fills_vectors(stack, q)):
+    blocks: tuple[int, ...] = SLOT_BLOCKS
+    if not stack.one_row:
+        blocks = tuple(b for b in SLOT_BLOCKS if blocks_agree(stack, b))[:1] or SLOT_BLOCKS[-1:]
+    fitting = [q for q in ROW_QUANTA if "some" not in tails(stack, q)]
+    for block, quantum in product(blocks, fitting):
         reason = f"rows keep their bits in passes padded to {quantum} rows"
+        if stack.one_row:
+            reason += ", one sequence a pass: the model has attention code of its own"
         stack.exactness = Exactness(True, quantum, block, reason)
         if rows_agree(stack, quantum, 1):
             return stack.exactness
     reason = "rows influence each other in every pass size: tokens run one by one"
-    return Exactness(False, ROW_QUANTA[0], block, reason)
+    return Exactness(False, ROW_QUANTA[0], blocks[-1], reason)
 
 
-def fills_vectors(stack: "DecoderStack", quantum: int) -> bool:
-    """Whether an activation over ``quantum`` rows has no tail.
+def tails(stack: "DecoderStack", rows: int) -> list[str]:
+    """For each array that activations of ``rows`` rows run over, how much of it is tail.
 
     torch computes the last elements of an array that do not fill two 512-bit vectors by other
-    code, with other roundings, and whose they are depends on the number of rows.
+    code, with other roundings, and whose they are depends on the number of rows. Harmless are
+    arrays without a tail, and those that are nothing else as long as no pass makes them longer.
     """
-    width: int = stack.twin.config.intermediate_size
-    return quantum * width * stack.dtype.itemsize % TAIL_FREE_BYTES == 0
+    sizes = [rows * width * stack.dtype.itemsize for width in sorted(stack.widths)]
+    return [
+        "none" if size % TAIL_FREE_BYTES == 0 else "all" if size < TAIL_FREE_BYTES else "some"
+        for size in sizes
+    ]
 
 
 def blocks_agree(stack: "DecoderStack", block: int) -> bool:
     """Whether attending to more masked blocks of this many slots leaves a row's bits alone."""
     generator = torch.Generator().manual_seed(0)
     rows, heads = ROW_QUANTA[0], stack.group * stack.num_kv_heads
+    extra = stack.score_changes
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(stack.device, stack.dtype)
@@ -78,7 +89,7 @@ def blocks_agree(stack: "DecoderStack", block: int) -> bool:
         mask[..., position + 1 :] = float("-inf")
         mask = mask.to(stack.device, stack.dtype)
         outputs = [
-            decode_attention(q, keys[:, :end], values[:, :end], mask[..., :end], 1.0)
+            decode_attention(q, keys[:, :end], values[:, :end], mask[..., :end], 1.0, *extra)
             for end in range(block, SLOTS_OF_PROBE + 1, block)
             if end > position
         ]
@@ -90,12 +101,17 @@ def blocks_agree(stack: "DecoderStack", block: int) -> bool:
 def rows_agree(stack: "DecoderStack", size: int, reference: int) -> bool:
     """Whether a pass of ``size`` tokens gives the bits of passes of ``reference`` tokens.
 
-    One layer and the head, on several draws of tokens, as one sequence and as two with different
-    contexts.
+    One layer of each kind and the head, on several draws of tokens, as one sequence and as two
+    with different contexts.
     """
+    if tails(stack, size) != tails(stack, stack.exactness.row_quantum):
+        return False
     generator = torch.Generator().manual_seed(0)
     half = size // 2
-    cases = ([Segment(0, 3, size)], [Segment(0, 5, half), Segment(1, 509, size - half)])
+    far = max(min(509, stack.max_positions - size), 0)
+    cases = [[Segment(0, 3, size)], [Segment(0, 5, half), Segment(1, far, size - half)]]
+    if stack.one_row:  # its last token ends a block: the same tokens alone attend to one more
+        cases[1] = [Segment(0, stack.exactness.slot_block - size, size)]
     return all(
         _segments_agree(
             stack,
@@ -113,8 +129,8 @@ def _segments_agree(
 ) -> bool:
     together = stack.new_cache(num_rows=2, num_slots=SLOTS_OF_PROBE)
     apart = stack.new_cache(num_rows=2, num_slots=SLOTS_OF_PROBE)
-    hidden = stack.embed(ids)[: len(ids)]
-    got = stack.run_pass(hidden, (0,), together, segments)
+    hidden, layers = stack.embed(ids)[: len(ids)], stack.probed_layers
+    got = stack.run_pass(hidden, layers, together, segments)
     got_logits = stack.head(got)
     done = 0
     for s in segments:
@@ -122,9 +138,9 @@ def _segments_agree(
             count = min(reference, s.count - start)
             at = slice(done, done + count)
             piece = Segment(s.row, s.start + start, count)
-            want = stack.run_pass(hidden[at], (0,), apart, [piece])
+            want = stack.run_pass(hidden[at], layers, apart, [piece])
             same = torch.equal(got[at], want[:count])
             if not same or not torch.equal(got_logits[at], stack.head(want)[:count]):
                 return False
             done += count
-    return torch.equal(together.keys[0], apart.keys[0])
+    return all(torch.equal(together.layer_keys[i], apart.layer_keys[i]) for i in layers)

@@ -1,82 +1,37 @@
-"""A transformers checkpoint as a stack of layers driven by index. Only here do its internals
-have names.
+"""A transformers checkpoint as a stack of layers driven by index.
 
 The user's model is never touched: everything runs on a twin that shares every tensor but has its
 own modules and config, and whose attention is ours.
 """
 
-import copy
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedModel
 
-from layerskip.admission import check_model, unwrapped
-from layerskip.cache import CacheGuest, KVCache, Layout, PassLayout, PrefillLayout, Segment
-from layerskip.dense import DenseLayer, fits, pack, signed_rope
-from layerskip.errors import UnsupportedModelError
+from layerskip.admission import check_model, decoder_layers, unwrapped
+from layerskip.cache import KVCache, Layout, PassLayout, PrefillLayout, Segment
+from layerskip.dense import DenseModel, fits, pack
 from layerskip.exactness import Exactness, probe, rows_agree
+from layerskip.families import position_limit
+from layerskip.skeleton import Skeleton, share_twin
 
 logger = logging.getLogger(__name__)
 
-ATTENTION = "layerskip"
 PREFILL_CHUNK = 512
-ROPE_CHUNK = 1024
+POSITION_CHUNK = 1024
 MAX_PASS_ROWS = 64
-
-
-def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    layout: Layout | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Transformers' attention hook: keys and values are in the cache already."""
-    assert layout is not None, "a twin's layers are only run by DecoderStack"
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = cast(int, module.layer_idx)
-    return layout.attend(query[0].transpose(0, 1), layer, scale)[None], None
-
-
-AttentionInterface.register(ATTENTION, attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-
-
-def share_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of ``model`` with its own modules and config over the same tensors.
-
-    Shared too: the user's hooks, which may hold what cannot be copied, and PEFT's record of what
-    is merged into the weights.
-    """
-    shared: list[object] = [*model.parameters(), *model.buffers()]
-    for module in model.modules():
-        shared += [value for value in vars(module).values() if isinstance(value, Tensor)]
-        hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())  # noqa: SLF001
-        shared += [h for h in hooks if not isinstance(getattr(h, "__self__", None), nn.Module)]
-        shared.append(vars(module).get("merged_adapters"))
-    try:
-        twin = copy.deepcopy(model, {id(item): item for item in shared})
-    except (TypeError, RuntimeError) as error:
-        raise UnsupportedModelError(f"the model's modules cannot be copied: {error}") from None
-    twin.set_attn_implementation(ATTENTION)
-    return twin.eval()
 
 
 def pack_model(model: PreTrainedModel) -> None:
     """Re-home a model's weights for speed; only one that we loaded ourselves. Values stay."""
-    if all(fits(layer) for layer in model.model.layers):
-        for layer in model.model.layers:
+    layers = decoder_layers(model)
+    if all(fits(layer) for layer in layers):
+        for layer in layers:
             pack(layer)
 
 
@@ -86,30 +41,25 @@ class DecoderStack:
     def __init__(self, model: object) -> None:
         inner = unwrapped(model)
         check_model(inner)
-        self.twin = share_twin(cast(PreTrainedModel, inner))
+        owner = cast(PreTrainedModel, inner)
+        self.twin = share_twin(owner)
         self._weights = list(self.twin.parameters())
         self._places = _places(self._weights)
-        config = self.twin.config
-        self._body = self.twin.model
-        self._layers = list(self._body.layers)
-        self._dense: list[DenseLayer] | None = None
-        self.backend = "the checkpoint's own modules, attention by torch"
-        if all(fits(layer) for layer in self._layers):
-            self._dense = [DenseLayer(layer, i) for i, layer in enumerate(self._layers)]
-            how = "packed" if self._dense[0].qkv.packed is not None else "where they lie"
-            self.backend = f"dense layers by torch, weights {how} (no kernel of ours yet)"
+        self._forward: DenseModel | Skeleton
+        if all(fits(layer) for layer in decoder_layers(self.twin)):
+            self._forward = DenseModel(self.twin)
+        else:
+            self._forward = Skeleton(self.twin, owner.config._attn_implementation)  # noqa: SLF001
+        forward, config = self._forward, self.twin.config
+        self.backend = forward.backend
         self.num_layers: int = config.num_hidden_layers
-        heads: int = config.num_attention_heads
-        self.num_kv_heads: int = config.num_key_value_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self.group = heads // self.num_kv_heads
+        self.num_kv_heads, self.head_dim = forward.num_kv_heads, forward.head_dim
+        self.group = forward.group
+        self.windows = forward.windows
         self.vocab_size: int = config.vocab_size
-        self.max_positions: int = config.max_position_embeddings
+        self.max_positions = position_limit(config)
         self.dtype, self.device = self.twin.dtype, self.twin.device
-        self.windows = _windows(config)
         self._positions = torch.zeros(1, 0, dtype=torch.int64, device=self.device)
-        self._cos = self._sin = torch.zeros(0)
-        self._signed = (self._cos, self._sin)
         self._proven: dict[tuple[int, int], bool] = {}
         self.exactness: Exactness
         with torch.inference_mode():
@@ -121,6 +71,26 @@ class DecoderStack:
     def kv_bytes_per_token(self) -> int:
         elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim
         return elements * torch.finfo(self.dtype).bits // 8
+
+    @property
+    def one_row(self) -> bool:
+        """Whether a pass holds tokens of one row only."""
+        return self._forward.one_row
+
+    @property
+    def probed_layers(self) -> tuple[int, ...]:
+        """One layer of each kind."""
+        return self._forward.probed
+
+    @property
+    def widths(self) -> set[int]:
+        """Widths of the arrays that activations run over."""
+        return self._forward.widths
+
+    @property
+    def score_changes(self) -> tuple[float | None, Tensor | None]:
+        """Cap and sinks of attention scores, where the model has them."""
+        return self._forward.softcap, self._forward.sinks
 
     def new_cache(self, *, num_rows: int, num_slots: int) -> KVCache:
         """An empty cache; ``num_slots`` is rounded up to whole attention blocks."""
@@ -140,9 +110,12 @@ class DecoderStack:
         )
 
     def embed(self, token_ids: Sequence[int]) -> Tensor:
-        """Token ids -> ``(tokens, hidden)``, padded with spare rows to a legal pass size."""
+        """Token ids -> ``(tokens, hidden)``, padded with spare rows to a legal pass size.
+
+        Learned positions are added when the rows enter ``run_layers``, which knows where they are.
+        """
         padded = [*token_ids, *[0] * (self._padded(len(token_ids)) - len(token_ids))]
-        return self._body.embed_tokens(torch.tensor(padded, device=self.device))
+        return self._forward.embed(torch.tensor(padded, device=self.device))
 
     def run_layers(
         self, hidden: Tensor, layers: Iterable[int], cache: KVCache, segments: Sequence[Segment]
@@ -162,7 +135,7 @@ class DecoderStack:
         if not layers:
             return hidden
         parts = self._split(segments)
-        if len(parts) == 1:
+        if len(parts) == 1 and self.exactness.holds:
             return self.run_pass(hidden, layers, cache, parts[0])
         outputs, start = [], 0
         for part in parts:
@@ -182,7 +155,7 @@ class DecoderStack:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Final norm and vocabulary projection of one pass's rows, as they are."""
-        return self.twin.lm_head(self._body.norm(hidden))
+        return self._forward.head(hidden)
 
     def prefill(
         self, token_ids: Sequence[int], cache: KVCache, row: int, *, start: int = 0
@@ -222,14 +195,13 @@ class DecoderStack:
         ids = torch.tensor(token_ids, device=self.device)
         while start < len(token_ids):
             end = min(len(token_ids), (start // PREFILL_CHUNK + 1) * PREFILL_CHUNK)
-            self._extend_tables(end)
             layout = PrefillLayout(
                 cache,
                 Segment(row, start, end - start),
                 windows=self.windows,
-                all_positions=self._positions,
+                all_positions=self._positions_below(end),
             )
-            yield self._body.embed_tokens(ids[start:end]), layout
+            yield self._forward.embed(ids[start:end]), layout
             start = end
 
     def run_pass(
@@ -238,7 +210,6 @@ class DecoderStack:
         """``run_layers`` as one pass, whatever its size."""
         hidden = self._pad(hidden)
         rows = hidden.shape[0]
-        self._extend_tables(max(s.start for s in segments) + rows)
         layout = PassLayout(
             cache,
             segments,
@@ -246,33 +217,13 @@ class DecoderStack:
             group=self.group,
             tile=self.exactness.row_quantum,
             windows=self.windows,
-            all_positions=self._positions,
+            all_positions=self._positions_below(max(s.start for s in segments) + rows),
         )
         return self._drive(hidden, layers, layout)
 
     def _drive(self, hidden: Tensor, layers: Iterable[int], layout: Layout) -> Tensor:
-        positions = layout.positions
-        if layout.start is not None:
-            at: slice | Tensor = slice(layout.start, layout.start + layout.num_rows)
-        else:
-            at = positions[0]
-        if self._dense is not None:
-            signed = (self._signed[0][at], self._signed[1][at])
-            for i in layers:
-                hidden = self._dense[i](hidden, signed, layout)
-            return hidden
-        rope, hidden, guest = (self._cos[:, at], self._sin[:, at]), hidden[None], CacheGuest(layout)
-        for i in layers:
-            hidden = self._layers[i](
-                hidden,
-                attention_mask=None,
-                position_embeddings=rope,
-                position_ids=positions,
-                past_key_values=guest,
-                use_cache=True,
-                layout=layout,
-            )
-        return hidden[0]
+        """All that runs layers comes through here."""
+        return self._forward.run(hidden, layers, layout)
 
     def _padded(self, num_tokens: int) -> int:
         quantum = self.exactness.row_quantum
@@ -282,13 +233,14 @@ class DecoderStack:
         missing = self._padded(hidden.shape[0]) - hidden.shape[0]
         return F.pad(hidden, (0, 0, 0, missing)) if missing else hidden
 
-    def _split(self, segments: Sequence[Segment]) -> list[Sequence[Segment]]:
-        """Passes of proven sizes; token by token where no size is proven."""
+    def _split(self, segments: Sequence[Segment]) -> list[list[Segment]]:
+        """Passes of proven sizes; token by token where no size is proven, and row by row where
+        the layers' own attention knows no rows."""
         total = sum(s.count for s in segments)
         limit = self._largest_proven(total)
-        if total <= limit:
-            return [segments]
-        parts: list[Sequence[Segment]] = []
+        if total <= limit and (len(segments) == 1 or not self.one_row):
+            return [list(segments)]
+        parts: list[list[Segment]] = []
         part: list[Segment] = []
         room = limit
         for s in segments:
@@ -297,7 +249,7 @@ class DecoderStack:
                 take = min(room, left)
                 part.append(Segment(s.row, start, take))
                 start, left, room = start + take, left - take, room - take
-                if room == 0:
+                if room == 0 or self.one_row:
                     parts.append(part)
                     part, room = [], limit
         return [*parts, part] if part else parts
@@ -320,32 +272,17 @@ class DecoderStack:
                 logger.info("passes of %d rows change bits; smaller ones are used", size)
         return self._proven[key]
 
-    def _extend_tables(self, num_positions: int) -> None:
-        """Rotary tables for positions below ``num_positions``, made once, in fixed chunks."""
-        have = self._positions.shape[1]
-        while have < num_positions:
-            positions = torch.arange(have, have + ROPE_CHUNK, device=self.device)[None]
-            probe = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device)
-            cos, sin = self._body.rotary_emb(probe, positions)
-            if have:
-                cos, sin = torch.cat([self._cos, cos], 1), torch.cat([self._sin, sin], 1)
-                positions = torch.cat([self._positions, positions], 1)
-            # Positions last: another thread takes their number for the tables' length.
-            self._cos, self._sin, self._signed = cos, sin, signed_rope(cos, sin)
-            self._positions = positions
-            have += ROPE_CHUNK
+    def _positions_below(self, num_positions: int) -> Tensor:
+        """``(1, >= num_positions)``: 0, 1, 2, ... Beyond the last legal position, where only spare
+        rows lie, that one is repeated: a learned table has no more."""
+        positions = self._positions
+        if positions.shape[1] < num_positions:
+            num_positions = -(-num_positions // POSITION_CHUNK) * POSITION_CHUNK
+            positions = torch.arange(num_positions, device=self.device)[None]
+            self._positions = positions = positions.clamp(max=self.max_positions - 1)
+        return positions
 
 
 def _places(weights: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size]]:
     """What a weight may not lose while a twin shares it; its values may change."""
     return [(w.dtype, w.device, w.shape) for w in weights]
-
-
-def _windows(config: object) -> tuple[int | None, ...]:
-    """Each layer's sliding window, None where it sees everything."""
-    num_layers: int = config.num_hidden_layers  # type: ignore[attr-defined]
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return (window,) * num_layers
-    return tuple(window if t == "sliding_attention" else None for t in types)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerskip.cache import SLOT_BLOCK, CacheGuest, KVCache, PassLayout, PrefillLayout, Segment
+from layerskip.cache import SLOT_BLOCK, KVCache, PassLayout, PrefillLayout, Segment
 
 NUM_LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 6
 POSITIONS = torch.arange(4 * SLOT_BLOCK)[None]
@@ -220,14 +220,30 @@ def test_a_chunk_of_prompt_is_attended_exactly(row, start, count, group, window)
         check_attention(layout, cache, places, layer, seen, KV_HEADS * group, generator)
 
 
-def test_transformers_layers_write_through_a_guest():
-    """Their shapes are ``(1, kv_head, rows, head_dim)``."""
-    cache, segment = make_cache(), Segment(0, 4, 3)
-    layout = PrefillLayout(cache, segment, windows=(None,), all_positions=POSITIONS)
-    generator = torch.Generator().manual_seed(0)
-    key, value = (torch.randn(1, KV_HEADS, 3, HEAD_DIM, generator=generator) for _ in "kv")
-    assert CacheGuest(layout).update(key, value, 1, {}) == (key, value)
-    for token in range(3):
-        assert torch.equal(cache.keys[1, 0, 4 + token], key[0, :, token])
-        assert torch.equal(cache.values[1, 0, 4 + token], value[0, :, token])
-    assert torch.count_nonzero(cache.keys[0]) == 0
+@pytest.mark.parametrize(("start", "end"), [(0, 3), (5, 200), (120, 10_000), (7, 7)])
+def test_sweeping_empties_scratch_slots_of_one_row(start, end):
+    cache = make_cache(num_rows=2, attended_block=128)
+    fill(cache)
+    cache.keys[:, 1, start:end] = math.nan
+    before = cache.keys.clone(), cache.values.clone()
+    cache.sweep(1, start, end)
+    for tensor, old in zip((cache.keys, cache.values), before, strict=True):
+        assert torch.count_nonzero(tensor[:, 1, start:end]) == 0
+        tensor[:, 1, start:end] = old[:, 1, start:end]
+        torch.testing.assert_close(tensor, old, rtol=0, atol=0, equal_nan=True)
+
+
+def test_spare_rows_have_legal_positions_and_every_slot_its_own():
+    """A learned table ends; slots do not follow the clamped positions."""
+    cache = make_cache(num_rows=2, num_slots=128)
+    table = POSITIONS.clamp(max=19)
+    segments = [Segment(0, 18, 1), Segment(1, 3, 2)]
+    layout = PassLayout(
+        cache, segments, num_rows=8, group=1, tile=8, windows=(None,), all_positions=table
+    )
+    assert layout.positions[0].tolist() == [18, 3, 4, 0, 0, 0, 0, 0]
+    single = PassLayout(
+        cache, segments[:1], num_rows=8, group=1, tile=8, windows=(None,), all_positions=table
+    )
+    assert single.positions[0].tolist() == [18, 19, 19, 19, 19, 19, 19, 19]
+    assert single.num_visible == cache.num_slots

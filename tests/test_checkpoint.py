@@ -118,7 +118,7 @@ def test_a_folder_without_a_config(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "gpt2"}, "architecture 'gpt2' is not supported"),
+        ({"model_type": "mamba"}, "architecture 'mamba' is not supported"),
         ({"model_type": "bert"}, "architecture 'bert' is not supported"),
         ({"model_type": "t5"}, "architecture 't5' is not supported"),
     ],

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from toys import MAX_POSITIONS, NUM_LAYERS, PLANS, make_model, make_tokenizer
-from transformers import BertConfig, GPT2Config
+from transformers import BertConfig, MambaConfig
 
 from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM, __version__
 from layerskip.cli import _sampling, main, parser
@@ -404,11 +404,17 @@ def test_a_folder_without_config(bad: Path) -> None:
     assert_refused(run("info", bad), str(bad), "no config.json")
 
 
-@pytest.mark.parametrize(("config", "name"), [(BertConfig(), "bert"), (GPT2Config(), "gpt2")])
-def test_an_unsupported_architecture(bad: Path, config: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "name", "reason"),
+    [
+        (BertConfig(), "bert", "it is not among the tested families"),
+        (MambaConfig(), "mamba", "layers with a recurrent state"),
+    ],
+)
+def test_an_unsupported_architecture(bad: Path, config: Any, name: str, reason: str) -> None:
     config.save_pretrained(bad)
     for command in (("generate", "--prompt", "x"), ("compare",)):
-        assert_refused(run(command[0], bad, *command[1:]), repr(name), "supported are llama")
+        assert_refused(run(command[0], bad, *command[1:]), repr(name), reason)
 
 
 def test_info_says_that_a_checkpoint_is_not_supported(bad: Path) -> None:

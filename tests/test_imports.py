@@ -11,17 +11,18 @@ import pytest
 import layerskip
 
 PACKAGE = Path(layerskip.__file__).parent
-VALUES = {"errors", "params", "outputs", "plan", "text"}
+VALUES = {"errors", "families", "params", "outputs", "plan", "text"}
 # From the bottom up: a module may import what stands in the lines before its own.
 ENGINE = [
     {"cache", "sampling"},
-    {"exactness", "dense", "admission", "verification", "processors", "row"},
+    {"exactness", "dense", "admission", "guest", "verification", "processors", "row"},
+    {"skeleton"},
     {"model"},
     {"drafting"},
     {"decode"},
 ]
 
-KNOW_TRANSFORMERS = {"admission", "model", "processors"}
+KNOW_TRANSFORMERS = {"admission", "guest", "model", "processors", "skeleton"}
 
 
 def module_names() -> list[str]:

@@ -79,9 +79,9 @@ def test_two_plans_decode_side_by_side_in_threads(toy, wrap):
     assert all(texts == expected for texts in results.values())
 
 
-def gpt2() -> torch.nn.Module:
-    config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2)
-    return transformers.GPT2LMHeadModel(config)
+def gpt1() -> torch.nn.Module:
+    config = transformers.OpenAIGPTConfig(vocab_size=50, n_embd=16, n_layer=1, n_head=2)
+    return transformers.OpenAIGPTLMHeadModel(config)
 
 
 def t5() -> torch.nn.Module:
@@ -111,8 +111,8 @@ def quantised() -> torch.nn.Module:
 
 
 REFUSALS = [
-    (gpt2, r"architecture 'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3"),
-    (t5, r"architecture 't5' is not supported"),
+    (gpt1, r"architecture 'openai-gpt' is not supported: it is not among the tested families"),
+    (t5, r"architecture 't5' is not supported: it is an encoder-decoder"),
     (headless, r"LlamaModel has no language-model head; load it as a causal LM"),
     (classifier, r"LlamaForSequenceClassification has no language-model head"),
     (dynamic_rope, r"rope type 'dynamic' changes with the length of the text"),

@@ -48,6 +48,55 @@ def test_decode_attention_is_attention(group, batch, seqlen, slots):
     torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=2e-6)
 
 
+def naive_changed_attention(q, k, v, mask, scale, softcap, sinks):
+    """As ``naive_attention``, with capped scores and a sink per head."""
+    group = q.shape[2] // k.shape[2]
+    out = torch.empty(q.shape, dtype=torch.float64)
+    for b, h in np.ndindex(q.shape[0], q.shape[2]):
+        keys, values = k[b, :, h // group].double(), v[b, :, h // group].double()
+        scores = q[b, :, h].double() @ keys.T * scale
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        weights = (scores + mask.double()).exp()
+        beside = math.exp(sinks[h]) if sinks is not None else 0.0
+        out[b, :, h] = weights @ values / (weights.sum(-1, keepdim=True) + beside)
+    return out
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([2.0, -1.0, 0.5, 3.0])])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize(("batch", "seqlen", "slots"), [(1, 8, 40), (3, 5, 256), (2, 1, 300)])
+def test_capped_attention_with_sinks_is_its_formula(batch, seqlen, slots, softcap, sinks):
+    generator = torch.Generator().manual_seed(seqlen)
+    q = torch.randn(batch, seqlen, 4, 10, generator=generator)
+    k, v = (torch.randn(batch, slots, 2, 10, generator=generator) for _ in range(2))
+    hidden = torch.rand(seqlen, slots, generator=generator) < 0.5
+    hidden[:, :130] = slots > 130  # the first block of keys is masked as a whole
+    hidden[:, -1] = False
+    mask = torch.zeros(seqlen, slots).masked_fill_(hidden, -math.inf)
+    expected = naive_changed_attention(q, k, v, mask, 0.3, softcap, sinks)
+    got = decode_attention(q, k, v, mask.repeat(2, 1)[None, None], 0.3, softcap, sinks)
+    torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=2e-6)
+    got = prefill_attention(q, k, v, mask[None, None], 0.3, softcap, sinks)
+    torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masked_blocks_leave_the_bits_of_capped_attention_alone(dtype):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 8, 4, 16, generator=generator).to(dtype)
+    k, v = (torch.randn(1, 1024, 2, 16, generator=generator).to(dtype) for _ in range(2))
+    mask = torch.zeros(1, 1, 16, 1024, dtype=dtype)
+    mask[..., 100:] = -math.inf
+    sinks = torch.zeros(4, dtype=dtype)
+    outputs = [
+        decode_attention(q, k[:, :end], v[:, :end], mask[..., :end], 0.3, 5.0, sinks)
+        for end in (128, 256, 1024)
+    ]
+    assert outputs[0].dtype == dtype
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
 def in_odd_pieces(bits: np.ndarray) -> np.ndarray:
     """The noise of ``bits``, computed in pieces of 1, 2, 5, 12, ... entries."""
     parts, start, size = [], 0, 1

@@ -6,10 +6,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 UNIFORM_BITS = 24
+KEY_BLOCK = 128  # divides every multiple of slots that a decode pass attends to
 
 
 def decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor, softmax_scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    mask: Tensor,
+    softmax_scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of a few new positions per sequence over its cache.
 
@@ -24,6 +31,7 @@ def decode_attention(
         mask: broadcastable to ``(batch, 1, group * seqlen, seqlen_cache)``, of q's dtype: 0 where
             a position may look, -inf elsewhere; ``group = nheads / nheads_k`` repeats of seqlen.
         softmax_scale: multiplies the scores.
+        softcap, sinks: as in ``blockwise_attention``.
 
     Returns:
         ``(batch, seqlen, nheads, headdim)``.
@@ -32,25 +40,34 @@ def decode_attention(
     nheads_k = k_cache.shape[2]
     group = nheads // nheads_k
     rows = q.unflatten(2, (nheads_k, group)).permute(0, 2, 3, 1, 4)
-    out = F.scaled_dot_product_attention(
-        rows.reshape(batch, nheads_k, group * seqlen, headdim),
-        k_cache.transpose(1, 2),
-        v_cache.transpose(1, 2),
-        attn_mask=mask,
-        scale=softmax_scale,
-    )
+    rows = rows.reshape(batch, nheads_k, group * seqlen, headdim)
+    k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    if softcap is None and sinks is None:
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=softmax_scale)
+    else:
+        out = blockwise_attention(rows, k, v, mask, softmax_scale, softcap, sinks)
     out = out.view(batch, nheads_k, group, seqlen, headdim).permute(0, 3, 1, 2, 4)
     return out.reshape(batch, seqlen, nheads, headdim)
 
 
 def prefill_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor, softmax_scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    mask: Tensor,
+    softmax_scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one sequence's chunk of prompt; shapes as in ``decode_attention``.
 
     Args:
         mask: ``(1, 1, seqlen, seqlen_cache)``.
     """
+    if softcap is not None or sinks is not None:
+        group = q.shape[2] // k_cache.shape[2]
+        mask = mask.repeat(1, 1, group, 1)
+        return decode_attention(q, k_cache, v_cache, mask, softmax_scale, softcap, sinks)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k_cache.transpose(1, 2),
@@ -60,6 +77,57 @@ def prefill_attention(
         enable_gqa=q.shape[2] != k_cache.shape[2],
     )
     return out.transpose(1, 2)
+
+
+def blockwise_attention(
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    softmax_scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with capped scores or sinks, which torch's own does not have.
+
+    With ``s = softmax_scale * q k``: ``s' = softcap * tanh(s / softcap)`` (Gemma 2, Riviere et al.
+    2024, section 2), and ``p_j = exp(s'_j) / (exp(sink) + sum_i exp(s'_i))``: a sink is one more
+    score per head that takes weight and gives no value (gpt-oss model card, OpenAI 2025; after
+    Xiao et al. 2023).
+
+    In float32, by blocks of keys counted from slot 0 and combined in their order (Milakov and
+    Gimelshein 2018): a block that is masked for a row leaves the row's bits as they are.
+
+    Args:
+        rows: ``(batch, nheads_k, group * seqlen, headdim)``.
+        keys, values: ``(batch, nheads_k, seqlen_cache, headdim)``.
+        mask: broadcastable to ``(batch, 1, group * seqlen, seqlen_cache)``.
+        sinks: ``(nheads,)``, or None.
+
+    Returns:
+        Like ``rows``.
+    """
+    wide = rows.float()
+    # Finite where nothing has been seen: -inf less -inf is no number.
+    highest = wide.new_full((*wide.shape[:-1], 1), torch.finfo(torch.float32).min)
+    total, out = torch.zeros_like(highest), torch.zeros_like(wide)
+    if sinks is not None:
+        seqlen = wide.shape[2] * wide.shape[1] // len(sinks)
+        per_row = sinks.float().repeat_interleave(seqlen)  # heads of a group follow each other
+        highest = per_row.view(1, *wide.shape[1:3], 1).expand_as(total)
+        total = torch.ones_like(total)
+    for start in range(0, keys.shape[2], KEY_BLOCK):
+        block = slice(start, start + KEY_BLOCK)
+        scores = wide @ keys[:, :, block].float().transpose(-1, -2) * softmax_scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores + mask[..., block]
+        higher = torch.maximum(highest, scores.amax(-1, keepdim=True))
+        weights, kept = torch.exp(scores - higher), torch.exp(highest - higher)
+        total = total * kept + weights.sum(-1, keepdim=True)
+        out = out * kept + weights @ values[:, :, block].float()
+        highest = higher
+    return (out / total).to(rows.dtype)
 
 
 def uniform_bits(
