@@ -1,5 +1,6 @@
 """One toy model of every family in ``layerskip.families``, built from its config."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -138,7 +139,11 @@ def make_toy(family: str, dtype: str = "float32", **changes: Any) -> PreTrainedM
     torch.manual_seed(0)
     # transformers 5.17 leaves out Gemma 2's caps unless told to run its eager attention.
     how = {"attn_implementation": "eager"} if family == "gemma2" else {}
-    model = transformers.AutoModelForCausalLM.from_config(config, **how)
+    with (
+        warnings.catch_warnings()
+    ):  # 5.17 scripts a function of gpt_bigcode, which torch deprecates
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = transformers.AutoModelForCausalLM.from_config(config, **how)
     embeddings = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
