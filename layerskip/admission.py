@@ -12,6 +12,7 @@ from layerskip.errors import UnsupportedModelError
 from layerskip.families import unsuitable
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ATTENTION_NAMES = ("attention", "attn", "self_attention", "self_attn")
 DEVICES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # PEFT methods that are layers and nothing else. The others also prepend to the cache or to the
@@ -215,8 +216,7 @@ def _code_of_layers(model: PreTrainedModel) -> str | None:
                 "the weights; unmerge it first"
             )
     for layer in decoder_layers(model):
-        parts = layer.named_children()
-        attention = [m for name, m in parts if name.endswith(("attn", "attention"))]
+        attention = [part for name, part in layer.named_children() if name in ATTENTION_NAMES]
         for part in (layer, *attention):
             if not _is_transformers_own(type(part).forward):
                 return f"{type(part).__name__} is not a layer of transformers"
