@@ -181,6 +181,15 @@ def test_two_ends_at_once(lms, tokenizer, k):
         )
 
 
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_stop_string_that_only_the_end_completes(lms, tokenizer, k):
+    """Bytes that never become a character are held back until the limit, and are text then."""
+    broken = forced(tokenizer, "t😀", by_bytes=True).forced_token_ids[:3]
+    request = {"sampling": SamplingParams(forced_token_ids=broken), "num_draft_tokens": k}
+    out = run(lms["exit"], "a", stop="\ufffd", max_new_tokens=3, **request)
+    assert (out.text, out.token_ids, out.finish_reason) == ("t", broken, "stop")
+
+
 def test_stop_strings_end_before_min_new_tokens(lms, tokenizer):
     params = replace(forced(tokenizer, "tea", by_bytes=True), min_new_tokens=9)
     out = run(lms["exit"], "a", sampling=params, stop="e")
