@@ -16,7 +16,7 @@ from layerskip.sampling import token_logprobs
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
 RULED = SamplingParams(repetition_penalty=1.7, bad_words_ids=[[40]], min_new_tokens=2)
-PROMPTS = [random_ids(n) for n in (2, 61, 509)]
+PROMPTS = [random_ids(n) for n in (2, 61, 130)]
 
 
 def run(lm: SelfSpeculativeLM, prompts: Any = None, **more: Any) -> Any:

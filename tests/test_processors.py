@@ -131,7 +131,7 @@ def ruled_slowly(
     return [0.0 if token in forced else -math.inf for token in range(len(s))] if forced else s
 
 
-@settings(max_examples=250)
+@settings(max_examples=150)
 @given(
     RULED,
     st.lists(TOKEN, min_size=1, max_size=7),
@@ -342,7 +342,7 @@ class Refusing:
         return scores
 
 
-@pytest.mark.parametrize("length", range(4, 12))
+@pytest.mark.parametrize("length", range(4, 12, 2))
 def test_a_processor_that_raises_changes_nothing(wrap, length):
     """In a prefill, a draft or a verify pass; the other rows go on when its row is gone."""
     lm, prompts = wrap("exit"), ([9, 8, 7, 6], [3, 4, 5], [2])
