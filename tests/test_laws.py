@@ -124,9 +124,7 @@ def test_continuations_follow_the_law_of_the_full_model(lab: Lab, verification: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_a_wrong_recovered_token_is_noticed(lab: Lab, monkeypatch, verification: str) -> None:
-    """The tokens after a rejection drawn from p, which the rejection was to be made up for."""
+def test_a_wrong_recovered_token_is_noticed(lab: Lab, monkeypatch) -> None:
+    """Tokens after a rejection drawn from p. Few cells, which few draws fill."""
     monkeypatch.setattr(verification_module, "recovered", lambda _, p, q, draft, n: p[n])
-    law = lab.law(2000)
-    assert chi_square(lab.draw(verification, 2000), law)[2] < 1e-8
+    assert chi_square(lab.draw("token", 3000), lab.law(300))[2] < 1e-6
