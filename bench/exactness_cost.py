@@ -13,7 +13,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,15 +24,6 @@ from layerskip.prompts import held_out_code
 
 BATCH_SIZES = (1, 8)
 PERCENT = 100.0
-
-
-def without_exactness(lm: SelfSpeculativeLM) -> SelfSpeculativeLM:
-    """``lm`` with passes of just their rows, over just the slots that are filled."""
-    stack = lm.stack
-    reason = "rows are not padded"
-    stack.exactness = replace(stack.exactness, row_quantum=1, slot_block=1, reason=reason)
-    stack._is_proven = lambda size: True
-    return lm
 
 
 def seconds_per_round(
@@ -66,8 +56,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
 
     load = partial(SelfSpeculativeLM.load_parts, options.model, dtype=options.dtype, device="cpu")
-    exact, free = (SelfSpeculativeLM(*load()[:3]) for _ in range(2))
-    without_exactness(free)
+    exact, free = (SelfSpeculativeLM(*load()[:3], exact=exact) for exact in (True, False))
     drafted = load()[3]
     examples = held_out_code(held_out_modules(), 60)
     room = exact.stack.max_positions - options.rounds * (drafted + 1) - 2

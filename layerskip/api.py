@@ -59,6 +59,9 @@ class SelfSpeculativeLM:
             model (vocabularies are padded), but not more.
         plan: which layers draft; None decodes plainly.
         num_draft_tokens: default for requests that do not say.
+        exact: True keeps every row's bits whatever it is decoded with, so that drafts and batches
+            never change a token. False is faster where that costs (on a CPU, batches and float32:
+            bench/LOG.md), and lets last bits, and now and then a token, depend on both.
 
     Raises:
         UnsupportedModelError: the model does not fit, with the reason; it is left as it was.
@@ -73,6 +76,7 @@ class SelfSpeculativeLM:
         plan: DraftPlan | None = None,
         *,
         num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS,
+        exact: bool = True,
     ) -> None:
         if plan is not None and not isinstance(plan, DraftPlan):
             raise TypeError(f"plan must be a DraftPlan or None, got {type(plan).__name__}")
@@ -82,7 +86,7 @@ class SelfSpeculativeLM:
             raise ValueError(
                 f"the plan is for a model of {plan.num_layers} layers; this one has {depth}"
             )
-        self.stack = DecoderStack(model)
+        self.stack = DecoderStack(model, exact=exact)
         self.tokenizer, self.plan = tokenizer, plan
         self.num_draft_tokens = num_draft_tokens if plan is not None else 0
         self._encoder = PromptEncoder(
@@ -105,6 +109,7 @@ class SelfSpeculativeLM:
         cache_dir: str | Path | None = None,
         token: str | None = None,
         local_files_only: bool = False,
+        exact: bool = True,
     ) -> "SelfSpeculativeLM":
         """Load a checkpoint; code from a hub is never run.
 
@@ -117,6 +122,7 @@ class SelfSpeculativeLM:
             dtype: "bfloat16", "float16", "float32" or None for the checkpoint's own.
             device: "cpu", "cuda" or "auto" (CUDA where there is one).
             revision, cache_dir, token, local_files_only: as in transformers.
+            exact: as for the class.
         """
         loaded, tokenizer, plan, num_draft_tokens = cls.load_parts(
             model,
@@ -130,7 +136,7 @@ class SelfSpeculativeLM:
             token=token,
             local_files_only=local_files_only,
         )
-        lm = cls(loaded, tokenizer, plan, num_draft_tokens=num_draft_tokens)
+        lm = cls(loaded, tokenizer, plan, num_draft_tokens=num_draft_tokens, exact=exact)
         if plan is None:
             logger.warning("no draft plan is known for %s: decoding is plain", model)
         return lm

@@ -172,6 +172,9 @@ class PassLayout:
         start: first position where they are consecutive (one row's), else None.
         num_visible: slots that the pass attends to, masked.
         padded: True: all passes that hold a token run it among as many rows, or a multiple.
+        tile: positions of a row that attention takes at once, so that a long segment is computed
+            as short ones are.
+        product_rows: rows that a linear map takes at once, where it is ours.
     """
 
     padded = True
@@ -184,10 +187,12 @@ class PassLayout:
         num_rows: int,
         group: int,
         tile: int,
+        product_rows: int,
         windows: Sequence[int | None],
         all_positions: Tensor,
     ) -> None:
         self.cache, self.num_rows = cache, num_rows
+        self.tile, self.product_rows = tile, product_rows
         self.num_tokens = sum(s.count for s in segments)
         self.windows = windows
         self.single = segments[0] if len(segments) == 1 else None
@@ -195,35 +200,38 @@ class PassLayout:
         if self.start is not None:
             start = self.start
             self.positions = all_positions[:, start : start + num_rows]
-            self.masks = {
-                w: cache.causal_rows(start, num_rows, group, w)[None, None] for w in set(windows)
-            }
+            starts, longest = [start], num_rows
         else:
-            self._lay_out(segments, group, tile, all_positions)
-        self.num_visible = next(iter(self.masks.values())).shape[-1]
+            starts, longest = self._lay_out(segments, all_positions)
+        self.masks = {
+            w: [self._stacked_mask(starts, done, group, w) for done in range(0, longest, tile)]
+            for w in set(windows)
+        }
+        self.num_visible = next(iter(self.masks.values()))[-1].shape[-1]
 
-    def _lay_out(
-        self, segments: Sequence[Segment], group: int, tile: int, all_positions: Tensor
-    ) -> None:
-        """Several rows: index tables between the flat tokens and ``(row, tile)`` queries."""
+    def _lay_out(self, segments: Sequence[Segment], all_positions: Tensor) -> tuple[list[int], int]:
+        """Several rows: index tables between the flat tokens and ``(row, longest)`` queries.
+
+        Returns:
+            Each row's first position, and the longest segment in whole tiles.
+        """
         num_rows = self.num_rows
-        longest = max(s.count for s in segments)
-        tile = -(-longest // tile) * tile
+        longest = -(-max(s.count for s in segments) // self.tile) * self.tile
         batch = max(s.row for s in segments) + 1
         starts = [0] * batch
         slots = [0] * num_rows
-        gather, scatter = [0] * (batch * tile), [0] * num_rows
+        gather, scatter = [0] * (batch * longest), [0] * num_rows
         write_rows, token = [], 0
         for s in segments:
             starts[s.row] = s.start
             for i in range(s.count):
                 slots[token] = s.start + i
-                gather[s.row * tile + i] = token
-                scatter[token] = s.row * tile + i
+                gather[s.row * longest + i] = token
+                scatter[token] = s.row * longest + i
                 write_rows.append(s.row)
                 token += 1
         device = self.cache.keys.device
-        self.batch, self.tile = batch, tile
+        self.batch = batch
         at = torch.tensor(slots, device=device)
         self.positions = all_positions[:, at]
         self.gather = torch.tensor(gather, device=device)
@@ -232,13 +240,20 @@ class PassLayout:
             torch.tensor(write_rows, device=device),
             at[: self.num_tokens],
         )
-        self.masks = {w: self._stacked_mask(starts, tile, group, w) for w in set(self.windows)}
+        return starts, longest
 
     def _stacked_mask(
-        self, starts: Sequence[int], tile: int, group: int, window: int | None
+        self, starts: Sequence[int], done: int, group: int, window: int | None
     ) -> Tensor:
-        """Every row's mask, as wide as the farthest row's: ``(batch, 1, group * tile, slots)``."""
-        rows = [self.cache.causal_rows(start, tile, group, window) for start in starts]
+        """Masks of the tile after ``done`` positions of every row, as wide as the farthest row's:
+        ``(batch, 1, group * tile, slots)``."""
+        cache, tile = self.cache, self.tile
+        rows = [
+            cache.causal_rows(min(start + done, cache.num_slots), tile, group, window)
+            for start in starts
+        ]
+        if len(rows) == 1:
+            return rows[0][None, None]
         widest = max(r.shape[1] for r in rows)
         full = rows[0].new_full((len(rows), 1, group * tile, widest), float("-inf"))
         for i, r in enumerate(rows):
@@ -272,16 +287,23 @@ class PassLayout:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """``(num_rows, head, head_dim)`` -> the same, over the cache."""
-        mask, extra = self.masks[self.windows[layer]], (softmax_scale, softcap, sinks)
-        if self.single is not None:
-            k, v = self.seen(layer)
-            return decode_attention(query[None], k[None], v[None], mask, *extra)[0]
         keys, values = self.cache.layer_keys[layer], self.cache.layer_values[layer]
-        visible = self.num_visible
         heads, dim = query.shape[1:]
-        tiles = query.index_select(0, self.gather).view(self.batch, self.tile, heads, dim)
-        k, v = keys[: self.batch, :visible], values[: self.batch, :visible]
-        out = decode_attention(tiles, k, v, mask, *extra)
+        if self.single is not None:
+            rows, queries = slice(self.single.row, self.single.row + 1), query[None]
+        else:
+            rows = slice(0, self.batch)
+            queries = query.index_select(0, self.gather).view(self.batch, -1, heads, dim)
+        tiles = []
+        for q, mask in zip(
+            queries.split(self.tile, dim=1), self.masks[self.windows[layer]], strict=True
+        ):
+            visible = mask.shape[-1]
+            k, v = keys[rows, :visible], values[rows, :visible]
+            tiles.append(decode_attention(q, k, v, mask, softmax_scale, softcap, sinks))
+        out = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
+        if self.single is not None:
+            return out[0]
         return out.reshape(-1, heads, dim).index_select(0, self.scatter)
 
 
@@ -301,7 +323,7 @@ class PrefillLayout:
         self.cache, self.windows = cache, windows
         self.row = segment.row
         self.start: int = segment.start
-        self.num_tokens = self.num_rows = segment.count
+        self.num_tokens = self.num_rows = self.product_rows = segment.count
         self.end = self.num_visible = segment.start + segment.count
         self.positions = all_positions[:, self.start : self.end]
         slots = torch.arange(self.end, device=cache.keys.device)

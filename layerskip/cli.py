@@ -99,6 +99,12 @@ def _model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--num-draft-tokens", type=int, help="drafted per round; 0 is plain")
     command.add_argument("--dtype", help="bfloat16, float16, float32; default: the checkpoint's")
     command.add_argument("--device", default="auto", help="cpu, cuda or auto")
+    command.add_argument(
+        "--exact",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether a row's bits may not depend on drafts and batch (the default)",
+    )
     command.add_argument("--json", action="store_true", help="one JSON document as last line")
 
 
@@ -170,6 +176,7 @@ def _load(args: argparse.Namespace) -> "SelfSpeculativeLM":
         num_draft_tokens=args.num_draft_tokens,
         dtype=args.dtype,
         device=args.device,
+        exact=args.exact,
     )
 
 
@@ -311,7 +318,9 @@ def _comparison(args: argparse.Namespace, sampling: "SamplingParams", tokens: in
         dtype=args.dtype,
         device=args.device,
     )
-    lm = SelfSpeculativeLM(model, tokenizer, plan, num_draft_tokens=num_draft_tokens)
+    lm = SelfSpeculativeLM(
+        model, tokenizer, plan, num_draft_tokens=num_draft_tokens, exact=args.exact
+    )
     return Comparison(model, lm, sampling=sampling, max_new_tokens=tokens)
 
 

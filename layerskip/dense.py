@@ -78,11 +78,11 @@ class Projections:
         if biases[0] is not None and self.bias is None:
             self.packed = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, at_once: int) -> Tensor:
         """``(rows, in)`` -> ``(rows, all outs)``."""
         if self.packed is not None:
-            return F.linear(x, self.packed, self.bias)
-        return torch.cat([F.linear(x, m.weight, m.bias) for m in self.linears], dim=-1)
+            return product(x, self.packed, self.bias, at_once)
+        return torch.cat([product(x, m.weight, m.bias, at_once) for m in self.linears], dim=-1)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:
@@ -95,6 +95,16 @@ def _joined(parts: Sequence[Tensor]) -> Tensor | None:
     shape = (sum(len(p) for p in parts), *parts[0].shape[1:])
     first = parts[0].detach()
     return first.as_strided(shape, first.stride(), first.storage_offset())
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, at_once: int) -> Tensor:
+    """``(rows, in)`` -> ``(rows, out)``, at most ``at_once`` rows at a time.
+
+    How many rows torch multiplies together decides which kernel it takes, and so a row's bits.
+    """
+    if len(x) <= at_once:
+        return F.linear(x, weight, bias)
+    return torch.cat([F.linear(part, weight, bias) for part in x.split(at_once)])
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -138,8 +148,8 @@ class DenseLayer:
 
     def __call__(self, hidden: Tensor, rope: Rope, layout: Layout) -> Tensor:
         """``(rows, width)`` -> ``(rows, width)``; appends keys and values to the cache."""
-        first, second = self.norms
-        qkv = self.qkv(rms_norm(hidden, first.weight, first.variance_epsilon))
+        (first, second), at_once = self.norms, layout.product_rows
+        qkv = self.qkv(rms_norm(hidden, first.weight, first.variance_epsilon), at_once)
         qkv = qkv.view(len(hidden), -1, self.head_dim)
         rotated = self.num_heads + self.num_kv_heads
         qk, value = qkv[:, :rotated], qkv[:, rotated:]
@@ -151,11 +161,10 @@ class DenseLayer:
         qk = rotate(qk, rope)
         layout.append(qk[:, self.num_heads :], value, self.index)
         mixed = layout.attend(qk[:, : self.num_heads], self.index, self.scale)
-        hidden = hidden + F.linear(mixed.flatten(1), self.out.weight, self.out.bias)
-        gate, up = self.gate_up(rms_norm(hidden, second.weight, second.variance_epsilon)).chunk(
-            2, dim=-1
-        )
-        return hidden + F.linear(F.silu(gate) * up, self.down.weight, self.down.bias)
+        hidden = hidden + product(mixed.flatten(1), self.out.weight, self.out.bias, at_once)
+        normed = rms_norm(hidden, second.weight, second.variance_epsilon)
+        gate, up = self.gate_up(normed, at_once).chunk(2, dim=-1)
+        return hidden + product(F.silu(gate) * up, self.down.weight, self.down.bias, at_once)
 
 
 class DenseModel:
@@ -166,6 +175,7 @@ class DenseModel:
     """
 
     one_row = False
+    divides_products = True
     softcap = sinks = None
     probed = (0,)
 

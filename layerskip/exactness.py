@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from layerskip.model import DecoderStack
 
 ROW_QUANTA = (8, 16, 32, 64)
-SLOT_BLOCKS = (128, SLOT_BLOCK)
+SLOT_BLOCKS = (128, 256, SLOT_BLOCK)
 SLOTS_OF_PROBE = 1024
 NUM_DRAWS = 3
 TAIL_FREE_BYTES = 128
+MAX_PASS_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,19 @@ class Exactness:
         row_quantum: passes are padded to a multiple of this many rows.
         slot_block: passes attend to a multiple of this many slots, masked.
         reason: one sentence for ``info``.
+        wanted: False where passes take the rows that come, in one piece, whatever the bits.
     """
 
     holds: bool
     row_quantum: int
     slot_block: int
     reason: str
+    wanted: bool = True
+
+
+SWITCHED_OFF = Exactness(
+    False, 1, 1, "switched off (exact=False): rows may change in the last bits", wanted=False
+)
 
 
 def probe(stack: "DecoderStack") -> Exactness:
@@ -84,7 +92,8 @@ def blocks_agree(stack: "DecoderStack", block: int) -> bool:
 
     q = noise(1, rows, heads, stack.head_dim)
     keys, values = (noise(1, SLOTS_OF_PROBE, stack.num_kv_heads, stack.head_dim) for _ in "kv")
-    for position in (1, block // 2, block - 1, SLOTS_OF_PROBE // 2 + 1):
+    middles, lasts = (range(first, SLOTS_OF_PROBE, block) for first in (block // 2, block - 1))
+    for position in (1, *middles, *lasts):
         mask = torch.zeros(1, 1, stack.group * rows, SLOTS_OF_PROBE)
         mask[..., position + 1 :] = float("-inf")
         mask = mask.to(stack.device, stack.dtype)
@@ -98,11 +107,16 @@ def blocks_agree(stack: "DecoderStack", block: int) -> bool:
     return True
 
 
-def rows_agree(stack: "DecoderStack", size: int, reference: int) -> bool:
+def rows_agree(
+    stack: "DecoderStack", size: int, reference: int, product_rows: int = MAX_PASS_ROWS
+) -> bool:
     """Whether a pass of ``size`` tokens gives the bits of passes of ``reference`` tokens.
 
     One layer of each kind and the head, on several draws of tokens, as one sequence and as two
     with different contexts.
+
+    Args:
+        product_rows: most rows that a linear map of the larger pass takes at once.
     """
     if tails(stack, size) != tails(stack, stack.exactness.row_quantum):
         return False
@@ -118,6 +132,7 @@ def rows_agree(stack: "DecoderStack", size: int, reference: int) -> bool:
             torch.randint(stack.vocab_size, (size,), generator=generator).tolist(),
             segments,
             reference,
+            product_rows,
         )
         for _ in range(NUM_DRAWS)
         for segments in cases
@@ -125,13 +140,17 @@ def rows_agree(stack: "DecoderStack", size: int, reference: int) -> bool:
 
 
 def _segments_agree(
-    stack: "DecoderStack", ids: list[int], segments: list[Segment], reference: int
+    stack: "DecoderStack",
+    ids: list[int],
+    segments: list[Segment],
+    reference: int,
+    product_rows: int,
 ) -> bool:
     together = stack.new_cache(num_rows=2, num_slots=SLOTS_OF_PROBE)
     apart = stack.new_cache(num_rows=2, num_slots=SLOTS_OF_PROBE)
     hidden, layers = stack.embed(ids)[: len(ids)], stack.probed_layers
-    got = stack.run_pass(hidden, layers, together, segments)
-    got_logits = stack.head(got)
+    got = stack.run_pass(hidden, layers, together, segments, product_rows)
+    got_logits = stack.head(got, product_rows)
     done = 0
     for s in segments:
         for start in range(0, s.count, reference):

@@ -16,7 +16,14 @@ from transformers import PreTrainedModel
 from layerskip.admission import check_model, decoder_layers, unwrapped
 from layerskip.cache import KVCache, Layout, PassLayout, PrefillLayout, Segment
 from layerskip.dense import DenseModel, fits, pack
-from layerskip.exactness import Exactness, probe, rows_agree
+from layerskip.exactness import (
+    MAX_PASS_ROWS,
+    ROW_QUANTA,
+    SWITCHED_OFF,
+    Exactness,
+    probe,
+    rows_agree,
+)
 from layerskip.families import position_limit
 from layerskip.skeleton import Skeleton, share_twin
 
@@ -24,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 PREFILL_CHUNK = 512
 POSITION_CHUNK = 1024
-MAX_PASS_ROWS = 64
 
 
 def pack_model(model: PreTrainedModel) -> None:
@@ -36,9 +42,14 @@ def pack_model(model: PreTrainedModel) -> None:
 
 
 class DecoderStack:
-    """``embed``, ``run_layers`` and ``logits`` over a twin of a checkpoint."""
+    """``embed``, ``run_layers`` and ``logits`` over a twin of a checkpoint.
 
-    def __init__(self, model: object) -> None:
+    Args:
+        model: a loaded transformers causal LM, or one inside ``torch.compile`` or PEFT.
+        exact: False gives up that a row's bits do not depend on the other rows of a pass.
+    """
+
+    def __init__(self, model: object, *, exact: bool = True) -> None:
         inner = unwrapped(model)
         check_model(inner)
         owner = cast(PreTrainedModel, inner)
@@ -61,9 +72,10 @@ class DecoderStack:
         self.dtype, self.device = self.twin.dtype, self.twin.device
         self._positions = torch.zeros(1, 0, dtype=torch.int64, device=self.device)
         self._proven: dict[tuple[int, int], bool] = {}
+        self._product_rows: dict[int, int] = {}
         self.exactness: Exactness
         with torch.inference_mode():
-            self.exactness = probe(self)
+            self.exactness = probe(self) if exact else SWITCHED_OFF
         at_start = (torch.get_num_threads(), self.exactness.row_quantum)
         self._proven[at_start] = self.exactness.holds  # not proven again in the first round
 
@@ -76,6 +88,11 @@ class DecoderStack:
     def one_row(self) -> bool:
         """Whether a pass holds tokens of one row only."""
         return self._forward.one_row
+
+    @property
+    def product_rows(self) -> int:
+        """Most rows of a decode pass that a linear map takes at once, with this thread's cores."""
+        return self._product_rows.get(torch.get_num_threads(), MAX_PASS_ROWS)
 
     @property
     def probed_layers(self) -> tuple[int, ...]:
@@ -135,7 +152,7 @@ class DecoderStack:
         if not layers:
             return hidden
         parts = self._split(segments)
-        if len(parts) == 1 and self.exactness.holds:
+        if len(parts) == 1 and (self.exactness.holds or not self.exactness.wanted):
             return self.run_pass(hidden, layers, cache, parts[0])
         outputs, start = [], 0
         for part in parts:
@@ -153,9 +170,12 @@ class DecoderStack:
         pieces = hidden.split(limit)
         return torch.cat([self.head(self._pad(p))[: p.shape[0]] for p in pieces])
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor, product_rows: int | None = None) -> Tensor:
         """Final norm and vocabulary projection of one pass's rows, as they are."""
-        return self._forward.head(hidden)
+        rows = self.product_rows if product_rows is None else product_rows
+        if len(hidden) <= rows:
+            return self._forward.head(hidden)
+        return torch.cat([self._forward.head(part) for part in hidden.split(rows)])
 
     def prefill(
         self, token_ids: Sequence[int], cache: KVCache, row: int, *, start: int = 0
@@ -205,7 +225,12 @@ class DecoderStack:
             start = end
 
     def run_pass(
-        self, hidden: Tensor, layers: Sequence[int], cache: KVCache, segments: Sequence[Segment]
+        self,
+        hidden: Tensor,
+        layers: Sequence[int],
+        cache: KVCache,
+        segments: Sequence[Segment],
+        product_rows: int | None = None,
     ) -> Tensor:
         """``run_layers`` as one pass, whatever its size."""
         hidden = self._pad(hidden)
@@ -215,7 +240,8 @@ class DecoderStack:
             segments,
             num_rows=rows,
             group=self.group,
-            tile=self.exactness.row_quantum,
+            tile=self.exactness.row_quantum if self.exactness.wanted else self._longest(segments),
+            product_rows=self.product_rows if product_rows is None else product_rows,
             windows=self.windows,
             all_positions=self._positions_below(max(s.start for s in segments) + rows),
         )
@@ -224,6 +250,10 @@ class DecoderStack:
     def _drive(self, hidden: Tensor, layers: Iterable[int], layout: Layout) -> Tensor:
         """All that runs layers comes through here."""
         return self._forward.run(hidden, layers, layout)
+
+    @staticmethod
+    def _longest(segments: Sequence[Segment]) -> int:
+        return max(s.count for s in segments)
 
     def _padded(self, num_tokens: int) -> int:
         quantum = self.exactness.row_quantum
@@ -256,6 +286,8 @@ class DecoderStack:
 
     def _largest_proven(self, num_tokens: int) -> int:
         """The most tokens one pass may hold for ``num_tokens`` to keep their bits."""
+        if not self.exactness.wanted:
+            return num_tokens
         if not self.exactness.holds:
             return 1
         size = min(self._padded(num_tokens), MAX_PASS_ROWS)
@@ -266,11 +298,27 @@ class DecoderStack:
     def _is_proven(self, size: int) -> bool:
         key = (torch.get_num_threads(), size)
         if key not in self._proven:
-            quantum = self.exactness.row_quantum
-            self._proven[key] = rows_agree(self, size, quantum if size > quantum else 1)
+            self._proven[key] = self._prove(size)
             if not self._proven[key]:
                 logger.info("passes of %d rows change bits; smaller ones are used", size)
         return self._proven[key]
+
+    def _prove(self, size: int) -> bool:
+        """Whether a pass of ``size`` rows keeps bits, its products divided if that helps."""
+        threads, quantum, now = (
+            torch.get_num_threads(),
+            self.exactness.row_quantum,
+            self.product_rows,
+        )
+        fewer = [q for q in ROW_QUANTA if quantum <= q < min(now, size)][::-1]
+        for rows in (now, *(fewer if self._forward.divides_products else ())):
+            if rows_agree(self, size, quantum if size > quantum else 1, rows):
+                if rows != now:
+                    # What other sizes were proven with: they are proven again when they are met.
+                    self._proven = {k: v for k, v in self._proven.items() if k[0] != threads}
+                    self._product_rows[threads] = rows
+                return True
+        return False
 
     def _positions_below(self, num_positions: int) -> Tensor:
         """``(1, >= num_positions)``: 0, 1, 2, ... Beyond the last legal position, where only spare

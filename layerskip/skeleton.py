@@ -109,6 +109,8 @@ class Skeleton:
         softcap, sinks: of the attention of layer 0.
     """
 
+    divides_products = False
+
     def __init__(self, twin: PreTrainedModel, attention_before: str) -> None:
         self.twin, self._run = twin, Run()
         self._layers = list(decoder_layers(twin))

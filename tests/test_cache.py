@@ -144,6 +144,7 @@ def lay_out(cache: KVCache, case: Pass) -> PassLayout:
         num_rows=math.ceil(tokens / case.tile) * case.tile,
         group=case.group,
         tile=case.tile,
+        product_rows=64,
         windows=case.windows,
         all_positions=POSITIONS,
     )
@@ -239,11 +240,25 @@ def test_spare_rows_have_legal_positions_and_every_slot_its_own():
     table = POSITIONS.clamp(max=19)
     segments = [Segment(0, 18, 1), Segment(1, 3, 2)]
     layout = PassLayout(
-        cache, segments, num_rows=8, group=1, tile=8, windows=(None,), all_positions=table
+        cache,
+        segments,
+        num_rows=8,
+        group=1,
+        tile=8,
+        product_rows=64,
+        windows=(None,),
+        all_positions=table,
     )
     assert layout.positions[0].tolist() == [18, 3, 4, 0, 0, 0, 0, 0]
     single = PassLayout(
-        cache, segments[:1], num_rows=8, group=1, tile=8, windows=(None,), all_positions=table
+        cache,
+        segments[:1],
+        num_rows=8,
+        group=1,
+        tile=8,
+        product_rows=64,
+        windows=(None,),
+        all_positions=table,
     )
     assert single.positions[0].tolist() == [18, 19, 19, 19, 19, 19, 19, 19]
     assert single.num_visible == cache.num_slots
