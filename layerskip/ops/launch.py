@@ -1,0 +1,110 @@
+"""Starting a kernel: one call with the shape of ``cuLaunchKernel``, and the driver behind it.
+
+The other thing behind it is the CPU emulator of the tests (``tests/kernels/emulator.py``): the
+same sources, the same grid arithmetic and the same arguments, without a GPU.
+"""
+
+import ctypes
+import functools
+import struct
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+Dim3 = tuple[int, int, int]
+Argument = (
+    Tensor | int | float | ctypes.c_int64 | ctypes.c_uint64 | ctypes.c_uint32 | ctypes.c_bool | None
+)
+"""What a kernel takes: a tensor or None for a pointer, an int for ``int``, a float for ``float``,
+and a ctypes scalar for any other type."""
+
+_SCALARS = {ctypes.c_int64: "q", ctypes.c_uint64: "Q", ctypes.c_uint32: "I", ctypes.c_bool: "?"}
+# Every argument has a cell of 8 bytes of its own.
+_CELLS = {"P": "Q", "i": "i4x", "f": "f4x", "q": "q", "Q": "Q", "I": "I4x", "?": "?7x"}
+
+
+class Launcher(Protocol):
+    """Something that runs kernels of the catalog, in the order in which they are given."""
+
+    def launch(
+        self,
+        kernel: str,
+        grid: Dim3,
+        block: Dim3,
+        smem: int,
+        args: Sequence[Argument],
+        *,
+        cooperative: bool = False,
+    ) -> None:
+        """Start one kernel.
+
+        Args:
+            kernel: its name in the catalog, such as ``"decode_attention<128,64>"``.
+            grid: blocks in x, y and z.
+            block: threads of a block in x, y and z.
+            smem: bytes of dynamic shared memory.
+            args: one per parameter of the kernel, in order. Tensors must be contiguous, or the
+                kernel must be given their strides; they are kept alive by the caller.
+            cooperative: all blocks are resident at once, so that they can wait for each other.
+        """
+        ...
+
+
+def argument_codes(args: Sequence[Argument]) -> str:
+    """One letter for each argument: P pointer, i int, f float; q, Q, I, ? the ctypes scalars.
+
+    Raises:
+        TypeError: an argument is of no type that a kernel can take.
+    """
+    return "".join(map(_code, args))
+
+
+def pack_arguments(args: Sequence[Argument]) -> Any:
+    """The ``void **`` that a launch takes: a ctypes array, which also owns what it points to.
+
+    Raises:
+        TypeError: an argument is of no type that a kernel can take.
+        ValueError: an integer does not fit its parameter.
+    """
+    cells = ctypes.create_string_buffer(8 * len(args) + 8)
+    layout = "=" + "".join(_CELLS[code] for code in argument_codes(args))
+    try:
+        struct.pack_into(layout, cells, 0, *map(_value, args))
+    except struct.error as error:
+        raise ValueError(
+            f"a kernel's argument does not fit its parameter ({error}): "
+            "give integers of 64 bits as ctypes.c_int64"
+        ) from None
+    base = ctypes.addressof(cells)
+    pointers = _pointer_array(len(args))(*range(base, base + 8 * len(args), 8))
+    pointers.cells = cells
+    return pointers
+
+
+def _code(arg: Argument) -> str:
+    if arg is None or isinstance(arg, Tensor):
+        return "P"
+    if isinstance(arg, bool):
+        return "?"
+    if isinstance(arg, int):
+        return "i"
+    if isinstance(arg, float):
+        return "f"
+    if type(arg) in _SCALARS:
+        return _SCALARS[type(arg)]
+    raise TypeError(
+        f"a kernel takes tensors, None, int, float and ctypes scalars, not {type(arg).__name__}"
+    )
+
+
+def _value(arg: Argument) -> Any:
+    if isinstance(arg, Tensor):
+        return arg.data_ptr()
+    return 0 if arg is None else getattr(arg, "value", arg)
+
+
+@functools.cache
+def _pointer_array(length: int) -> Any:
+    """A ctypes array type that, unlike the plain one, can hold a reference."""
+    return type("Pointers", (ctypes.c_void_p * length,), {})
