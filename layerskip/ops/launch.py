@@ -6,11 +6,15 @@ same sources, the same grid arithmetic and the same arguments, without a GPU.
 
 import ctypes
 import functools
+import importlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+from layerskip.ops.build import KernelBuildError, arch_for, compile_source
 
 Dim3 = tuple[int, int, int]
 Argument = (
@@ -20,6 +24,7 @@ Argument = (
 and a ctypes scalar for any other type."""
 
 _SCALARS = {ctypes.c_int64: "q", ctypes.c_uint64: "Q", ctypes.c_uint32: "I", ctypes.c_bool: "?"}
+DEFAULT_SMEM = 48 * 1024  # bytes that any kernel may use
 # Every argument has a cell of 8 bytes of its own.
 _CELLS = {"P": "Q", "i": "i4x", "f": "f4x", "q": "q", "Q": "Q", "I": "I4x", "?": "?7x"}
 
@@ -49,6 +54,90 @@ class Launcher(Protocol):
             cooperative: all blocks are resident at once, so that they can wait for each other.
         """
         ...
+
+
+class DriverLauncher:
+    """Runs kernels on a GPU, on torch's current stream; so a CUDA graph can capture them.
+
+    All kernels are compiled, or read from the cache, and loaded at once: nothing is left to do
+    while a graph is captured.
+
+    Args:
+        device: a CUDA device.
+        kernels: ``(name expression, source file)`` of each kernel that may be launched.
+
+    Raises:
+        KernelBuildError: there are no kernels for this device, or no bindings of the driver.
+    """
+
+    def __init__(self, device: torch.device, kernels: Iterable[tuple[str, str]]):
+        names: dict[str, list[str]] = {}
+        for name, source in kernels:
+            names.setdefault(source, []).append(name)
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        arch = arch_for(torch.cuda.get_device_capability(self._index))
+        cubins = [compile_source(source, names[source], arch) for source in names]
+        self._driver = _driver()
+        self._functions: dict[str, Any] = {}
+        with torch.cuda.device(self._index):
+            torch.cuda.current_stream().synchronize()  # makes torch's context the current one
+            for cubin in cubins:
+                (module,) = self._call("cuModuleLoadData", cubin.image)
+                for name, symbol in cubin.symbols.items():
+                    found = self._call("cuModuleGetFunction", module, symbol.encode())
+                    self._functions[name] = found[0]
+        self._smem: dict[str, int] = {}
+
+    def launch(
+        self,
+        kernel: str,
+        grid: Dim3,
+        block: Dim3,
+        smem: int,
+        args: Sequence[Argument],
+        *,
+        cooperative: bool = False,
+    ) -> None:
+        """Start one kernel; see ``Launcher``."""
+        params = pack_arguments(args)
+        function = self._functions[kernel]
+        start = "cuLaunchCooperativeKernel" if cooperative else "cuLaunchKernel"
+        with torch.cuda.device(self._index):
+            self._allow_smem(kernel, smem)
+            stream = torch.cuda.current_stream().cuda_stream
+            rest = () if cooperative else (0,)
+            self._call(
+                start, function, *grid, *block, smem, stream, ctypes.addressof(params), *rest
+            )
+
+    def _allow_smem(self, kernel: str, smem: int) -> None:
+        """More dynamic shared memory than 48 KB has to be asked for."""
+        if smem > max(DEFAULT_SMEM, self._smem.get(kernel, 0)):
+            attribute = self._driver.CUfunction_attribute
+            self._call(
+                "cuFuncSetAttribute",
+                self._functions[kernel],
+                attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                smem,
+            )
+            self._smem[kernel] = smem
+
+    def _call(self, function: str, *args: Any) -> tuple[Any, ...]:
+        """What a driver's function returned besides its status."""
+        status, *rest = getattr(self._driver, function)(*args)
+        if int(status) != 0:
+            raise RuntimeError(f"the CUDA driver's {function} failed: {status!r}")
+        return tuple(rest)
+
+
+def _driver() -> Any:
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise KernelBuildError(
+            "cuda-bindings is missing: torch 2.11 and later bring it with their CUDA builds, "
+            f"or install it ({error})"
+        ) from error
 
 
 def argument_codes(args: Sequence[Argument]) -> str:
