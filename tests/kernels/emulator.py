@@ -108,11 +108,11 @@ def _compile(toolchain: Toolchain, arguments: Sequence[str], out: Path) -> Path:
     return out
 
 
-def _runtime(toolchain: Toolchain, cache: Path) -> list[Path]:
+def _runtime(toolchain: Toolchain) -> list[Path]:
     """The emulator's own objects, the same for all kernels."""
     version = _compiler_version(toolchain.path or toolchain.compiler).decode()
     key = _key(RUNTIME.iterdir(), version, *toolchain.flags())
-    objects = [cache / f"{source.stem}-{key}.o" for source in sorted(RUNTIME.glob("*.cpp"))]
+    objects = [CACHE / f"{source.stem}-{key}.o" for source in sorted(RUNTIME.glob("*.cpp"))]
     for out in objects:
         if not out.exists():
             source = RUNTIME / f"{out.stem.removesuffix('-' + key)}.cpp"
@@ -127,7 +127,7 @@ def build(source: Path, names: Sequence[str], toolchain: Toolchain, cache: Path 
         source: a ``.cu`` file; headers beside it count as part of it.
         names: name expressions, such as ``"decode_attention<128,64>"``.
     """
-    runtime = _runtime(toolchain, cache)
+    runtime = _runtime(toolchain)
     headers = source.parent.glob("*.cuh")
     key = _key([source, *headers], *names, *(p.name for p in runtime))
     out = cache / f"{source.stem}-{key}.so"
@@ -169,7 +169,7 @@ class EmulatorLauncher:
         names: dict[str, list[str]] = {}
         for name, source in kernels:
             names.setdefault(source, []).append(name)
-        _runtime(toolchain, cache)
+        _runtime(toolchain)
         with ThreadPoolExecutor(threads) as pool:
             built = pool.map(lambda s: build(folder / s, names[s], toolchain, cache), names)
             libraries = [ctypes.CDLL(str(path)) for path in built]
