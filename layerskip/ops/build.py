@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 # Multiplications and additions are not contracted, so that a result depends on the source alone;
 # kernels write fmaf where they mean it.
-OPTIONS = ("-std=c++17", "-lineinfo", "--fmad=false", "--ptxas-options=-v")
+OPTIONS = ("-std=c++17", "--fmad=false", "--ptxas-options=-v")
 OLDEST_ARCH = 80
 LOG_LINES = 12  # of a compiler's log, in an error
 
@@ -43,18 +43,31 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True)
 class Cubin:
-    """One source compiled for one architecture."""
+    """One kernel compiled for one architecture.
+
+    Attributes:
+        image: the file that the driver loads.
+        symbol: the kernel's name in it.
+        log: what the compiler said.
+    """
 
     image: bytes
-    symbols: dict[str, str]
-    """Symbol of each name expression."""
+    symbol: str
     log: str
-    """What the compiler said."""
 
-    def usage(self) -> dict[str, Usage]:
-        """Of each name expression."""
-        by_symbol = dict(_usages(self.log))
-        return {name: by_symbol[symbol] for name, symbol in self.symbols.items()}
+    @property
+    def usage(self) -> Usage:
+        """What the kernel needs of a device."""
+        numbers = {
+            what: sum(int(n) for n in re.findall(pattern, self.log))
+            for what, pattern in {
+                "registers": r"Used (\d+) registers",
+                "spill_bytes": r"(\d+) bytes spill",
+                "stack_bytes": r"(\d+) bytes stack frame",
+                "static_smem_bytes": r"(\d+) bytes smem",
+            }.items()
+        }
+        return Usage(**numbers)
 
 
 @functools.cache
@@ -67,19 +80,14 @@ def kernels_folder() -> Path:
     raise KernelBuildError(f"no kernel sources in {package / 'kernels'}: reinstall layerskip")
 
 
-def compile_source(
-    source: str,
-    names: Sequence[str],
-    arch: str,
-    *,
-    folder: Path | None = None,
-    cache: Path | None = None,
+def compile_kernel(
+    name: str, source: str, arch: str, *, folder: Path | None = None, cache: Path | None = None
 ) -> Cubin:
-    """The cubin with these kernels of one source, from the cache if nothing changed.
+    """One kernel, from the cache if nothing changed.
 
     Args:
-        source: file name in the folder, such as ``"norm.cu"``.
-        names: name expressions, such as ``"decode_attention<128,64>"``.
+        name: name expression, such as ``"decode_attention<Bf16,64>"``.
+        source: file in the folder, such as ``"attention.cu"``.
         arch: such as ``"sm_90"``.
         folder: of the sources; ours if None.
         cache: where cubins are kept; ``cache_folders()`` if None.
@@ -90,22 +98,20 @@ def compile_source(
     """
     folder = folder or kernels_folder()
     places = [cache] if cache else list(cache_folders())
-    name = f"{Path(source).stem}-{arch}-{_key(folder, source, names, arch)}"
+    file = f"{_slug(name)}-{arch}-{_key(folder, name, source, arch)}"
     try:
         nvrtc, version = _nvrtc()
     except KernelBuildError:
         # Its version only guards against a change of compiler; here there is nothing to change to.
-        for path in _existing(places, f"{name}-*.cubin"):
-            if (cubin := _read(path)) is not None:
-                return cubin
-        raise
-    name += f"-nvrtc{version}.cubin"
-    for path in _existing(places, name):
-        if (cubin := _read(path)) is not None:
+        if (cubin := _find(places, f"{file}-*.cubin")) is not None:
             return cubin
+        raise
+    file += f"-nvrtc{version}.cubin"
+    if (cubin := _find(places, file)) is not None:
+        return cubin
     _check_arch(nvrtc, version, arch)
-    cubin = _compile(nvrtc, folder, source, names, arch)
-    _write(places, name, cubin)
+    cubin = _compile(nvrtc, folder, name, source, arch)
+    _write(places, file, cubin)
     return cubin
 
 
@@ -148,22 +154,33 @@ def cache_folders() -> Iterator[Path]:
         yield shared / "kernels"
 
 
-def _key(folder: Path, source: str, names: Sequence[str], arch: str) -> str:
+def _slug(name: str) -> str:
+    """A name expression as part of a file's name."""
+    return re.sub(r"\W+", "_", name).strip("_")
+
+
+def _key(folder: Path, name: str, source: str, arch: str) -> str:
     """A hash of all that decides what a cubin holds, but for NVRTC's version."""
     digest = hashlib.sha256()
     files = [p for p in sorted(folder.iterdir()) if p.suffix in {".cu", ".cuh"}]
-    parts = [source, *names, arch, *OPTIONS, *(p.name for p in files)]
+    parts = [name, source, arch, *OPTIONS, *(p.name for p in files)]
     for part in [*(text.encode() for text in parts), *(p.read_bytes() for p in files)]:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:32]
 
 
-def _existing(places: Iterable[Path], pattern: str) -> Iterator[Path]:
+def _find(places: Iterable[Path], pattern: str) -> Cubin | None:
+    """The first whole cubin that matches."""
     for place in places:
         try:
-            yield from sorted(place.glob(pattern))
+            paths = sorted(place.glob(pattern))
         except OSError as error:
             logger.debug("cannot look into %s: %s", place, error)
+            continue
+        for path in paths:
+            if (cubin := _read(path)) is not None:
+                return cubin
+    return None
 
 
 def _read(path: Path) -> Cubin | None:
@@ -172,7 +189,7 @@ def _read(path: Path) -> Cubin | None:
         header, _, image = path.read_bytes().partition(b"\n")
         facts = json.loads(header)
         if facts["sha256"] == hashlib.sha256(image).hexdigest():
-            return Cubin(image, facts["symbols"], facts["log"])
+            return Cubin(image, facts["symbol"], facts["log"])
         reason = "its content has another hash"
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error)
@@ -184,7 +201,7 @@ def _write(places: Iterable[Path], name: str, cubin: Cubin) -> None:
     """Keep a cubin in the first place that takes it; the file appears whole or not at all."""
     facts = {
         "sha256": hashlib.sha256(cubin.image).hexdigest(),
-        "symbols": cubin.symbols,
+        "symbol": cubin.symbol,
         "log": cubin.log,
     }
     for place in places:
@@ -238,9 +255,7 @@ def _check_arch(nvrtc: ModuleType, version: str, arch: str) -> None:
         raise KernelBuildError(f"NVRTC {version} does not know {arch}, only {sorted(known)}")
 
 
-def _compile(
-    nvrtc: ModuleType, folder: Path, source: str, names: Sequence[str], arch: str
-) -> Cubin:
+def _compile(nvrtc: ModuleType, folder: Path, name: str, source: str, arch: str) -> Cubin:
     # Headers go in by value and files by their bare names: a cubin holds no path of the machine.
     headers = sorted(folder.glob("*.cuh"))
     program = _checked(
@@ -254,22 +269,19 @@ def _compile(
         ),
     )[0]
     try:
-        for name in names:
-            _checked(f"add {name}", nvrtc.nvrtcAddNameExpression(program, name.encode()))
+        _checked(f"add {name}", nvrtc.nvrtcAddNameExpression(program, name.encode()))
         options = [f"--gpu-architecture={arch}".encode(), *(o.encode() for o in OPTIONS)]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        log = _content(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        text = log.rstrip(b"\0").decode(errors="replace").strip()
         if int(status) != 0:
-            excerpt = "\n".join(log.strip().splitlines()[:LOG_LINES])
-            raise KernelBuildError(f"NVRTC refuses {source} for {arch}:\n{excerpt}")
+            excerpt = "\n".join(text.splitlines()[:LOG_LINES])
+            raise KernelBuildError(f"NVRTC refuses {name} of {source} for {arch}:\n{excerpt}")
         image = _content(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
-        symbols = {
-            name: _checked(f"find {name}", nvrtc.nvrtcGetLoweredName(program, name.encode()))[0]
-            for name in names
-        }
+        (symbol,) = _checked("tell a symbol", nvrtc.nvrtcGetLoweredName(program, name.encode()))
+        return Cubin(image, symbol.decode(), text)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return Cubin(image, {name: symbol.decode() for name, symbol in symbols.items()}, log)
 
 
 def _content(size: Any, fill: Any, program: Any) -> bytes:
@@ -277,23 +289,3 @@ def _content(size: Any, fill: Any, program: Any) -> bytes:
     buffer = bytearray(_checked("tell a size", size(program))[0])
     _checked("hand out a result", fill(program, buffer))
     return bytes(buffer)
-
-
-def _text(size: Any, fill: Any, program: Any) -> str:
-    return _content(size, fill, program).rstrip(b"\0").decode(errors="replace")
-
-
-def _usages(log: str) -> Iterator[tuple[str, Usage]]:
-    """Symbol and usage of each kernel that ``ptxas -v`` reports."""
-    for part in log.split("Compiling entry function ")[1:]:
-        symbol = part.split("'")[1]
-        numbers = {
-            what: sum(int(n) for n in re.findall(pattern, part))
-            for what, pattern in {
-                "registers": r"Used (\d+) registers",
-                "spill_bytes": r"(\d+) bytes spill",
-                "stack_bytes": r"(\d+) bytes stack frame",
-                "static_smem_bytes": r"(\d+) bytes smem",
-            }.items()
-        }
-        yield symbol, Usage(**numbers)

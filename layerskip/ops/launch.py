@@ -7,14 +7,16 @@ same sources, the same grid arithmetic and the same arguments, without a GPU.
 import ctypes
 import functools
 import importlib
+import itertools
 import struct
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from layerskip.ops.build import KernelBuildError, arch_for, compile_source
+from layerskip.ops.build import KernelBuildError, arch_for, compile_kernel
 
 Dim3 = tuple[int, int, int]
 Argument = (
@@ -71,21 +73,19 @@ class DriverLauncher:
     """
 
     def __init__(self, device: torch.device, kernels: Iterable[tuple[str, str]]):
-        names: dict[str, list[str]] = {}
-        for name, source in kernels:
-            names.setdefault(source, []).append(name)
         self._index = torch.cuda.current_device() if device.index is None else device.index
         arch = arch_for(torch.cuda.get_device_capability(self._index))
-        cubins = [compile_source(source, names[source], arch) for source in names]
+        names, sources = zip(*kernels, strict=True)
+        with ThreadPoolExecutor() as pool:  # NVRTC runs without Python's lock
+            cubins = list(pool.map(compile_kernel, names, sources, itertools.repeat(arch)))
         self._driver = _driver()
         self._functions: dict[str, Any] = {}
         with torch.cuda.device(self._index):
             torch.cuda.current_stream().synchronize()  # makes torch's context the current one
-            for cubin in cubins:
+            for name, cubin in zip(names, cubins, strict=True):
                 (module,) = self._call("cuModuleLoadData", cubin.image)
-                for name, symbol in cubin.symbols.items():
-                    found = self._call("cuModuleGetFunction", module, symbol.encode())
-                    self._functions[name] = found[0]
+                found = self._call("cuModuleGetFunction", module, cubin.symbol.encode())
+                self._functions[name] = found[0]
         self._smem: dict[str, int] = {}
 
     def launch(
