@@ -1,0 +1,421 @@
+"""Each operation that has a kernel, in plain PyTorch: its definition, and its path on a CPU.
+
+Every argument after the tensors that an operation always takes is keyword-only, so that a mask of
+a tree can join them. Rounding happens where it is written, in the dtype of the inputs: in float64
+a definition is the measure that kernels are tested against.
+"""
+
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from layerskip.ops.reference import UNIFORM_BITS, gumbel_from_bits
+
+SAMPLING_STREAM = 0
+ACCEPTANCE_STREAM = 1
+RESIDUAL_STREAM = 2
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """Root-mean-square norm (Zhang and Sennrich 2019), rounded before the weight.
+
+    Args:
+        x: ``(m, width)``.
+        weight: ``(width,)``.
+        eps: added to the mean square.
+
+    Returns:
+        ``(m, width)``.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit.
+    """
+    wide = _wide(x)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Residual connection and the norm after it.
+
+    Args:
+        x, residual: ``(m, width)``.
+        weight: ``(width,)``.
+        eps: added to the mean square.
+
+    Returns:
+        The norm of the sum, and the sum: ``(m, width)`` each.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit.
+    """
+    total = residual + x
+    return rms_norm(total, weight, eps=eps), total
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """``norm(x) weight^T + bias + residual``; a row's bits do not depend on the other rows.
+
+    Args:
+        x: ``(m, k)``.
+        weight: ``(n, k)``.
+        bias: ``(n,)``.
+        residual: ``(m, n)``, added after rounding.
+        norm_weight: ``(k,)``; x goes through ``rms_norm`` first.
+        eps: of the norm.
+
+    Returns:
+        ``(m, n)``.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit.
+    """
+    out = F.linear(_normed(x, norm_weight, eps), weight, bias)
+    return out if residual is None else residual + out
+
+
+def swiglu(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """``silu(x gate^T) * (x up^T)`` (Shazeer 2020), x optionally through ``rms_norm`` first.
+
+    Args:
+        x: ``(m, k)``.
+        gate_weight, up_weight: ``(n, k)``.
+        norm_weight: ``(k,)``.
+        eps: of the norm.
+
+    Returns:
+        ``(m, n)``.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit.
+    """
+    normed = _normed(x, norm_weight, eps)
+    return F.silu(F.linear(normed, gate_weight)) * F.linear(normed, up_weight)
+
+
+def rope_append_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    interleaved: bool = False,
+) -> None:
+    """Rotary embedding (Su et al. 2021) of q, in place, and k; k and v into the cache.
+
+    Token t of sequence b is at position, and goes to slot, ``cache_seqlens[b] + t``. Tokens past
+    the end of the cache or of the tables are left out, and so is a sequence of negative length.
+
+    Args:
+        q: ``(batch, seqlen, nheads, headdim)``; changed.
+        k, v: ``(batch, seqlen, nheads_k, headdim)``.
+        k_cache, v_cache: ``(batch, seqlen_cache, nheads_k, headdim)``; changed.
+        cosine, sine: ``(positions, rotary_dim / 2)`` float32; dimensions from ``rotary_dim`` on
+            are not rotated.
+        cache_seqlens: ``(batch,)`` int32, lengths before this append.
+        interleaved: pairs are neighbours, not halves of the rotated dimensions.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit.
+    """
+    seqlen = q.shape[1]
+    positions = cache_seqlens[:, None].long() + torch.arange(seqlen, device=q.device)
+    end = min(k_cache.shape[1], cosine.shape[0])
+    batch, token = torch.nonzero((cache_seqlens[:, None] >= 0) & (positions < end), as_tuple=True)
+    slot = positions[batch, token]
+    tables = (cosine[slot, None], sine[slot, None])
+    q[batch, token] = _rotated(q[batch, token], *tables, interleaved)
+    k_cache[batch, slot] = _rotated(k[batch, token], *tables, interleaved)
+    v_cache[batch, slot] = v[batch, token]
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of a few new positions per sequence, which are in the cache already.
+
+    Position t of sequence b sees slots up to ``cache_seqlens[b] + t``. What lies beyond the
+    sequence's last position is not read; what a position does not see must be finite.
+
+    Args:
+        q: ``(batch, seqlen, nheads, headdim)``.
+        k_cache, v_cache: ``(batch, seqlen_cache, nheads_k, headdim)``; nheads_k divides nheads.
+        cache_seqlens: ``(batch,)`` int32, lengths before the new positions; the answer of a
+            sequence of negative length is 0.
+        softmax_scale: multiplies the scores; ``headdim ** -0.5`` if None.
+        window: a position sees itself and ``window - 1`` slots before it; 0 for all.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; 0 for none.
+        sinks: ``(nheads,)`` float32, a score per head that takes part in the softmax and has
+            no value.
+
+    Returns:
+        ``(batch, seqlen, nheads, headdim)``.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit.
+    """
+    heads_k = k_cache.shape[2]
+    slots = torch.arange(k_cache.shape[1], device=q.device)
+    last = cache_seqlens[:, None] + torch.arange(q.shape[1], device=q.device)
+    visible = slots <= last[..., None]
+    if window > 0:
+        visible &= slots > last[..., None] - window
+    visible &= (cache_seqlens >= 0)[:, None, None]
+    keys, values = _wide(k_cache), _wide(v_cache)
+    values = values.where(visible.any(1)[..., None, None], 0)  # 0 times NaN is NaN
+    grouped = _wide(q).unflatten(2, (heads_k, -1))
+    scores = torch.einsum("bqhgd,bshd->bqhgs", grouped, keys)
+    scores = scores * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible[:, :, None, None], float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, 1, heads_k, -1, 1)
+        scores = torch.cat([scores, column.expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = scores.softmax(-1).nan_to_num(0.0)[..., : len(slots)]  # NaN: nothing is visible
+    return torch.einsum("bqhgs,bshd->bqhgd", weights, values).flatten(2, 3).to(q.dtype)
+
+
+def gumbel_noise(
+    seeds: Tensor, positions: Tensor, *, vocab_size: int, stream: int = SAMPLING_STREAM
+) -> Tensor:
+    """Counter-based standard Gumbel noise (DESIGN 3.2), the same bits on every device.
+
+    Args:
+        seeds: ``(rows,)`` int64.
+        positions: ``(rows,)`` int64, absolute.
+        vocab_size: token ids from 0 on.
+        stream: 0 is the noise that draft and target share.
+
+    Returns:
+        ``(rows, vocab_size)`` float32.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    pairs = zip(seeds.tolist(), positions.tolist(), strict=True)
+    rows = [gumbel_from_bits(stream_bits(s, p, stream, vocab_size)) for s, p in pairs]
+    out = np.stack(rows) if rows else np.empty((0, vocab_size), dtype=np.float32)
+    return torch.from_numpy(out).to(seeds.device)
+
+
+def stream_bits(seed: int, position: int, stream: int, count: int) -> np.ndarray:
+    """24-bit integers: ``reference.uniform_bits``, with the stream as the counter's third word."""
+    source = np.random.Philox(counter=[0, position, stream, 0], key=[seed, 0])
+    words = np.asarray(source.random_raw((count + 1) // 2))
+    return words.astype("<u8", copy=False).view("<u4")[:count] >> (32 - UNIFORM_BITS)
+
+
+def lm_head_argmax(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    vocab_ids: Tensor | None = None,
+    temperature: Tensor | None = None,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The next token of each row, greedy or by Gumbel noise, without its logits in memory.
+
+    Scores are logits over temperature; the token is the one whose score plus noise is largest,
+    ties to the lowest id. A temperature of 0, or none, means no noise and scores that are logits.
+
+    Args:
+        x: ``(m, k)`` hidden states.
+        weight: ``(vocab, k)``.
+        vocab_ids: ``(kept,)`` int32, ids to choose from: a trimmed draft vocabulary. None for all.
+        temperature: ``(m,)`` float32.
+        seeds, positions: ``(m,)`` int64, with ``temperature``: of the noise; a position is that of
+            the token to choose.
+        norm_weight: ``(k,)``; x goes through ``rms_norm`` first.
+        eps: of the norm.
+
+    Returns:
+        Token ids ``(m,)`` int64; the probability of the likeliest token and the log-sum-exp of the
+        scores, both over the ids to choose from, ``(m,)`` float32.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit.
+    """
+    kept = weight if vocab_ids is None else weight[vocab_ids.long()]
+    scores = _wide(F.linear(_normed(x, norm_weight, eps), kept))
+    noisy = scores
+    if temperature is not None:
+        seeds, positions = cast(Tensor, seeds), cast(Tensor, positions)
+        hot = (temperature > 0)[:, None]
+        scores = torch.where(hot, scores / temperature[:, None], scores)
+        noise = gumbel_noise(seeds, positions, vocab_size=weight.shape[0])
+        noise = noise if vocab_ids is None else noise[:, vocab_ids.long()]
+        noisy = torch.where(hot, scores + noise, scores)
+    ids = torch.arange(weight.shape[0], device=x.device) if vocab_ids is None else vocab_ids.long()
+    winners = noisy == noisy.amax(-1, keepdim=True)
+    token_ids = torch.where(winners, ids, torch.iinfo(torch.int64).max).amin(-1)
+    log_sum_exp = scores.logsumexp(-1)
+    top_probability = (scores.amax(-1) - log_sum_exp).exp()
+    return token_ids, top_probability.float(), log_sum_exp.float()
+
+
+def accept_tokens(
+    draft_token_ids: Tensor,
+    target_token_ids: Tensor,
+    cache_seqlens: Tensor,
+    num_left: Tensor,
+    eos_ids: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Greedy and coupled acceptance: the target's tokens up to the first that was not drafted.
+
+    What is emitted ends with an end-of-sequence token or at the limit. The cache advances by the
+    emitted tokens: the pending one and all emitted but the last are in it.
+
+    Args:
+        draft_token_ids: ``(batch, k)`` int64; -1 from where a sequence drafted no more.
+        target_token_ids: ``(batch, k + 1)`` int64.
+        cache_seqlens: ``(batch,)`` int32; changed. A sequence of negative length emits nothing.
+        num_left: ``(batch,)`` int32, tokens that may still be emitted; changed. 0 once a sequence
+            has ended; it emits nothing then.
+        eos_ids: ``(any,)`` int64.
+
+    Returns:
+        Emitted token ids ``(batch, k + 1)`` int64, -1 after the last; the number of drafted ones
+        among them ``(batch,)`` int32; the last of them, or -1, ``(batch,)`` int64.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    matches = (draft_token_ids >= 0) & (draft_token_ids == target_token_ids[:, :-1])
+    num_matches = matches.long().cumprod(-1).sum(-1)
+    return _emit(target_token_ids, num_matches, cache_seqlens, num_left, eos_ids)
+
+
+def accept_block(
+    draft_token_ids: Tensor,
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    cache_seqlens: Tensor,
+    num_left: Tensor,
+    eos_ids: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Block verification (Sun et al. 2025): the longest prefix that stands, and a token after it.
+
+    Its randomness is the round's own: streams 1 (acceptance) and 2 (residual) at the position of
+    the first drafted token, where no other round of the sequence begins.
+
+    Args:
+        draft_token_ids: ``(batch, k)`` int64; -1 from where a sequence drafted no more.
+        draft_probs: ``(batch, k, vocab)`` float32, what the tokens were drawn from.
+        target_probs: ``(batch, k + 1, vocab)`` float32.
+        seeds, positions: ``(batch,)`` int64; positions of the first drafted token.
+        cache_seqlens, num_left, eos_ids: as in ``accept_tokens``; the first two are changed.
+
+    Returns:
+        As ``accept_tokens``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    batch, k = draft_token_ids.shape
+    tokens = torch.zeros(batch, k + 1, dtype=torch.int64, device=draft_token_ids.device)
+    num_accepted = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
+    for b, drafted in enumerate(draft_token_ids.tolist()):
+        count = drafted.index(-1) if -1 in drafted else k
+        uniforms = stream_bits(int(seeds[b]), int(positions[b]), ACCEPTANCE_STREAM, k)
+        mass = target_probs[b, 0]
+        joint = torch.ones((), device=tokens.device)
+        for i in range(count + 1):
+            if i > 0:
+                p, q = (probs[b, i - 1, drafted[i - 1]] for probs in (target_probs, draft_probs))
+                joint = (joint * p / q).clamp(max=1.0) if q > 0 else torch.zeros_like(joint)
+            if i < count:
+                residual = (joint * target_probs[b, i] - draft_probs[b, i]).clamp(min=0.0)
+                whole = residual.sum() + 1 - joint
+                bar = residual.sum() / whole if whole > 0 else torch.ones_like(joint)
+            else:
+                residual, bar = target_probs[b, i], joint
+            if i == 0 or (uniforms[i - 1] + 0.5) * 2.0**-UNIFORM_BITS <= bar.item():
+                mass = residual if residual.sum() > 0 else target_probs[b, i]
+                num_accepted[b] = i
+        noise = gumbel_noise(
+            seeds[b : b + 1],
+            positions[b : b + 1],
+            vocab_size=mass.shape[0],
+            stream=RESIDUAL_STREAM,
+        )[0]
+        accepted = int(num_accepted[b])
+        tokens[b, :accepted] = draft_token_ids[b, :accepted]
+        tokens[b, accepted] = (mass.double().log().float() + noise).argmax()
+    return _emit(tokens, num_accepted, cache_seqlens, num_left, eos_ids)
+
+
+def _emit(
+    tokens: Tensor, num_matches: Tensor, cache_seqlens: Tensor, num_left: Tensor, eos_ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens 0 to ``num_matches`` up to the end of the sequence or the limit; advances both."""
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    count = torch.minimum(num_matches + 1, num_left.long()).clamp(min=0)
+    count = count.where(cache_seqlens >= 0, 0)
+    ends = torch.isin(tokens, eos_ids) & (place < count[:, None])
+    first_end = torch.where(ends, place, tokens.shape[1]).amin(-1)
+    count = torch.minimum(count, first_end + 1)
+    emitted = tokens.where(place < count[:, None], -1)
+    pending = tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0].where(count > 0, -1)
+    cache_seqlens += count.int()
+    left = torch.where(ends.any(-1), 0, num_left - count)
+    num_left.copy_(left.where(count > 0, num_left))
+    return emitted, torch.minimum(num_matches, count).int(), pending
+
+
+def _normed(x: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
+    return x if norm_weight is None else rms_norm(x, norm_weight, eps=eps)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32, or in float64 if it is that already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _rotated(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+    """``(tokens, heads, dim)`` by tables ``(tokens, 1, rotary_dim / 2)``; one rounding."""
+    half = cosine.shape[-1]
+    wide = _wide(x[..., : 2 * half])
+    pairs = wide.unflatten(-1, (half, 2) if interleaved else (2, half))
+    a, b = pairs.unbind(-1 if interleaved else -2)
+    turned = torch.stack(
+        [a * cosine - b * sine, b * cosine + a * sine], dim=-1 if interleaved else -2
+    )
+    return torch.cat([turned.flatten(-2).to(x.dtype), x[..., 2 * half :]], dim=-1)
