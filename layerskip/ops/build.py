@@ -273,7 +273,8 @@ def _compile(nvrtc: ModuleType, folder: Path, name: str, source: str, arch: str)
         options = [f"--gpu-architecture={arch}".encode(), *(o.encode() for o in OPTIONS)]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         log = _content(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
-        text = log.rstrip(b"\0").decode(errors="replace").strip()
+        lines = log.rstrip(b"\0").decode(errors="replace").strip().splitlines()
+        text = "\n".join(line for line in lines if "Compile time" not in line)
         if int(status) != 0:
             excerpt = "\n".join(text.splitlines()[:LOG_LINES])
             raise KernelBuildError(f"NVRTC refuses {name} of {source} for {arch}:\n{excerpt}")
