@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from needs import need
 
-from layerskip.ops import build
+from layerskip.ops import __main__, build
 from layerskip.ops.build import Cubin, KernelBuildError, arch_for, cache_folders, compile_kernel
-from layerskip.ops.catalog import CATALOG
+from layerskip.ops.catalog import CATALOG, KernelInstance
 
 ARCHS = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100"]
 IN_FULL = "sm_90"
@@ -252,6 +252,51 @@ def test_a_temporary_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(build.os, "getuid", lambda: uid + 1)
     own.rename(tmp_path / f"layerskip-{uid + 1}")
     assert len(list(cache_folders())) == 1
+
+
+# ---- the command -----------------------------------------------------------------------------
+
+
+def catalog_of(*names: str) -> dict[str, KernelInstance]:
+    """A small catalog of our own."""
+    return {name: KernelInstance(name, "simple.cu", "", lambda *, m: 8 * m) for name in names}
+
+
+@pytest.fixture
+def small_catalog(source, monkeypatch) -> None:
+    monkeypatch.setattr(__main__, "CATALOG", catalog_of("simple"))
+    monkeypatch.setattr(build, "kernels_folder", lambda: source)
+
+
+@pytest.mark.usefixtures("nvrtc", "small_catalog")
+def test_build_prints_a_table_and_fills_the_folder(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert __main__.main(["build", "--arch", "sm_80,sm_90", "--out", str(out)]) == 0
+    assert re.search(r"simple +│ +8 +8 │ +0 │ +0 │ +40 ", capsys.readouterr().out)
+    assert {p.name.split("-")[1] for p in out.iterdir()} == {"sm_80", "sm_90"}
+
+
+@pytest.mark.usefixtures("nvrtc", "small_catalog")
+def test_build_fails_when_a_kernel_uses_local_memory(source, tmp_path, capsys):
+    (source / "simple.cu").write_text(
+        "__global__ void simple(int *out) {\n"
+        "  int local[64];\n"
+        "  for (int i = 0; i < 64; i++) local[out[i]] = i;\n"
+        "  out[0] = local[out[1]];\n"
+        "}\n"
+    )
+    assert __main__.main(["build", "--arch", "sm_90", "--out", str(tmp_path / "out")]) == 1
+    assert re.search(r"simple +│ +\d+ │ +256 │", capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("nvrtc", "small_catalog")
+def test_build_ends_in_one_sentence(tmp_path, capsys):
+    assert __main__.main(["build", "--arch", "sm_70", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("error: layerskip's kernels need sm_80 or later")
+
+
+def test_the_sizes_suit_every_kernel():
+    assert all(__main__.bytes_moved(kernel) > 0 for kernel in CATALOG.values())
 
 
 # ---- errors ------------------------------------------------------------------------------------
