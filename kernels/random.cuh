@@ -35,12 +35,12 @@ __device__ __forceinline__ unsigned uniform_bits(uint64_t seed, uint64_t positio
 
 
 // Standard Gumbel noise of a 24-bit uniform, computed in fp64 and rounded once.
-__device__ __forceinline__ float gumbel_from_bits(unsigned bits) {
+__device__ __forceinline__ float gumbel_of_uniform(unsigned bits) {
   double uniform = (bits + 0.5) * 5.9604644775390625e-08;
   return static_cast<float>(-portable_log(-portable_log(uniform)));
 }
 
 __device__ __forceinline__ float gumbel(uint64_t seed, uint64_t position, uint64_t stream,
                                         unsigned index) {
-  return gumbel_from_bits(uniform_bits(seed, position, stream, index));
+  return gumbel_of_uniform(uniform_bits(seed, position, stream, index));
 }

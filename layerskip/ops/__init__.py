@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from layerskip.ops.definitions import accept_tokens as accept_tokens
     from layerskip.ops.definitions import add_rms_norm as add_rms_norm
     from layerskip.ops.definitions import decode_attention as decode_attention
+    from layerskip.ops.definitions import gumbel_from_bits as gumbel_from_bits
     from layerskip.ops.definitions import gumbel_noise as gumbel_noise
     from layerskip.ops.definitions import linear as linear
     from layerskip.ops.definitions import lm_head_argmax as lm_head_argmax
@@ -23,6 +24,7 @@ __all__ = [
     "accept_tokens",
     "add_rms_norm",
     "decode_attention",
+    "gumbel_from_bits",
     "gumbel_noise",
     "linear",
     "lm_head_argmax",

@@ -223,6 +223,12 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, *, vocab_size: int, stream: i
     return seeds.new_empty(seeds.shape[0], vocab_size, dtype=torch.float32)
 
 
+def gumbel_from_bits(bits: Tensor) -> Tensor:
+    sizes_of("gumbel_from_bits", bits=(bits, "count"))
+    of_dtype("gumbel_from_bits", torch.int32, bits=bits)
+    return bits.new_empty(bits.shape, dtype=torch.float32)
+
+
 def lm_head_argmax(
     x: Tensor,
     weight: Tensor,
@@ -282,7 +288,7 @@ def accept_tokens(
             f"{op}: target_token_ids has {target_token_ids.shape[1]} tokens a sequence, expected "
             f"one more than the {draft_token_ids.shape[1]} of draft_token_ids"
         )
-    return _emission(op, draft_token_ids, cache_seqlens, num_left, eos_ids, **tokens)
+    return _emission(op, tokens, cache_seqlens, num_left, eos_ids)
 
 
 def accept_block(
@@ -316,22 +322,22 @@ def accept_block(
     numbers = {"draft_token_ids": draft_token_ids, "seeds": seeds, "positions": positions}
     of_dtype(op, torch.int64, **numbers)
     numbers |= {"draft_probs": draft_probs, "target_probs": target_probs}
-    return _emission(op, draft_token_ids, cache_seqlens, num_left, eos_ids, **numbers)
+    return _emission(op, numbers, cache_seqlens, num_left, eos_ids)
 
 
 def _emission(
     op: str,
-    draft_token_ids: Tensor,
+    inputs: dict[str, Tensor],
     cache_seqlens: Tensor,
     num_left: Tensor,
     eos_ids: Tensor,
-    **others: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What both acceptances check alike, and return."""
     of_dtype(op, torch.int32, cache_seqlens=cache_seqlens, num_left=num_left)
     of_dtype(op, torch.int64, eos_ids=eos_ids)
     state = {"cache_seqlens": cache_seqlens, "num_left": num_left, "eos_ids": eos_ids}
-    same_device(op, **others, **state)
+    same_device(op, **inputs, **state)
+    draft_token_ids = inputs["draft_token_ids"]
     batch, k = draft_token_ids.shape
     tokens = draft_token_ids.new_empty(batch, k + 1)
     num_accepted = draft_token_ids.new_empty(batch, dtype=torch.int32)

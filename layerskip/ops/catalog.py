@@ -126,6 +126,12 @@ def _instances() -> Iterator[KernelInstance]:
         lambda *, rows, vocab: 4 * rows * vocab,
     )
     yield KernelInstance(
+        "gumbel_from_bits",
+        "noise.cu",
+        "Gumbel noise of given uniforms",
+        lambda *, vocab: 8 * vocab,
+    )
+    yield KernelInstance(
         "accept_tokens",
         "accept.cu",
         "greedy and coupled acceptance; advances the cache's lengths",

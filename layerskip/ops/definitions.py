@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from layerskip.ops.reference import UNIFORM_BITS, gumbel_from_bits
+from layerskip.ops import reference
 
 SAMPLING_STREAM = 0
 ACCEPTANCE_STREAM = 1
@@ -226,16 +226,31 @@ def gumbel_noise(
         ValueError: shapes, dtypes or devices do not fit.
     """
     pairs = zip(seeds.tolist(), positions.tolist(), strict=True)
-    rows = [gumbel_from_bits(stream_bits(s, p, stream, vocab_size)) for s, p in pairs]
+    rows = [reference.gumbel_from_bits(stream_bits(s, p, stream, vocab_size)) for s, p in pairs]
     out = np.stack(rows) if rows else np.empty((0, vocab_size), dtype=np.float32)
     return torch.from_numpy(out).to(seeds.device)
+
+
+def gumbel_from_bits(bits: Tensor) -> Tensor:
+    """Standard Gumbel noise of 24-bit uniforms; see ``reference.gumbel_from_bits``.
+
+    Args:
+        bits: ``(count,)`` int32, each from 0 to 2**24 - 1.
+
+    Returns:
+        ``(count,)`` float32.
+
+    Raises:
+        ValueError: the shape or the dtype does not fit.
+    """
+    return torch.from_numpy(reference.gumbel_from_bits(bits.cpu().numpy())).to(bits.device)
 
 
 def stream_bits(seed: int, position: int, stream: int, count: int) -> np.ndarray:
     """24-bit integers: ``reference.uniform_bits``, with the stream as the counter's third word."""
     source = np.random.Philox(counter=[0, position, stream, 0], key=[seed, 0])
     words = np.asarray(source.random_raw((count + 1) // 2))
-    return words.astype("<u8", copy=False).view("<u4")[:count] >> (32 - UNIFORM_BITS)
+    return words.astype("<u8", copy=False).view("<u4")[:count] >> (32 - reference.UNIFORM_BITS)
 
 
 def lm_head_argmax(
@@ -367,7 +382,7 @@ def accept_block(
                 bar = residual.sum() / whole if whole > 0 else torch.ones_like(joint)
             else:
                 residual, bar = target_probs[b, i], joint
-            if i == 0 or (uniforms[i - 1] + 0.5) * 2.0**-UNIFORM_BITS <= bar.item():
+            if i == 0 or (uniforms[i - 1] + 0.5) * 2.0**-reference.UNIFORM_BITS <= bar.item():
                 mass = residual if residual.sum() > 0 else target_probs[b, i]
                 num_accepted[b] = i
         noise = gumbel_noise(

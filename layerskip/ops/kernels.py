@@ -27,6 +27,7 @@ WARPS = THREADS // 32
 ATTENTION_THREADS = 128
 MAX_GRID = 65535  # of a grid's second and third size
 MAX_DRAFT = 31  # a warp holds a sequence's drafted tokens and one more
+UNIFORMS_PER_BLOCK = 4096
 SUMMARY_WORDS = 4  # of lm_head
 VERIFY_WORDS = 5  # of block_verify
 ALIGNMENT = 16  # bytes of one load
@@ -216,6 +217,14 @@ class KernelOps:
         _dense(op, seeds=seeds, positions=positions)
         grid = (-(-vocab_size // THREADS), seeds.shape[0], 1)
         self._start(op, op, grid, THREADS, 0, (seeds, positions, out, vocab_size, stream))
+        return out
+
+    def gumbel_from_bits(self, bits: Tensor) -> Tensor:
+        op = "gumbel_from_bits"
+        out = arguments.gumbel_from_bits(bits)
+        _dense(op, bits=bits)
+        grid = (-(-bits.shape[0] // UNIFORMS_PER_BLOCK), 1, 1)
+        self._start(op, op, grid, THREADS // 2, 0, (bits, out, bits.shape[0]))
         return out
 
     def lm_head_argmax(

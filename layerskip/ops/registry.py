@@ -26,6 +26,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "rope_append_kv": ("q", "k_cache", "v_cache"),
     "decode_attention": (),
     "gumbel_noise": (),
+    "gumbel_from_bits": (),
     "lm_head_argmax": (),
     "accept_tokens": ("cache_seqlens", "num_left"),
     "accept_block": ("cache_seqlens", "num_left"),
