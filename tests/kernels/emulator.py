@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -231,6 +232,35 @@ def _check_arguments(kernel: str, expected: str, args: Sequence[Argument]) -> No
     for arg in args:
         if isinstance(arg, Tensor) and arg.device.type != "cpu":
             raise EmulatorError(f"{kernel} runs on the CPU here, and got a tensor on {arg.device}")
+
+
+def run_sanitized(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, in a process whose emulator is sanitized.
+
+    The sanitizers' libraries have to be there before Python is, so this takes a process of its
+    own. A mistake that they see ends it, with a report on stderr.
+    """
+    libraries = [
+        subprocess.run(
+            ["g++", f"-print-file-name={name}"], check=True, capture_output=True, text=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
+    ]
+    environment = os.environ | {
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps much to its end
+        "LAYERSKIP_EMULATOR_SANITIZE": "1",
+        "LD_PRELOAD": " ".join(libraries),
+        "PYTHONPATH": f"{HERE}:{HERE.parents[1]}",
+    }
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=HERE.parents[1],
+        env=environment,
+        timeout=timeout,
+    )
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -2,16 +2,13 @@
 
 import ctypes
 import functools
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from emulator import EmulatorError, EmulatorLauncher, Toolchain, poisoned
+from emulator import EmulatorError, EmulatorLauncher, Toolchain, poisoned, run_sanitized
 from needs import need
 
 HERE = Path(__file__).parent
@@ -348,39 +345,14 @@ def test_a_library_is_built_again_when_a_header_changes(tmp_path):
         assert out.item() == value
 
 
-def sanitized(code: str) -> subprocess.CompletedProcess[str]:
-    """Python in a process that was started for sanitized libraries."""
-    need(Toolchain().path, "g++")
-    libraries = [
-        subprocess.run(
-            ["g++", f"-print-file-name={name}"], check=True, capture_output=True, text=True
-        ).stdout.strip()
-        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
-    ]
-    environment = {
-        **os.environ,
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python leaves much behind on purpose
-        "LAYERSKIP_EMULATOR_SANITIZE": "1",
-        "LD_PRELOAD": " ".join(libraries),
-        "PYTHONPATH": str(HERE.parents[1]),
-    }
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=HERE,
-        env=environment,
-        timeout=300,
-    )
-
-
 def test_the_sanitizer_names_the_line():
     (line,) = lines_of("overrun", "= 7")
-    done = sanitized(
-        "import torch; from emulator import *\n"
+    need(Toolchain().path, "g++")
+    done = run_sanitized(
+        "-c",
+        "from emulator import *\n"
         "e = EmulatorLauncher([('overrun', 'cases.cu')], folder=HERE)\n"
-        "e.launch('overrun', (1, 1, 1), (32, 1, 1), 128, [poisoned(32, dtype=torch.int32)])\n"
+        "e.launch('overrun', (1, 1, 1), (32, 1, 1), 128, [poisoned(32, dtype=torch.int32)])\n",
     )
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr
