@@ -7,10 +7,10 @@ same sources, the same grid arithmetic and the same arguments, without a GPU.
 import ctypes
 import functools
 import importlib
-import itertools
 import struct
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -67,21 +67,33 @@ class DriverLauncher:
     Args:
         device: a CUDA device.
         kernels: ``(name expression, source file)`` of each kernel that may be launched.
+        folder: of the sources; ours if None.
 
     Raises:
         KernelBuildError: there are no kernels for this device, or no bindings of the driver.
     """
 
-    def __init__(self, device: torch.device, kernels: Iterable[tuple[str, str]]):
+    def __init__(
+        self,
+        device: torch.device,
+        kernels: Iterable[tuple[str, str]],
+        *,
+        folder: Path | None = None,
+    ):
         self._index = torch.cuda.current_device() if device.index is None else device.index
         arch = arch_for(torch.cuda.get_device_capability(self._index))
         names, sources = zip(*kernels, strict=True)
         with ThreadPoolExecutor() as pool:  # NVRTC runs without Python's lock
-            cubins = list(pool.map(compile_kernel, names, sources, itertools.repeat(arch)))
+            compiling = [
+                pool.submit(compile_kernel, name, source, arch, folder=folder)
+                for name, source in zip(names, sources, strict=True)
+            ]
+        cubins = [future.result() for future in compiling]
         self._driver = _driver()
         self._functions: dict[str, Any] = {}
         with torch.cuda.device(self._index):
-            torch.cuda.current_stream().synchronize()  # makes torch's context the current one
+            torch.zeros(1, device="cuda")  # makes torch's context the current one
+            (self._context,) = self._call("cuCtxGetCurrent")
             for name, cubin in zip(names, cubins, strict=True):
                 (module,) = self._call("cuModuleLoadData", cubin.image)
                 found = self._call("cuModuleGetFunction", module, cubin.symbol.encode())
@@ -103,6 +115,8 @@ class DriverLauncher:
         function = self._functions[kernel]
         start = "cuLaunchCooperativeKernel" if cooperative else "cuLaunchKernel"
         with torch.cuda.device(self._index):
+            # A thread in which torch has not called CUDA yet has no context.
+            self._call("cuCtxSetCurrent", self._context)
             self._allow_smem(kernel, smem)
             stream = torch.cuda.current_stream().cuda_stream
             rest = () if cooperative else (0,)
