@@ -20,7 +20,7 @@ def make_llama(dtype: torch.dtype) -> Any:
     config = transformers.LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
-        intermediate_size=128,
+        intermediate_size=64,
         head_dim=64,
         num_hidden_layers=NUM_LAYERS,
         num_attention_heads=2,
