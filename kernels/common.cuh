@@ -194,11 +194,11 @@ __device__ __forceinline__ Best warp_best(Best best) {
 // ---- exp and log by correctly rounded operations alone: the same bits on every device ----------
 
 // exp(x): 2^n exp(r) with |r| <= ln(2) / 2 and a series of degree 7. Relative error below 2e-7.
-// Below -87 it is 0, above 88 it is exp(88); NaN stays NaN.
+// Below -87 it is 0, above 88 it is infinite; NaN stays NaN.
 __device__ __forceinline__ float portable_exp(float x) {
   if (x != x) return x;
   if (x < -87.f) return 0.f;
-  x = fminf(x, 88.f);
+  if (x > 88.f) return infinity();
   float n = rintf(x * 1.44269504f);
   float r = fmaf(n, -0.693145752f, x);  // ln(2) in two parts: the first times n is exact
   r = fmaf(n, -1.42860677e-6f, r);

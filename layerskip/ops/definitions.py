@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from layerskip.ops import reference
-
-SAMPLING_STREAM = 0
-ACCEPTANCE_STREAM = 1
-RESIDUAL_STREAM = 2
+from layerskip.ops.acceptance import accept_block as accept_block
+from layerskip.ops.acceptance import accept_tokens as accept_tokens
+from layerskip.ops.streams import SAMPLING_STREAM, stream_bits
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -246,13 +245,6 @@ def gumbel_from_bits(bits: Tensor) -> Tensor:
     return torch.from_numpy(reference.gumbel_from_bits(bits.cpu().numpy())).to(bits.device)
 
 
-def stream_bits(seed: int, position: int, stream: int, count: int) -> np.ndarray:
-    """24-bit integers: ``reference.uniform_bits``, with the stream as the counter's third word."""
-    source = np.random.Philox(counter=[0, position, stream, 0], key=[seed, 0])
-    words = np.asarray(source.random_raw((count + 1) // 2))
-    return words.astype("<u8", copy=False).view("<u4")[:count] >> (32 - reference.UNIFORM_BITS)
-
-
 def lm_head_argmax(
     x: Tensor,
     weight: Tensor,
@@ -302,117 +294,6 @@ def lm_head_argmax(
     log_sum_exp = scores.logsumexp(-1)
     top_probability = (scores.amax(-1) - log_sum_exp).exp()
     return token_ids, top_probability.float(), log_sum_exp.float()
-
-
-def accept_tokens(
-    draft_token_ids: Tensor,
-    target_token_ids: Tensor,
-    cache_seqlens: Tensor,
-    num_left: Tensor,
-    eos_ids: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Greedy and coupled acceptance: the target's tokens up to the first that was not drafted.
-
-    What is emitted ends with an end-of-sequence token or at the limit. The cache advances by the
-    emitted tokens: the pending one and all emitted but the last are in it.
-
-    Args:
-        draft_token_ids: ``(batch, k)`` int64; -1 from where a sequence drafted no more.
-        target_token_ids: ``(batch, k + 1)`` int64.
-        cache_seqlens: ``(batch,)`` int32; changed. A sequence of negative length emits nothing.
-        num_left: ``(batch,)`` int32, tokens that may still be emitted; changed. 0 once a sequence
-            has ended; it emits nothing then.
-        eos_ids: ``(any,)`` int64.
-
-    Returns:
-        Emitted token ids ``(batch, k + 1)`` int64, -1 after the last; the number of drafted ones
-        among them ``(batch,)`` int32; the last of them, or -1, ``(batch,)`` int64.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit.
-    """
-    matches = (draft_token_ids >= 0) & (draft_token_ids == target_token_ids[:, :-1])
-    num_matches = matches.long().cumprod(-1).sum(-1)
-    return _emit(target_token_ids, num_matches, cache_seqlens, num_left, eos_ids)
-
-
-def accept_block(
-    draft_token_ids: Tensor,
-    draft_probs: Tensor,
-    target_probs: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    cache_seqlens: Tensor,
-    num_left: Tensor,
-    eos_ids: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Block verification (Sun et al. 2025): the longest prefix that stands, and a token after it.
-
-    Its randomness is the round's own: streams 1 (acceptance) and 2 (residual) at the position of
-    the first drafted token, where no other round of the sequence begins.
-
-    Args:
-        draft_token_ids: ``(batch, k)`` int64; -1 from where a sequence drafted no more.
-        draft_probs: ``(batch, k, vocab)`` float32, what the tokens were drawn from.
-        target_probs: ``(batch, k + 1, vocab)`` float32.
-        seeds, positions: ``(batch,)`` int64; positions of the first drafted token.
-        cache_seqlens, num_left, eos_ids: as in ``accept_tokens``; the first two are changed.
-
-    Returns:
-        As ``accept_tokens``.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit.
-    """
-    batch, k = draft_token_ids.shape
-    tokens = torch.zeros(batch, k + 1, dtype=torch.int64, device=draft_token_ids.device)
-    num_accepted = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
-    for b, drafted in enumerate(draft_token_ids.tolist()):
-        count = drafted.index(-1) if -1 in drafted else k
-        uniforms = stream_bits(int(seeds[b]), int(positions[b]), ACCEPTANCE_STREAM, k)
-        mass = target_probs[b, 0]
-        joint = torch.ones((), device=tokens.device)
-        for i in range(count + 1):
-            if i > 0:
-                p, q = (probs[b, i - 1, drafted[i - 1]] for probs in (target_probs, draft_probs))
-                joint = (joint * p / q).clamp(max=1.0) if q > 0 else torch.zeros_like(joint)
-            if i < count:
-                residual = (joint * target_probs[b, i] - draft_probs[b, i]).clamp(min=0.0)
-                whole = residual.sum() + 1 - joint
-                bar = residual.sum() / whole if whole > 0 else torch.ones_like(joint)
-            else:
-                residual, bar = target_probs[b, i], joint
-            if i == 0 or (uniforms[i - 1] + 0.5) * 2.0**-reference.UNIFORM_BITS <= bar.item():
-                mass = residual if residual.sum() > 0 else target_probs[b, i]
-                num_accepted[b] = i
-        noise = gumbel_noise(
-            seeds[b : b + 1],
-            positions[b : b + 1],
-            vocab_size=mass.shape[0],
-            stream=RESIDUAL_STREAM,
-        )[0]
-        accepted = int(num_accepted[b])
-        tokens[b, :accepted] = draft_token_ids[b, :accepted]
-        tokens[b, accepted] = (mass.double().log().float() + noise).argmax()
-    return _emit(tokens, num_accepted, cache_seqlens, num_left, eos_ids)
-
-
-def _emit(
-    tokens: Tensor, num_matches: Tensor, cache_seqlens: Tensor, num_left: Tensor, eos_ids: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens 0 to ``num_matches`` up to the end of the sequence or the limit; advances both."""
-    place = torch.arange(tokens.shape[1], device=tokens.device)
-    count = torch.minimum(num_matches + 1, num_left.long()).clamp(min=0)
-    count = count.where(cache_seqlens >= 0, 0)
-    ends = torch.isin(tokens, eos_ids) & (place < count[:, None])
-    first_end = torch.where(ends, place, tokens.shape[1]).amin(-1)
-    count = torch.minimum(count, first_end + 1)
-    emitted = tokens.where(place < count[:, None], -1)
-    pending = tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0].where(count > 0, -1)
-    cache_seqlens += count.int()
-    left = torch.where(ends.any(-1), 0, num_left - count)
-    num_left.copy_(left.where(count > 0, num_left))
-    return emitted, torch.minimum(num_matches, count).int(), pending
 
 
 def _normed(x: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:

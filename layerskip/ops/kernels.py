@@ -1,7 +1,8 @@
 """Each operation as launches of kernels: same names and signatures as ``definitions``.
 
-Grid arithmetic and limits are here, argument checks in ``arguments``, the kernels and what each
-takes in ``kernels/*.cu``. A launch outside a kernel's limits is an error, never another path.
+Grid arithmetic is here; checks of arguments are in ``arguments``, of their place in memory in
+``layout``; the kernels, and what each takes, in ``kernels/*.cu``. A launch outside a kernel's
+limits is an error, never another path.
 """
 
 import ctypes
@@ -9,9 +10,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from layerskip.ops import arguments
+from layerskip.ops import arguments, layout
 from layerskip.ops.catalog import (
-    FORMATS,
     HEAD_DIMS,
     HEAD_TILES,
     LINEAR_TILES,
@@ -30,9 +30,7 @@ MAX_DRAFT = 31  # a warp holds a sequence's drafted tokens and one more
 UNIFORMS_PER_BLOCK = 4096
 SUMMARY_WORDS = 4  # of lm_head
 VERIFY_WORDS = 5  # of block_verify
-ALIGNMENT = 16  # bytes of one load
 Arguments = tuple[Argument, ...]
-_FORMS = {getattr(torch, name): form for form, name in FORMATS.items()}
 
 
 class KernelOps:
@@ -63,15 +61,15 @@ class KernelOps:
         out: Tensor,
         total: Tensor | None,
     ) -> None:
-        _dense(op, weight=weight)
+        layout.dense(op, weight=weight)
         strides = (
-            _row_stride(op, x=x),
-            0 if residual is None else _row_stride(op, residual=residual),
+            layout.row_stride(op, x=x),
+            0 if residual is None else layout.row_stride(op, residual=residual),
         )
         rows, width = x.shape
-        aligned = _aligned(width, x, residual, weight, out, total)
+        aligned = layout.aligned(width, x, residual, weight, out, total)
         args = (x, strides[0], residual, strides[1], weight, eps, out, total, width, aligned)
-        name = f"rms_norm<{_form(op, x=x)}>"
+        name = f"rms_norm<{layout.form(op, x=x)}>"
         self._start(op, name, (rows, 1, 1), THREADS, 4 * (WARPS + 1), args)
 
     def linear(
@@ -87,26 +85,26 @@ class KernelOps:
         out = arguments.linear(
             x, weight, bias=bias, residual=residual, norm_weight=norm_weight, eps=eps
         )
-        _dense("linear", weight=weight, bias=bias, norm_weight=norm_weight)
+        layout.dense("linear", weight=weight, bias=bias, norm_weight=norm_weight)
         (m, k), n = x.shape, weight.shape[0]
         tiles = _tiles(m, LINEAR_TILES)
         args = (
             x,
-            _row_stride("linear", x=x),
+            layout.row_stride("linear", x=x),
             weight,
             bias,
             residual,
-            0 if residual is None else _row_stride("linear", residual=residual),
+            0 if residual is None else layout.row_stride("linear", residual=residual),
             norm_weight,
             eps,
             out,
             m,
             n,
             k,
-            _aligned(k, x, weight, norm_weight),
+            layout.aligned(k, x, weight, norm_weight),
         )
         grid = (-(-n // 16), -(-m // (TILE * tiles)), 1)
-        name = f"linear<{_form('linear', x=x)},{tiles}>"
+        name = f"linear<{layout.form('linear', x=x)},{tiles}>"
         self._start("linear", name, grid, THREADS, _product_smem(tiles), args)
         return out
 
@@ -120,14 +118,16 @@ class KernelOps:
         eps: float = 1e-6,
     ) -> Tensor:
         out = arguments.swiglu(x, gate_weight, up_weight, norm_weight=norm_weight, eps=eps)
-        _dense("swiglu", gate_weight=gate_weight, up_weight=up_weight, norm_weight=norm_weight)
+        layout.dense(
+            "swiglu", gate_weight=gate_weight, up_weight=up_weight, norm_weight=norm_weight
+        )
         (m, k), n = x.shape, gate_weight.shape[0]
         tiles = _tiles(m, LINEAR_TILES)
-        stride = _row_stride("swiglu", x=x)
-        aligned = _aligned(k, x, gate_weight, up_weight, norm_weight)
+        stride = layout.row_stride("swiglu", x=x)
+        aligned = layout.aligned(k, x, gate_weight, up_weight, norm_weight)
         args = (x, stride, gate_weight, up_weight, norm_weight, eps, out, m, n, k, aligned)
         grid = (-(-n // 8), -(-m // (TILE * tiles)), 1)
-        name = f"swiglu<{_form('swiglu', x=x)},{tiles}>"
+        name = f"swiglu<{layout.form('swiglu', x=x)},{tiles}>"
         self._start("swiglu", name, grid, THREADS, _product_smem(tiles), args)
         return out
 
@@ -148,22 +148,22 @@ class KernelOps:
         arguments.rope_append_kv(
             q, k, v, k_cache, v_cache, cosine, sine, cache_seqlens, interleaved=interleaved
         )
-        _dense(op, cosine=cosine, sine=sine, cache_seqlens=cache_seqlens)
-        _dense_last(op, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
-        _same_strides(op, k_cache, v_cache)
+        layout.dense(op, cosine=cosine, sine=sine, cache_seqlens=cache_seqlens)
+        layout.dense_last(op, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+        layout.same_strides(op, k_cache, v_cache)
         batch, seqlen, heads, dim = q.shape
         heads_k, positions = k.shape[2], cosine.shape[0]
-        cache_batch, cache_slot, cache_head = _strides(k_cache)
+        cache_batch, cache_slot, cache_head = layout.strides(k_cache)
         args: Arguments = (
-            *(q, *_strides(q)),
-            *(k, *_strides(k)),
-            *(v, *_strides(v)),
+            *(q, *layout.strides(q)),
+            *(k, *layout.strides(k)),
+            *(v, *layout.strides(v)),
             *(k_cache, v_cache, ctypes.c_int64(cache_batch), cache_slot, cache_head),
             *(cosine, sine, cache_seqlens, heads, heads_k, dim),
             *(2 * cosine.shape[1], k_cache.shape[1], positions, interleaved),
         )
         grid = (seqlen, heads + 2 * heads_k, batch)
-        self._start(op, f"rope_append_kv<{_form(op, q=q)}>", grid, 32, 0, args)
+        self._start(op, f"rope_append_kv<{layout.form(op, q=q)}>", grid, 32, 0, args)
 
     def decode_attention(
         self,
@@ -181,21 +181,21 @@ class KernelOps:
         out = arguments.decode_attention(
             q, k_cache, v_cache, cache_seqlens, window=window, softcap=softcap, sinks=sinks
         )
-        _dense(op, cache_seqlens=cache_seqlens, sinks=sinks)
-        _dense_last(op, q=q, k_cache=k_cache, v_cache=v_cache)
-        _same_strides(op, k_cache, v_cache)
+        layout.dense(op, cache_seqlens=cache_seqlens, sinks=sinks)
+        layout.dense_last(op, q=q, k_cache=k_cache, v_cache=v_cache)
+        layout.same_strides(op, k_cache, v_cache)
         batch, seqlen, heads, dim = q.shape
         slots, heads_k = k_cache.shape[1:3]
         if dim not in HEAD_DIMS:
             raise ValueError(f"{op}: headdim is {dim}, kernels exist for {HEAD_DIMS}")
-        _aligned_heads(op, q=q, k_cache=k_cache, v_cache=v_cache)
-        form, splits = _form(op, q=q), -(-slots // SPLIT_KEYS)
+        layout.aligned_heads(op, q=q, k_cache=k_cache, v_cache=v_cache)
+        form, splits = layout.form(op, q=q), -(-slots // SPLIT_KEYS)
         part_out = q.new_empty(batch, seqlen, heads, splits, dim, dtype=torch.float32)
         part_stats = q.new_empty(batch, seqlen, heads, splits, 2, dtype=torch.float32)
-        cache_batch, cache_slot, cache_head = _strides(k_cache)
+        cache_batch, cache_slot, cache_head = layout.strides(k_cache)
         scale = dim**-0.5 if softmax_scale is None else softmax_scale
         args: Arguments = (
-            *(q, *_strides(q)),
+            *(q, *layout.strides(q)),
             *(k_cache, v_cache, ctypes.c_int64(cache_batch), cache_slot, cache_head),
             *(cache_seqlens, part_out, part_stats, seqlen, heads, heads_k, slots),
             *(float(scale), float(softcap), window),
@@ -214,7 +214,7 @@ class KernelOps:
     ) -> Tensor:
         op = "gumbel_noise"
         out = arguments.gumbel_noise(seeds, positions, vocab_size=vocab_size, stream=stream)
-        _dense(op, seeds=seeds, positions=positions)
+        layout.dense(op, seeds=seeds, positions=positions)
         grid = (-(-vocab_size // THREADS), seeds.shape[0], 1)
         self._start(op, op, grid, THREADS, 0, (seeds, positions, out, vocab_size, stream))
         return out
@@ -222,7 +222,7 @@ class KernelOps:
     def gumbel_from_bits(self, bits: Tensor) -> Tensor:
         op = "gumbel_from_bits"
         out = arguments.gumbel_from_bits(bits)
-        _dense(op, bits=bits)
+        layout.dense(op, bits=bits)
         grid = (-(-bits.shape[0] // UNIFORMS_PER_BLOCK), 1, 1)
         self._start(op, op, grid, THREADS // 2, 0, (bits, out, bits.shape[0]))
         return out
@@ -251,14 +251,14 @@ class KernelOps:
             norm_weight=norm_weight,
             eps=eps,
         )
-        _dense(op, weight=weight, vocab_ids=vocab_ids, norm_weight=norm_weight)
-        _dense(op, temperature=temperature, seeds=seeds, positions=positions)
+        layout.dense(op, weight=weight, vocab_ids=vocab_ids, norm_weight=norm_weight)
+        layout.dense(op, temperature=temperature, seeds=seeds, positions=positions)
         m, k = x.shape
         vocab = weight.shape[0] if vocab_ids is None else vocab_ids.shape[0]
         tiles, chunks = _tiles(m, HEAD_TILES), -(-vocab // VOCAB_CHUNK)
         summaries = x.new_empty(m, chunks, SUMMARY_WORDS, dtype=torch.float32)
-        aligned = _aligned(k, x, weight, norm_weight)
-        stride = _row_stride(op, x=x)
+        aligned = layout.aligned(k, x, weight, norm_weight)
+        stride = layout.row_stride(op, x=x)
         args: Arguments = (
             x,
             stride,
@@ -273,7 +273,7 @@ class KernelOps:
             aligned,
         )
         smem = _product_smem(tiles) + 2 * VOCAB_CHUNK * TILE * tiles
-        name = f"lm_head<{_form(op, x=x)},{tiles}>"
+        name = f"lm_head<{layout.form(op, x=x)},{tiles}>"
         self._start(op, name, (chunks, -(-m // (TILE * tiles)), 1), THREADS, smem, args)
         args = (summaries, chunks, *outputs)
         self._start(op, "lm_head_finish", (m, 1, 1), THREADS, 8 * WARPS, args)
@@ -290,8 +290,8 @@ class KernelOps:
         op = "accept_tokens"
         state = (cache_seqlens, num_left)
         outputs = arguments.accept_tokens(draft_token_ids, target_token_ids, *state, eos_ids)
-        _dense(op, draft_token_ids=draft_token_ids, target_token_ids=target_token_ids)
-        _dense(op, cache_seqlens=cache_seqlens, num_left=num_left, eos_ids=eos_ids)
+        layout.dense(op, draft_token_ids=draft_token_ids, target_token_ids=target_token_ids)
+        layout.dense(op, cache_seqlens=cache_seqlens, num_left=num_left, eos_ids=eos_ids)
         batch, k = draft_token_ids.shape
         _short_draft(op, k)
         tokens = (draft_token_ids, target_token_ids, eos_ids, eos_ids.shape[0])
@@ -313,9 +313,9 @@ class KernelOps:
         inputs = (draft_token_ids, draft_probs, target_probs, seeds, positions)
         state = (cache_seqlens, num_left)
         outputs = arguments.accept_block(*inputs, *state, eos_ids)
-        _dense(op, draft_token_ids=draft_token_ids, draft_probs=draft_probs)
-        _dense(op, target_probs=target_probs, seeds=seeds, positions=positions)
-        _dense(op, cache_seqlens=cache_seqlens, num_left=num_left, eos_ids=eos_ids)
+        layout.dense(op, draft_token_ids=draft_token_ids, draft_probs=draft_probs)
+        layout.dense(op, target_probs=target_probs, seeds=seeds, positions=positions)
+        layout.dense(op, cache_seqlens=cache_seqlens, num_left=num_left, eos_ids=eos_ids)
         batch, k, vocab = draft_probs.shape
         _short_draft(op, k)
         chunks = -(-vocab // VERIFY_CHUNK)
@@ -346,60 +346,6 @@ def _tiles(rows: int, available: tuple[int, ...]) -> int:
 def _product_smem(tiles: int) -> int:
     """Sums of all warps, and a norm's factor for each token."""
     return 4 * (WARPS * 32 * 4 * tiles + TILE * tiles)
-
-
-def _form(op: str, **tensor: Tensor) -> str:
-    ((name, t),) = tensor.items()
-    if t.dtype not in _FORMS:
-        raise ValueError(f"{op}: {name} has dtype {t.dtype}, kernels take {[*_FORMS]}")
-    return _FORMS[t.dtype]
-
-
-def _dense(op: str, **tensors: Tensor | None) -> None:
-    for name, t in tensors.items():
-        if t is not None and not t.is_contiguous():
-            raise ValueError(f"{op}: {name} has strides {t.stride()}, expected it contiguous")
-
-
-def _dense_last(op: str, **tensors: Tensor) -> None:
-    for name, t in tensors.items():
-        if t.stride(-1) != 1:
-            raise ValueError(f"{op}: {name} has strides {t.stride()}, expected 1 as the last")
-
-
-def _row_stride(op: str, **tensor: Tensor) -> int:
-    ((_, t),) = tensor.items()
-    _dense_last(op, **tensor)
-    return t.stride(0)
-
-
-def _strides(t: Tensor) -> tuple[int, int, int]:
-    """Of all dimensions but the last of four."""
-    return t.stride(0), t.stride(1), t.stride(2)
-
-
-def _same_strides(op: str, k_cache: Tensor, v_cache: Tensor) -> None:
-    if k_cache.stride() != v_cache.stride():
-        raise ValueError(
-            f"{op}: v_cache has strides {v_cache.stride()}, expected {k_cache.stride()} as k_cache"
-        )
-
-
-def _aligned(width: int, *tensors: Tensor | None) -> bool:
-    """Whether rows can be read 16 bytes at a time; else kernels read element by element."""
-    present = [t for t in tensors if t is not None]
-    return width % 8 == 0 and all(
-        t.data_ptr() % ALIGNMENT == 0 and (t.dim() < 2 or t.stride(0) % 8 == 0) for t in present
-    )
-
-
-def _aligned_heads(op: str, **tensors: Tensor) -> None:
-    for name, t in tensors.items():
-        if t.data_ptr() % ALIGNMENT or any(s % 8 for s in _strides(t)):
-            raise ValueError(
-                f"{op}: {name} has strides {t.stride()} and address {t.data_ptr():#x}, expected "
-                f"every head at a multiple of {ALIGNMENT} bytes"
-            )
 
 
 def _short_draft(op: str, k: int) -> None:

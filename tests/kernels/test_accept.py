@@ -7,6 +7,7 @@ import torch
 from conftest import Backend
 
 from layerskip.ops import definitions
+from layerskip.ops.streams import RESIDUAL_STREAM
 
 EOS = 99
 DEFINITION = Backend(definitions, "cpu")
@@ -99,6 +100,15 @@ def test_block_verification_is_the_definition(kernels, k, vocab):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert len(want[1].unique()) > 1
     assert want[1][5] == 0
+
+
+def test_a_block_without_a_draft_is_a_sample_of_the_target(backend):
+    _, _, p, seeds, positions = make_block(4, 1, 40)
+    none = torch.empty(4, 0, dtype=torch.int64), torch.empty(4, 0, 40)
+    tokens, accepted, *_ = accept_block(backend, (*none, p[:, :1].contiguous(), seeds, positions))
+    noise = definitions.gumbel_noise(seeds, positions, vocab_size=40, stream=RESIDUAL_STREAM)
+    assert torch.equal(tokens[:, 0], (p[:, 0].double().log().float() + noise).argmax(-1))
+    assert not accepted.any()
 
 
 def test_a_block_s_sequences_are_each_their_own(kernels):

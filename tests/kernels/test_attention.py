@@ -62,6 +62,14 @@ def test_windows_softcap_and_sinks(backend, dtype, options):
     assert error(backend.ops.decode_attention(*case, **options), want) < ROUNDING[dtype]
 
 
+def test_a_window_far_from_the_start_skips_splits(backend, dtype):
+    case = make_case(backend, dtype, lengths=[590, 511], seqlen=9, heads=4, slots=600)
+    for window in (5, 80, 300):
+        want = exactly(definitions.decode_attention, *case, window=window)
+        got = backend.ops.decode_attention(*case, window=window)
+        assert error(got, want) < ROUNDING[dtype]
+
+
 def test_a_window_is_the_slots_in_it(backend, dtype):
     q, k, v, lengths = make_case(backend, dtype, lengths=[256])
     windowed = backend.ops.decode_attention(q, k, v, lengths, window=40)
