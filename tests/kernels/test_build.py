@@ -361,6 +361,16 @@ def test_sources_of_a_checkout_are_found():
     }
 
 
+def test_sources_of_a_wheel_are_found(tmp_path, monkeypatch):
+    package = tmp_path / "layerskip"
+    monkeypatch.setattr(build, "__file__", str(package / "ops" / "build.py"))
+    with pytest.raises(KernelBuildError, match="no kernel sources"):
+        build.kernels_folder.__wrapped__()
+    (package / "kernels").mkdir(parents=True)
+    (package / "kernels" / "simple.cu").write_text(SIMPLE)
+    assert build.kernels_folder.__wrapped__() == package / "kernels"
+
+
 def test_importing_the_package_needs_no_cuda():
     script = (
         "import sys; sys.modules['cuda'] = None\n"

@@ -70,25 +70,23 @@ void arrive(Barrier &barrier, unsigned expected, const char *what, Where where) 
 // The meeting that a lane comes to: that of its mask, unless one with some of the same lanes is on.
 Meeting &join(unsigned mask, unsigned lane, const char *what, Where where) {
   auto complain = [&](const std::string &rest) {
-    fail(describe(self()) + " calls " + what + " at " + describe(where) + " " + rest);
+    char call[32];
+    std::snprintf(call, sizeof call, " with mask %08x ", mask);
+    fail(describe(self()) + " calls " + what + call + rest + ", at " + describe(where));
   };
-  char hex[16];
-  std::snprintf(hex, sizeof hex, "%08x", mask);
-  if (!(mask >> lane & 1)) complain("with mask " + std::string(hex) + ", which lacks its lane");
+  if (!(mask >> lane & 1)) complain("that lacks its lane");
+  std::deque<Meeting> &meetings = block().warps[self().linear >> 5];
   Meeting *found = nullptr;
-  for (Meeting &meeting : block().warps[self().linear >> 5]) {
+  for (Meeting &meeting : meetings) {
     if (meeting.mask == mask) {
       found = &meeting;
     } else if (meeting.arrived & mask) {
-      complain("with mask " + std::string(hex) + " while lanes of it wait at " +
-               describe(meeting.where) + " with another mask");
+      complain("while lanes of it wait with another mask at " + describe(meeting.where));
     }
   }
-  if (found == nullptr) found = &block().warps[self().linear >> 5].emplace_back(mask);
+  if (found == nullptr) found = &meetings.emplace_back(mask);
   if (found->arrived == 0) found->where = where;
-  if (!(found->where == where)) {
-    complain("while lanes of its warp wait at " + describe(found->where));
-  }
+  if (!(found->where == where)) complain("while others of it wait at " + describe(found->where));
   found->arrived |= 1u << lane;
   return *found;
 }
@@ -226,7 +224,9 @@ class Worker {
     fiber.linear = linear;
     fiber.thread = {linear % size.x, linear / size.x % size.y, linear / (size.x * size.y)};
     fiber.block = &block;
-    start_context(fiber.context, stacks_.at(size_t(&fiber - fibers_.data())), kStack, entry);
+    // Stacks begin at different offsets into a page: else all would share a few cache lines.
+    size_t place = size_t(&fiber - fibers_.data());
+    start_context(fiber.context, stacks_.at(place), kStack - place % 32 * 128, entry);
   }
 
   // Seed 0 takes threads in order, 1 backwards, any other in a new order each round.
