@@ -1,4 +1,4 @@
-"""How far a result is from the definition in float64."""
+"""How far a result is from the definition in float64, and numbers that show the order of a sum."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,3 +26,14 @@ def _wide(arg: Any) -> Any:
     if not isinstance(arg, Tensor):
         return arg
     return arg.cpu().double() if arg.dtype in ROUNDING else arg.cpu().clone()
+
+
+def mirrored(left: Tensor, sign: int = 1) -> Tensor:
+    """Columns, and after them the same columns shuffled, always alike, times ``sign``.
+
+    A product of one ``mirrored(a)`` and one ``mirrored(b, -1)`` is 0: what comes out is nothing but
+    roundings, and shows in all its bits the order in which it was added up.
+    """
+    columns = left.shape[-1]
+    shuffled = torch.randperm(columns, generator=torch.Generator().manual_seed(3))
+    return torch.cat([left, sign * left[..., shuffled.to(left.device)]], dim=-1)

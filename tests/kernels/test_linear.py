@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from measure import ROUNDING, error, exactly
+from measure import ROUNDING, error, exactly, mirrored
 
 from layerskip.ops import definitions
 
@@ -86,22 +86,30 @@ def _dense(value):
 @pytest.fixture
 def layer(kernels, dtype):
     """A function of rows that goes through every path of the product, and rows for it."""
-    width, inner = 104, 24
-    matrices = [backend_noise(kernels, dtype, inner, width) for _ in range(3)]
-    norm_weight, bias = kernels.noise(width, dtype=dtype), kernels.noise(inner, dtype=dtype)
+    width, inner = 76, 24  # 152 columns: not every warp has work, and the last block is short
+    plain, cancelling = (kernels.noise(inner, width, dtype=dtype) for _ in range(2))
+    plain, cancelling = mirrored(plain), mirrored(cancelling, -1)
+    norm = {"norm_weight": mirrored(kernels.noise(width, dtype=dtype)), "eps": 1e-5}
+    bias = kernels.noise(inner, dtype=dtype)
+    ops = kernels.ops
 
     def run(x):
-        plain = kernels.ops.linear(x, matrices[0], bias=bias, residual=x[:, :inner])
-        normed = kernels.ops.linear(x, matrices[0], norm_weight=norm_weight, eps=1e-5)
-        gated = kernels.ops.swiglu(x, *matrices[1:], norm_weight=norm_weight, eps=1e-5)
-        norms = kernels.ops.add_rms_norm(x, x, norm_weight, eps=1e-5)
-        return torch.cat([plain, normed, gated, *norms], dim=-1)
+        outputs = [
+            ops.linear(x, cancelling),
+            ops.linear(x, cancelling, **norm),
+            ops.linear(x, plain, bias=bias, residual=x[:, :inner], **norm),
+            ops.swiglu(x, plain, cancelling, **norm),
+            ops.swiglu(x, cancelling, plain),
+            *ops.add_rms_norm(x, x, norm["norm_weight"], eps=1e-5),
+        ]
+        return torch.cat(outputs, dim=-1)
 
-    return run, kernels.noise(ALL_ROWS, width, dtype=dtype)
-
-
-def backend_noise(kernels, dtype, n, k):
-    return kernels.noise(n, k, dtype=dtype, scale=k**-0.5)
+    x = kernels.noise(ALL_ROWS, width, dtype=dtype)
+    x = mirrored(x * 2.0 ** torch.randint(9, x.shape).to(x))  # wide in range: more is rounded
+    roundings = ops.linear(x, cancelling)
+    assert roundings.abs().max() < 0.1
+    assert (roundings != 0).double().mean() > 0.8
+    return run, x
 
 
 def test_a_row_has_the_same_bits_among_any_number_of_rows(layer):
@@ -131,7 +139,7 @@ def test_other_rows_may_hold_anything(layer):
 
 def test_the_fused_norm_has_the_bits_of_the_norm_alone(kernels, dtype):
     for k in (63, 64, 257, 2056):
-        x, weight = kernels.noise(9, k, dtype=dtype), backend_noise(kernels, dtype, 17, k)
+        x, weight = kernels.noise(9, k, dtype=dtype), kernels.noise(17, k, dtype=dtype)
         norm_weight = kernels.noise(k, dtype=dtype)
         normed = kernels.ops.rms_norm(x, norm_weight, eps=1e-5)
         fused = kernels.ops.linear(x, weight, norm_weight=norm_weight, eps=1e-5)
