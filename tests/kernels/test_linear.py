@@ -108,7 +108,7 @@ def layer(kernels, dtype):
     x = mirrored(x * 2.0 ** torch.randint(9, x.shape).to(x))  # wide in range: more is rounded
     roundings = ops.linear(x, cancelling)
     assert roundings.abs().max() < 0.1
-    assert (roundings != 0).double().mean() > 0.8
+    assert (roundings != 0).double().mean() > 0.7
     return run, x
 
 
