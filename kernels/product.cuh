@@ -100,16 +100,32 @@ __device__ __forceinline__ void multiply(float (&sums)[TILES][4], const uint16_t
 #pragma unroll
     for (int i = 0; i < 4; i++) sums[j][i] = 0.f;
   }
+  // Weights of several blocks are on their way at once: a warp waits for memory once per group.
+  constexpr int kGroup = TILES > 2 ? 2 : 4, kStride = kWarps * kBlockOfK;
   int k = (threadIdx.x >> 5) * kBlockOfK;
   if (tokens.aligned) {
-#pragma unroll(TILES > 2 ? 1 : 4)
-    for (; k + kBlockOfK <= tokens.width; k += kWarps * kBlockOfK) {
-      multiply_block<T, TILES>(sums, load_once(first + k + part), load_once(second + k + part),
-                               tokens, k + part, true);
+#pragma unroll 1
+    for (; k + (kGroup - 1) * kStride + kBlockOfK <= tokens.width; k += kGroup * kStride) {
+      uint4 low[kGroup], high[kGroup];
+#pragma unroll
+      for (int i = 0; i < kGroup; i++) {
+        low[i] = load_once(first + k + i * kStride + part);
+        high[i] = load_once(second + k + i * kStride + part);
+      }
+#pragma unroll
+      for (int i = 0; i < kGroup; i++) {
+        int at = k + i * kStride + part;
+        multiply_block<T, TILES>(sums, low[i], high[i], tokens, at, true);
+      }
     }
   }
 #pragma unroll 1
-  for (; k < tokens.width; k += kWarps * kBlockOfK) {
+  for (; k < tokens.width; k += kStride) {
+    if (tokens.aligned && k + kBlockOfK <= tokens.width) {
+      multiply_block<T, TILES>(sums, load_once(first + k + part), load_once(second + k + part),
+                               tokens, k + part, true);
+      continue;
+    }
     multiply_block<T, TILES>(sums, load_eight(first, k + part, tokens.width, false),
                              load_eight(second, k + part, tokens.width, false), tokens, k + part,
                              false);
