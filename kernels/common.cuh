@@ -196,11 +196,9 @@ __device__ __forceinline__ Best warp_best(Best best) {
 // exp(x): 2^n exp(r) with |r| <= ln(2) / 2 and a series of degree 7. Relative error below 2e-7.
 // Below -87 it is 0, above 88 it is infinite; NaN stays NaN.
 __device__ __forceinline__ float portable_exp(float x) {
-  if (x != x) return x;
-  if (x < -87.f) return 0.f;
-  float least = fminf(x, 88.f);  // chosen at the end: a third return costs sm_90 a stack frame
-  float n = rintf(least * 1.44269504f);
-  float r = fmaf(n, -0.693145752f, least);  // ln(2) in two parts: the first times n is exact
+  float bounded = fminf(fmaxf(x, -87.f), 88.f);
+  float n = rintf(bounded * 1.44269504f);
+  float r = fmaf(n, -0.693145752f, bounded);  // ln(2) in two parts: the first times n is exact
   r = fmaf(n, -1.42860677e-6f, r);
   float series = 1.f / 5040.f;
   series = fmaf(series, r, 1.f / 720.f);
@@ -211,7 +209,8 @@ __device__ __forceinline__ float portable_exp(float x) {
   series = fmaf(series, r, 1.f);
   series = fmaf(series, r, 1.f);
   float power = series * __uint_as_float(static_cast<unsigned>(static_cast<int>(n) + 127) << 23);
-  return x > 88.f ? infinity() : power;
+  power = x < -87.f ? 0.f : x > 88.f ? infinity() : power;
+  return x == x ? power : x;
 }
 
 __device__ __forceinline__ float portable_tanh(float x) {
