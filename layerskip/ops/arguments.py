@@ -13,7 +13,7 @@ from torch import Tensor
 Shaped = tuple[Tensor | None, str]
 
 
-def sizes_of(op: str, **tensors: Shaped) -> dict[str, int]:
+def _sizes_of(op: str, **tensors: Shaped) -> dict[str, int]:
     """Match tensors with shapes given as names of sizes, such as ``"m k"``.
 
     Returns:
@@ -39,7 +39,7 @@ def sizes_of(op: str, **tensors: Shaped) -> dict[str, int]:
     return sizes
 
 
-def same_device(op: str, **tensors: Tensor | None) -> None:
+def _same_device(op: str, **tensors: Tensor | None) -> None:
     """All on the first one's device."""
     present = {name: t for name, t in tensors.items() if t is not None}
     first = next(iter(present))
@@ -51,7 +51,7 @@ def same_device(op: str, **tensors: Tensor | None) -> None:
             )
 
 
-def of_dtype(op: str, dtype: torch.dtype, **tensors: Tensor | None) -> None:
+def _of_dtype(op: str, dtype: torch.dtype, **tensors: Tensor | None) -> None:
     """All of one dtype."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype != dtype:
@@ -64,7 +64,7 @@ def _floating(op: str, **tensors: Tensor | None) -> None:
     assert first is not None
     if not first.dtype.is_floating_point:
         raise ValueError(f"{op}: {name} has dtype {first.dtype}, expected a floating one")
-    of_dtype(op, first.dtype, **tensors)
+    _of_dtype(op, first.dtype, **tensors)
 
 
 def _at_least_one(op: str, sizes: dict[str, int], names: Sequence[str]) -> None:
@@ -74,9 +74,9 @@ def _at_least_one(op: str, sizes: dict[str, int], names: Sequence[str]) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    sizes_of("rms_norm", x=(x, "m width"), weight=(weight, "width"))
+    _sizes_of("rms_norm", x=(x, "m width"), weight=(weight, "width"))
     _floating("rms_norm", x=x, weight=weight)
-    same_device("rms_norm", x=x, weight=weight)
+    _same_device("rms_norm", x=x, weight=weight)
     return x.new_empty(x.shape)
 
 
@@ -84,9 +84,9 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
 ) -> tuple[Tensor, Tensor]:
     op = "add_rms_norm"
-    sizes_of(op, x=(x, "m width"), residual=(residual, "m width"), weight=(weight, "width"))
+    _sizes_of(op, x=(x, "m width"), residual=(residual, "m width"), weight=(weight, "width"))
     _floating(op, x=x, residual=residual, weight=weight)
-    same_device(op, x=x, residual=residual, weight=weight)
+    _same_device(op, x=x, residual=residual, weight=weight)
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
@@ -100,7 +100,7 @@ def linear(
     eps: float = 1e-6,
 ) -> Tensor:
     op = "linear"
-    sizes = sizes_of(
+    sizes = _sizes_of(
         op,
         x=(x, "m k"),
         weight=(weight, "n k"),
@@ -111,7 +111,7 @@ def linear(
     tensors = {"x": x, "weight": weight, "bias": bias}
     tensors |= {"residual": residual, "norm_weight": norm_weight}
     _floating(op, **tensors)
-    same_device(op, **tensors)
+    _same_device(op, **tensors)
     _at_least_one(op, sizes, ("n", "k"))
     return x.new_empty(sizes["m"], sizes["n"])
 
@@ -125,7 +125,7 @@ def swiglu(
     eps: float = 1e-6,
 ) -> Tensor:
     op = "swiglu"
-    sizes = sizes_of(
+    sizes = _sizes_of(
         op,
         x=(x, "m k"),
         gate_weight=(gate_weight, "n k"),
@@ -134,7 +134,7 @@ def swiglu(
     )
     tensors = {"x": x, "gate_weight": gate_weight, "up_weight": up_weight}
     _floating(op, **tensors, norm_weight=norm_weight)
-    same_device(op, **tensors, norm_weight=norm_weight)
+    _same_device(op, **tensors, norm_weight=norm_weight)
     _at_least_one(op, sizes, ("n", "k"))
     return x.new_empty(sizes["m"], sizes["n"])
 
@@ -152,7 +152,7 @@ def rope_append_kv(
     interleaved: bool = False,
 ) -> None:
     op = "rope_append_kv"
-    sizes = sizes_of(
+    sizes = _sizes_of(
         op,
         q=(q, "batch seqlen nheads headdim"),
         k=(k, "batch seqlen nheads_k headdim"),
@@ -164,10 +164,10 @@ def rope_append_kv(
         cache_seqlens=(cache_seqlens, "batch"),
     )
     _floating(op, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
-    of_dtype(op, torch.float32, cosine=cosine, sine=sine)
-    of_dtype(op, torch.int32, cache_seqlens=cache_seqlens)
+    _of_dtype(op, torch.float32, cosine=cosine, sine=sine)
+    _of_dtype(op, torch.int32, cache_seqlens=cache_seqlens)
     tensors = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
-    same_device(op, **tensors, cosine=cosine, sine=sine, cache_seqlens=cache_seqlens)
+    _same_device(op, **tensors, cosine=cosine, sine=sine, cache_seqlens=cache_seqlens)
     if 2 * sizes["rotary_dim/2"] > sizes["headdim"]:
         raise ValueError(
             f"{op}: cosine has shape {tuple(cosine.shape)}, which rotates "
@@ -187,7 +187,7 @@ def decode_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     op = "decode_attention"
-    sizes = sizes_of(
+    sizes = _sizes_of(
         op,
         q=(q, "batch seqlen nheads headdim"),
         k_cache=(k_cache, "batch seqlen_cache nheads_k headdim"),
@@ -196,10 +196,10 @@ def decode_attention(
         sinks=(sinks, "nheads"),
     )
     _floating(op, q=q, k_cache=k_cache, v_cache=v_cache)
-    of_dtype(op, torch.int32, cache_seqlens=cache_seqlens)
-    of_dtype(op, torch.float32, sinks=sinks)
+    _of_dtype(op, torch.int32, cache_seqlens=cache_seqlens)
+    _of_dtype(op, torch.float32, sinks=sinks)
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
-    same_device(op, **tensors, sinks=sinks)
+    _same_device(op, **tensors, sinks=sinks)
     _at_least_one(op, sizes, ("batch", "seqlen", "seqlen_cache", "nheads_k"))
     if sizes["nheads"] % sizes["nheads_k"] != 0:
         raise ValueError(
@@ -215,17 +215,17 @@ def decode_attention(
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, *, vocab_size: int, stream: int = 0) -> Tensor:
     op = "gumbel_noise"
-    sizes_of(op, seeds=(seeds, "rows"), positions=(positions, "rows"))
-    of_dtype(op, torch.int64, seeds=seeds, positions=positions)
-    same_device(op, seeds=seeds, positions=positions)
+    _sizes_of(op, seeds=(seeds, "rows"), positions=(positions, "rows"))
+    _of_dtype(op, torch.int64, seeds=seeds, positions=positions)
+    _same_device(op, seeds=seeds, positions=positions)
     if vocab_size < 1:
         raise ValueError(f"{op}: vocab_size is at least 1, got {vocab_size}")
     return seeds.new_empty(seeds.shape[0], vocab_size, dtype=torch.float32)
 
 
 def gumbel_from_bits(bits: Tensor) -> Tensor:
-    sizes_of("gumbel_from_bits", bits=(bits, "count"))
-    of_dtype("gumbel_from_bits", torch.int32, bits=bits)
+    _sizes_of("gumbel_from_bits", bits=(bits, "count"))
+    _of_dtype("gumbel_from_bits", torch.int32, bits=bits)
     return bits.new_empty(bits.shape, dtype=torch.float32)
 
 
@@ -241,7 +241,7 @@ def lm_head_argmax(
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
     op = "lm_head_argmax"
-    sizes = sizes_of(
+    sizes = _sizes_of(
         op,
         x=(x, "m k"),
         weight=(weight, "vocab k"),
@@ -252,11 +252,11 @@ def lm_head_argmax(
         norm_weight=(norm_weight, "k"),
     )
     _floating(op, x=x, weight=weight, norm_weight=norm_weight)
-    of_dtype(op, torch.int32, vocab_ids=vocab_ids)
-    of_dtype(op, torch.float32, temperature=temperature)
-    of_dtype(op, torch.int64, seeds=seeds, positions=positions)
+    _of_dtype(op, torch.int32, vocab_ids=vocab_ids)
+    _of_dtype(op, torch.float32, temperature=temperature)
+    _of_dtype(op, torch.int64, seeds=seeds, positions=positions)
     tensors = {"x": x, "weight": weight, "vocab_ids": vocab_ids, "norm_weight": norm_weight}
-    same_device(op, **tensors, temperature=temperature, seeds=seeds, positions=positions)
+    _same_device(op, **tensors, temperature=temperature, seeds=seeds, positions=positions)
     if len({t is None for t in (temperature, seeds, positions)}) > 1:
         raise ValueError(f"{op}: temperature, seeds and positions are given together or not at all")
     _at_least_one(op, sizes, ("k", "vocab", *(["kept"] if vocab_ids is not None else [])))
@@ -273,7 +273,7 @@ def accept_tokens(
     eos_ids: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     op = "accept_tokens"
-    sizes_of(
+    _sizes_of(
         op,
         draft_token_ids=(draft_token_ids, "batch k"),
         target_token_ids=(target_token_ids, "batch k+1"),
@@ -282,7 +282,7 @@ def accept_tokens(
         eos_ids=(eos_ids, "any"),
     )
     tokens = {"draft_token_ids": draft_token_ids, "target_token_ids": target_token_ids}
-    of_dtype(op, torch.int64, **tokens)
+    _of_dtype(op, torch.int64, **tokens)
     if target_token_ids.shape[1] != draft_token_ids.shape[1] + 1:
         raise ValueError(
             f"{op}: target_token_ids has {target_token_ids.shape[1]} tokens a sequence, expected "
@@ -302,7 +302,7 @@ def accept_block(
     eos_ids: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     op = "accept_block"
-    sizes_of(
+    _sizes_of(
         op,
         draft_token_ids=(draft_token_ids, "batch k"),
         draft_probs=(draft_probs, "batch k vocab"),
@@ -318,9 +318,9 @@ def accept_block(
             f"{op}: target_probs has {target_probs.shape[1]} rows a sequence, expected one more "
             f"than the {draft_probs.shape[1]} of draft_probs"
         )
-    of_dtype(op, torch.float32, draft_probs=draft_probs, target_probs=target_probs)
+    _of_dtype(op, torch.float32, draft_probs=draft_probs, target_probs=target_probs)
     numbers = {"draft_token_ids": draft_token_ids, "seeds": seeds, "positions": positions}
-    of_dtype(op, torch.int64, **numbers)
+    _of_dtype(op, torch.int64, **numbers)
     numbers |= {"draft_probs": draft_probs, "target_probs": target_probs}
     return _emission(op, numbers, cache_seqlens, num_left, eos_ids)
 
@@ -333,10 +333,10 @@ def _emission(
     eos_ids: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What both acceptances check alike, and return."""
-    of_dtype(op, torch.int32, cache_seqlens=cache_seqlens, num_left=num_left)
-    of_dtype(op, torch.int64, eos_ids=eos_ids)
+    _of_dtype(op, torch.int32, cache_seqlens=cache_seqlens, num_left=num_left)
+    _of_dtype(op, torch.int64, eos_ids=eos_ids)
     state = {"cache_seqlens": cache_seqlens, "num_left": num_left, "eos_ids": eos_ids}
-    same_device(op, **inputs, **state)
+    _same_device(op, **inputs, **state)
     draft_token_ids = inputs["draft_token_ids"]
     batch, k = draft_token_ids.shape
     tokens = draft_token_ids.new_empty(batch, k + 1)

@@ -134,9 +134,6 @@ def test_the_order_of_threads_changes_no_bit(kernels, name):
 def test_one_signature_everywhere(name):
     definition = inspect.signature(getattr(definitions, name))
     assert inspect.signature(getattr(layerskip.ops, name)) == definition
-    assert inspect.signature(getattr(KernelOps, name)).parameters.keys() - {"self"} == (
-        definition.parameters.keys()
-    )
     for other in (getattr(arguments, name), getattr(KernelOps, name)):
         parameters = [p for p in inspect.signature(other).parameters.values() if p.name != "self"]
         assert parameters == list(definition.parameters.values())
