@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import Backend
+from backends import Backend
 
 from layerskip.ops import definitions
 from layerskip.ops.streams import RESIDUAL_STREAM
