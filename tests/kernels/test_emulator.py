@@ -347,15 +347,19 @@ def test_a_library_is_built_again_when_a_header_changes(tmp_path):
         assert out.item() == value
 
 
-def test_the_sanitizer_names_the_line():
-    (line,) = lines_of("overrun", "= 7")
+def test_the_sanitizer_names_the_line(tmp_path):
     need(Toolchain().path, "g++")
+    text = CASES[CASES.index("__global__ void overrun") :]
+    text = text[: text.index("\n}\n") + 3]
+    (tmp_path / "overrun.cu").write_text(text)
+    line = text[: text.index("= 7")].count("\n") + 1
     done = run_sanitized(
         "-c",
-        "from emulator import *\n"
-        "e = EmulatorLauncher([('overrun', 'cases.cu')], folder=HERE)\n"
+        "import sys; from emulator import *; folder = Path(sys.argv[1])\n"
+        "e = EmulatorLauncher([('overrun', 'overrun.cu')], folder=folder, cache=folder)\n"
         "e.launch('overrun', (1, 1, 1), (32, 1, 1), 128, [poisoned(32, dtype=torch.int32)])\n",
+        str(tmp_path),
     )
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr
-    assert f"cases.cu:{line}" in done.stderr
+    assert f"overrun.cu:{line}" in done.stderr
