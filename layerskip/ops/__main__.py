@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -58,10 +59,11 @@ def build_all(args: argparse.Namespace) -> int:
     """Compile, and print what ptxas says. Not 0 if a kernel keeps registers in memory."""
     console = Console()
     archs = " ".join(arch.removeprefix("sm_") for arch in args.arch)
-    table = Table("kernel", f"registers sm_{archs}", "spilled", "static smem", "bytes moved")
-    table.columns[0].no_wrap = True
-    for column in table.columns[1:]:
-        column.justify = "right"
+    columns = ("kernel", f"registers\nsm_{archs}", "spill", "smem", "bytes")
+    table = Table(*columns, box=box.SIMPLE_HEAD)
+    for column in table.columns:
+        column.no_wrap = True
+        column.justify = "left" if column is table.columns[0] else "right"
     spilled = 0
     for kernel in CATALOG.values():
         usages = [cubin.usage for cubin in compiled(kernel, args.arch, args.out)]
@@ -76,8 +78,9 @@ def build_all(args: argparse.Namespace) -> int:
         )
     console.print(table)
     console.print(
-        "Per thread, the most of any architecture: bytes of registers kept in local memory. Shared "
-        "memory is dynamic and given at launch. Bytes moved: 5 rows of Llama-3.2-1B, 1024 keys."
+        "spill: bytes of local memory a thread; smem: bytes of static shared memory a block (the "
+        "rest is given at launch); the most of any architecture. bytes: what 5 rows of "
+        "Llama-3.2-1B at 1024 keys have to move."
     )
     return 1 if spilled else 0
 
