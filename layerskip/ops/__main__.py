@@ -59,7 +59,7 @@ def build_all(args: argparse.Namespace) -> int:
     """Compile, and print what ptxas says. Not 0 if a kernel keeps registers in memory."""
     console = Console()
     archs = " ".join(arch.removeprefix("sm_") for arch in args.arch)
-    columns = ("kernel", f"registers\nsm_{archs}", "spill", "smem", "bytes")
+    columns = ("kernel", f"registers\nsm_{archs}", "spill", "smem", "MB moved")
     table = Table(*columns, box=box.SIMPLE_HEAD)
     for column in table.columns:
         column.no_wrap = True
@@ -74,13 +74,13 @@ def build_all(args: argparse.Namespace) -> int:
             " ".join(f"{usage.registers:3}" for usage in usages),
             str(local),
             str(max(usage.static_smem_bytes for usage in usages)),
-            f"{bytes_moved(kernel):,}",
+            f"{bytes_moved(kernel) / 1e6:.3f}",
         )
     console.print(table)
     console.print(
         "spill: bytes of local memory a thread; smem: bytes of static shared memory a block (the "
-        "rest is given at launch); the most of any architecture. bytes: what 5 rows of "
-        "Llama-3.2-1B at 1024 keys have to move."
+        "rest is given at launch); the most of any architecture. Moved by 5 rows of "
+        "Llama-3.2-1B at 1024 keys, at least."
     )
     return 1 if spilled else 0
 

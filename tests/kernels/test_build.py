@@ -259,7 +259,7 @@ def test_a_temporary_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
 
 def catalog_of(*names: str) -> dict[str, KernelInstance]:
     """A small catalog of our own."""
-    return {name: KernelInstance(name, "simple.cu", "", lambda *, m: 8 * m) for name in names}
+    return {name: KernelInstance(name, "simple.cu", "", lambda *, m: 8000 * m) for name in names}
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def small_catalog(source, monkeypatch) -> None:
 def test_build_prints_a_table_and_fills_the_folder(tmp_path, capsys):
     out = tmp_path / "out"
     assert __main__.main(["build", "--arch", "sm_80,sm_90", "--out", str(out)]) == 0
-    assert re.search(r"simple +8 +8 +0 +0 +40 ", capsys.readouterr().out)
+    assert re.search(r"simple +8 +8 +0 +0 +0\.040 ", capsys.readouterr().out)
     assert {p.name.split("-")[1] for p in out.iterdir()} == {"sm_80", "sm_90"}
 
 
