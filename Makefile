@@ -1,7 +1,7 @@
 # Everything runs in .venv, which is made on first use and again when the pins change.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint bench table clean
+.PHONY: help demo test test-slow lint bench table kernels gpu-check clean
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
@@ -37,9 +37,15 @@ bench: $(TOOLS)  ## the benchmarks
 
 table: $(TOOLS)  ## write the README's table of architectures again
 	@$(BIN)/python tests/test_architectures.py
+kernels: $(TOOLS)  ## compile the CUDA kernels for all architectures; no GPU needed
+	@$(BIN)/python -m layerskip.ops build --arch sm_80,sm_86,sm_89,sm_90,sm_100
+
+# In the Python of the machine with the GPU, where CUDA's torch is: nothing gets installed.
+gpu-check:  ## on a machine with a GPU: bits, errors and bandwidth of every kernel
+	@PYTHONPATH=. python3 bench/gpu_check.py $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs
-	rm -rf $(VENV) dist build .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) dist build .benchmarks .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find layerskip recipes tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -1,0 +1,1 @@
+"""What ``bench/gpu_check.py`` is made of."""

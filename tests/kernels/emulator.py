@@ -1,0 +1,275 @@
+"""Kernels on the CPU: builds ``emulator/`` with a kernel's source, and launches like the driver.
+
+``EmulatorLauncher`` takes torch CPU tensors. A mistake that the emulator sees (a deadlock, threads
+at different barriers, shared memory overrun, arguments of other types than the parameters) raises
+``EmulatorError`` with lines of the source.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from layerskip.ops.launch import Argument, Dim3, argument_codes, pack_arguments
+
+HERE = Path(__file__).parent
+RUNTIME = HERE / "emulator"
+KERNELS = HERE.parents[1] / "kernels"
+CACHE = HERE.parents[1] / ".cache" / "emulator"
+MAX_THREADS = 1024
+MAX_SMEM = 99 * 1024  # of a block on sm_86 and sm_89, the least of our architectures
+REPORT_BYTES = 4096
+
+
+class EmulatorError(RuntimeError):
+    """A kernel did what it must not do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Toolchain:
+    """How the emulator is compiled."""
+
+    compiler: str = "g++"
+    sanitize: bool = False
+    """With AddressSanitizer and UBSan; the process must have been started with their library."""
+    ucontext: bool = False
+    """With POSIX's context switch instead of our own."""
+
+    @classmethod
+    def default(cls) -> "Toolchain":
+        """The environment's choice: that is how a subprocess runs the same tests sanitized."""
+        return cls(sanitize=os.environ.get("LAYERSKIP_EMULATOR_SANITIZE") == "1")
+
+    @property
+    def path(self) -> str | None:
+        """Where the compiler is, or None."""
+        return shutil.which(self.compiler)
+
+    def flags(self, *, runtime: bool = False) -> list[str]:
+        """For a source of kernels, or for the emulator's own."""
+        # Contraction would hide where a kernel needs fmaf; CUDA code reinterprets its loads.
+        flags = ["-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-strict-aliasing"]
+        flags += ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+        if has_fma():
+            flags.append("-march=x86-64-v3")
+        if self.sanitize:
+            # UBSan is for kernels: in the emulator itself it only doubles the time of compiling.
+            checks = "address" if runtime else "address,undefined"
+            flags += ["-O1", "-g", f"-fsanitize={checks}", "-fno-sanitize-recover=all"]
+            flags += ["-fno-omit-frame-pointer", "-ftrivial-auto-var-init=pattern"]
+        else:
+            flags.append("-O2")
+        if self.ucontext:
+            flags.append("-DLAYERSKIP_EMULATOR_UCONTEXT=1")
+        return flags
+
+
+@functools.cache
+def has_fma() -> bool:
+    """Whether this CPU runs x86-64-v3 (else fmaf is a slow, equally exact, library call)."""
+    if platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists():
+        return False
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    return {"avx2", "bmi2", "fma", "f16c"} <= set(flags)
+
+
+@functools.cache
+def _compiler_version(path: str) -> bytes:
+    return subprocess.run([path, "--version"], check=True, capture_output=True).stdout
+
+
+def _key(files: Iterable[Path], *rest: str) -> str:
+    digest = hashlib.sha256()
+    for part in [*(p.read_bytes() for p in sorted(files)), *(r.encode() for r in rest)]:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:16]
+
+
+def _compile(toolchain: Toolchain, flags: Sequence[str], out: Path) -> Path:
+    """Compile to ``out``, which appears whole or not at all."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        made = Path(folder) / out.name
+        command = [toolchain.path or toolchain.compiler, *flags]
+        done = subprocess.run(
+            [*command, "-o", str(made)], capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            raise EmulatorError(f"{toolchain.compiler} refuses {out.stem}:\n{done.stderr}")
+        made.replace(out)
+    return out
+
+
+def _runtime(toolchain: Toolchain) -> list[Path]:
+    """The emulator's own objects, the same for all kernels."""
+    version = _compiler_version(toolchain.path or toolchain.compiler).decode()
+    flags = toolchain.flags(runtime=True)
+    key = _key(RUNTIME.iterdir(), version, *flags)
+    objects = [CACHE / f"{source.stem}-{key}.o" for source in sorted(RUNTIME.glob("*.cpp"))]
+    for out in objects:
+        if not out.exists():
+            source = RUNTIME / f"{out.stem.removesuffix('-' + key)}.cpp"
+            _compile(toolchain, [*flags, "-c", str(source)], out)
+    return objects
+
+
+def build(source: Path, names: Sequence[str], toolchain: Toolchain, cache: Path = CACHE) -> Path:
+    """The shared library with these kernels of one source, from the cache if nothing changed.
+
+    Args:
+        source: a ``.cu`` file; headers beside it count as part of it.
+        names: name expressions, such as ``"decode_attention<128,64>"``.
+    """
+    runtime = _runtime(toolchain)
+    headers = source.parent.glob("*.cuh")
+    key = _key([source, *headers], *names, *toolchain.flags(), *(p.name for p in runtime))
+    out = cache / f"{source.stem}-{key}.so"
+    if out.exists():
+        return out
+    lines = ['#include "emulator.h"', f'#include "{source}"']
+    lines += [f'EMULATOR_KERNEL("{name}", {name})' for name in names]
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", suffix=".cpp", dir=cache) as unit:
+        unit.write("\n".join(lines) + "\n")
+        unit.flush()
+        objects = [str(p) for p in runtime]
+        flags = [*toolchain.flags(), f"-I{RUNTIME}", "-shared", unit.name, *objects]
+        return _compile(toolchain, flags, out)
+
+
+class EmulatorLauncher:
+    """Runs kernels on the CPU; the other ``Launcher`` is the driver's.
+
+    Args:
+        kernels: ``(name expression, source file)`` of each kernel that may be launched.
+        folder: where the sources are.
+        seed: order of threads and blocks: 0 in order, 1 backwards, others shuffled.
+        threads: OS threads over which blocks are spread.
+    """
+
+    def __init__(
+        self,
+        kernels: Iterable[tuple[str, str]],
+        *,
+        folder: Path = KERNELS,
+        seed: int = 0,
+        threads: int = 2,
+        toolchain: Toolchain | None = None,
+        cache: Path = CACHE,
+    ):
+        self.seed = seed
+        self.threads = threads
+        toolchain = toolchain or Toolchain.default()
+        names: dict[str, list[str]] = {}
+        for name, source in kernels:
+            names.setdefault(source, []).append(name)
+        _runtime(toolchain)
+        with ThreadPoolExecutor(threads) as pool:
+            built = pool.map(lambda s: build(folder / s, names[s], toolchain, cache), names)
+            libraries = [ctypes.CDLL(str(path)) for path in built]
+        self._libraries = {
+            name: library
+            for source, library in zip(names, libraries, strict=True)
+            for name in names[source]
+        }
+        for library in libraries:
+            library.emulator_signature.restype = ctypes.c_char_p
+            library.emulator_signature.argtypes = [ctypes.c_char_p]
+
+    def launch(
+        self,
+        kernel: str,
+        grid: Dim3,
+        block: Dim3,
+        smem: int,
+        args: Sequence[Argument],
+        *,
+        cooperative: bool = False,
+    ) -> None:
+        """Run one kernel to its end; see ``layerskip.ops.launch.Launcher``."""
+        library = self._libraries[kernel]
+        _check_sizes(kernel, grid, block, smem)
+        _check_arguments(kernel, library.emulator_signature(kernel.encode()).decode(), args)
+        report = ctypes.create_string_buffer(REPORT_BYTES)
+        failed = library.emulator_launch(
+            kernel.encode(),
+            (ctypes.c_uint * 3)(*grid),
+            (ctypes.c_uint * 3)(*block),
+            ctypes.c_size_t(smem),
+            pack_arguments(args),
+            ctypes.c_int(cooperative),
+            ctypes.c_uint(self.seed),
+            ctypes.c_uint(self.threads),
+            report,
+            ctypes.c_size_t(REPORT_BYTES),
+        )
+        if failed:
+            raise EmulatorError(f"{kernel}: {report.value.decode()}")
+
+
+def _check_sizes(kernel: str, grid: Dim3, block: Dim3, smem: int) -> None:
+    """What the driver would refuse."""
+    threads = block[0] * block[1] * block[2]
+    if not 0 < threads <= MAX_THREADS or not all(n > 0 for n in grid) or max(grid[1:]) > 65535:
+        raise EmulatorError(f"{kernel}: no device starts grid {grid} of blocks {block}")
+    if not 0 <= smem <= MAX_SMEM:
+        raise EmulatorError(f"{kernel}: {smem} bytes of shared memory, more than {MAX_SMEM}")
+
+
+def _check_arguments(kernel: str, expected: str, args: Sequence[Argument]) -> None:
+    got = argument_codes(args)
+    if got != expected:
+        raise EmulatorError(
+            f"{kernel} takes parameters of types {expected}, got {got} (see argument_codes)"
+        )
+    for arg in args:
+        if isinstance(arg, Tensor) and arg.device.type != "cpu":
+            raise EmulatorError(f"{kernel} runs on the CPU here, and got a tensor on {arg.device}")
+
+
+def run_sanitized(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, in a process whose emulator is sanitized.
+
+    The sanitizers' libraries have to be there before Python is, so this takes a process of its
+    own. A mistake that they see ends it, with a report on stderr.
+    """
+    libraries = [
+        subprocess.run(
+            ["g++", f"-print-file-name={name}"], check=True, capture_output=True, text=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
+    ]
+    environment = os.environ | {
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps much to its end
+        "LAYERSKIP_EMULATOR_SANITIZE": "1",
+        "LD_PRELOAD": " ".join(libraries),
+        "PYTHONPATH": f"{HERE}:{HERE.parents[1]}",
+    }
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=HERE.parents[1],
+        env=environment,
+        timeout=timeout,
+    )
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An output to be written: NaN, or the most negative integer, wherever a kernel leaves it."""
+    if dtype.is_floating_point:
+        return torch.full(shape, float("nan"), dtype=dtype)
+    return torch.full(shape, torch.iinfo(dtype).min, dtype=dtype)

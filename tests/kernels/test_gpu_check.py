@@ -1,0 +1,189 @@
+"""`make gpu-check` without a GPU: its control flow, over the emulator at toy sizes."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from emulator import Toolchain
+from needs import need
+
+REPO = Path(__file__).parents[2]
+sys.path.insert(0, str(REPO / "bench"))
+
+import gpu_check  # noqa: E402
+from gpu import backends, bits, cases, shapes, speed  # noqa: E402
+
+TOY = ["--backend", "emulator", "--toy"]
+
+
+@pytest.fixture(scope="module")
+def backend():
+    """One for all tests: it builds every kernel."""
+    need(Toolchain().path, "g++, which builds the emulator")
+    return backends.EmulatorBackend()
+
+
+@pytest.fixture(autouse=True)
+def same_backend(backend, monkeypatch):
+    monkeypatch.setitem(backends.BACKENDS, "emulator", lambda: backend)
+
+
+def run(folder, *options):
+    """Exit status and record."""
+    status = gpu_check.main([*TOY, "--out", str(folder), *options])
+    (file,) = folder.glob("*.json")
+    return status, json.loads(file.read_text(encoding="utf-8"))
+
+
+def test_all_sections_pass_and_are_recorded(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda *args, **kwargs: None)
+    status, record = run(tmp_path)
+    assert status == 0
+    assert list(record["sections"]) == list(gpu_check.SECTIONS)
+    assert set(record["machine"]) >= {"gpu", "commit", "torch", "python", "sizes"}
+    rows = record["sections"]["rows"]
+    assert rows["toy qkv"] == {"counts": 0, "alone": 0, "order": 0}
+    operations = record["sections"]["operations"]
+    measured = record["sections"]["speed"]
+    for op in (
+        "linear qkv",
+        "swiglu",
+        "lm_head_argmax sampled",
+        "decode_attention",
+        "accept_block",
+    ):
+        assert any(op in name for name in operations)
+        assert any(op in name for name in measured)
+    assert measured["toy linear qkv rows=5"]["torch_us"] > 0
+    assert measured["toy linear qkv rows=5"]["share_of_copy"] > 0
+    assert "speed: ok" in capsys.readouterr().out
+
+
+def test_every_operation_with_a_kernel_is_checked():
+    from layerskip.ops.registry import OPERATORS
+
+    covered = {case.op for case in cases.cases(shapes.TOYS[0], 2, 70, "cpu")}
+    assert covered == set(OPERATORS) - {"gumbel_from_bits"}  # a step of gumbel_noise
+
+
+def test_a_bit_that_depends_on_the_rows_fails(tmp_path, backend, monkeypatch, capsys):
+    real = backend.ops.linear
+    monkeypatch.setattr(backend.ops, "linear", lambda x, w: real(x, w) + (len(x) == 3) * 1e-3)
+    status, record = run(tmp_path, "--sections", "rows")
+    assert status == 1
+    assert record["sections"]["rows"]["toy qkv"] == {"counts": 1, "alone": 0, "order": 0}
+    assert "rows: FAILED" in capsys.readouterr().out
+
+
+def test_a_wrong_column_fails(tmp_path, backend, monkeypatch):
+    real = bits.with_own_sources
+
+    def wrong(*args):
+        launcher = real(*args)
+        launch = launcher.launch
+
+        def then_change(kernel, grid, block, smem, params):
+            launch(kernel, grid, block, smem, params)
+            params[2][:, :, 5] *= 1 + 2.0**-23
+
+        monkeypatch.setattr(launcher, "launch", then_change)
+        return launcher
+
+    monkeypatch.setattr(bits, "with_own_sources", wrong)
+    status, record = run(tmp_path, "--sections", "columns")
+    assert status == 1
+    assert record["sections"]["columns"]["mma_probe<Bf16>"]["columns_equal"][5] is False
+
+
+@pytest.mark.parametrize(
+    ("op", "change"),
+    [
+        ("linear", lambda out: out * 1.02),
+        ("accept_tokens", lambda out: (out[0], out[1] + 1, out[2])),
+        ("lm_head_argmax", lambda out: (out[0] ^ 1, *out[1:])),
+        ("rms_norm", lambda out: torch.full_like(out, float("nan"))),
+    ],
+)
+def test_a_wrong_result_fails(tmp_path, backend, monkeypatch, op, change):
+    real = getattr(backend.ops, op)
+    monkeypatch.setattr(backend.ops, op, lambda *args, **kwargs: change(real(*args, **kwargs)))
+    status, record = run(tmp_path, "--sections", "operations")
+    assert status == 1
+    failed = {name for name, r in record["sections"]["operations"].items() if "bound" in str(r)}
+    failed = {name for name in failed if not record["sections"]["operations"][name]["ok"]}
+    assert failed
+    assert all(f" {op} " in f"{name} " for name in failed)
+
+
+def test_an_error_ends_its_section_alone(tmp_path, backend, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("an illegal address")
+
+    monkeypatch.setattr(backend.ops, "swiglu", broken)
+    status, record = run(tmp_path, "--sections", "operations,columns")
+    assert status == 1
+    assert "an illegal address" in record["sections"]["operations"]["error"]
+    assert record["sections"]["columns"]["ok"]
+
+
+def test_measurements_stop_at_the_limit(tmp_path):
+    status, record = run(tmp_path, "--sections", "speed", "--limit", "0")
+    assert status == 0
+    assert set(record["sections"]["speed"]) == {"copy_gb_per_s", "complete", "ok", "seconds"}
+    assert record["sections"]["speed"]["complete"] is False
+
+
+def test_weights_are_rotated_past_the_cache(backend, monkeypatch):
+    (case,) = [c for c in cases.cases(shapes.TOYS[0], 1, 70, "cpu") if c.shape == "qkv"]
+    seen = []
+
+    def seconds(calls):
+        for call in calls:
+            call()
+        return 1.0
+
+    monkeypatch.setattr(backend, "seconds", seconds)
+    monkeypatch.setattr(backend.ops, "linear", lambda x, w: seen.append(w.data_ptr()))
+    speed.measure(case, backend, 5 * case.args[1].nbytes, 1.0)
+    assert len(set(seen)) == 5
+
+
+SANITIZER = """#!/bin/sh
+echo "$@" >> {log}
+echo "{said}"
+exit {status}
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "passed", "recorded"),
+    [
+        (0, "", True, "ok"),
+        (9, "Invalid __global__ write", False, "Invalid __global__ write"),
+        (1, "operations: FAILED", False, "operations: FAILED"),
+        (255, "Device not supported", True, "refused: Device not supported"),
+    ],
+)
+def test_the_sanitizer_s_answers(tmp_path, monkeypatch, status, said, passed, recorded):
+    program, log = tmp_path / "compute-sanitizer", tmp_path / "log"
+    program.write_text(SANITIZER.format(log=log, said=said, status=status))
+    program.chmod(0o755)
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda *args, **kwargs: str(program))
+    got, record = run(tmp_path / "out", "--sections", "sanitizer")
+    assert got == (0 if passed else 1)
+    assert record["sections"]["sanitizer"]["memcheck"].startswith(recorded)
+    first, second = log.read_text().splitlines()
+    assert "--tool memcheck" in first
+    assert "--tool racecheck" in second
+    assert "--sections operations" in second
+
+
+def test_mistakes_end_in_one_sentence(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--sections", "rows,speeed"])
+    assert "no section is called speeed" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert gpu_check.main(["--out", str(tmp_path)]) == 1
+        assert "--backend emulator --toy" in capsys.readouterr().err

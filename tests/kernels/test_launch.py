@@ -1,0 +1,143 @@
+"""The driver's side of a launch, with a driver that only remembers what it was asked."""
+
+import ctypes
+import functools
+import importlib
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from layerskip.ops import launch
+from layerskip.ops.build import Cubin, KernelBuildError
+from layerskip.ops.launch import DriverLauncher, argument_codes, pack_arguments
+
+STREAM = 77
+CONTEXT = "context"
+KERNELS = [("scale<4>", "scale.cu"), ("sum", "sum.cu")]
+
+
+class FakeDriver:
+    """cuda.bindings.driver, as far as it is used; ``failing`` names a function that fails."""
+
+    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
+
+    def __init__(self):
+        self.calls = []
+        self.failing = None
+
+    def __getattr__(self, name):
+        return functools.partial(self._answer, name)
+
+    def _answer(self, name, *args):
+        self.calls.append((name, *args))
+        if name == self.failing:
+            return (701,)
+        answers = {
+            "cuCtxGetCurrent": CONTEXT,
+            "cuModuleLoadData": f"module of {args[:1]}",
+            "cuModuleGetFunction": f"function {args[-1:]}",
+        }
+        return (0, answers[name]) if name in answers else (0,)
+
+    def named(self, name):
+        return [call[1:] for call in self.calls if call[0] == name]
+
+
+@pytest.fixture
+def driver(monkeypatch) -> FakeDriver:
+    """Stands in for a GPU of sm_90, its driver, and the compiler."""
+    fake = FakeDriver()
+    monkeypatch.setattr(launch, "_driver", lambda: fake)
+    monkeypatch.setattr(
+        launch,
+        "compile_kernel",
+        lambda name, source, arch, folder: Cubin(f"{name} {arch}".encode(), name.upper(), ""),
+    )
+    monkeypatch.setattr(launch, "arch_for", lambda capability: "sm_{}{}".format(*capability))
+    stream = SimpleNamespace(cuda_stream=STREAM)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda index: threading.Lock())
+    monkeypatch.setattr(launch.torch, "zeros", lambda *args, **kwargs: None)
+    return fake
+
+
+@pytest.fixture
+def launcher(driver) -> DriverLauncher:
+    return DriverLauncher(torch.device("cuda"), KERNELS)
+
+
+def test_all_kernels_are_loaded_at_once(driver, launcher):
+    assert driver.named("cuModuleLoadData") == [(b"scale<4> sm_90",), (b"sum sm_90",)]
+    assert [args[1] for args in driver.named("cuModuleGetFunction")] == [b"SCALE<4>", b"SUM"]
+
+
+def test_a_launch_is_culaunchkernel_on_the_current_stream(driver, launcher):
+    launcher.launch("sum", (3, 2, 1), (64, 1, 1), 256, [1])
+    ((function, *sizes, smem, stream, params, extra),) = driver.named("cuLaunchKernel")
+    assert function == "function (b'SUM',)"
+    assert sizes == [3, 2, 1, 64, 1, 1]
+    assert (smem, stream, extra) == (256, STREAM, 0)
+    assert isinstance(params, int)
+    assert driver.calls.index(("cuCtxSetCurrent", CONTEXT)) == len(driver.calls) - 2
+
+
+def test_a_cooperative_launch(driver, launcher):
+    launcher.launch("sum", (3, 1, 1), (64, 1, 1), 0, [], cooperative=True)
+    assert driver.named("cuLaunchKernel") == []
+    ((_, *sizes, _smem, stream, _params),) = driver.named("cuLaunchCooperativeKernel")
+    assert (sizes, stream) == ([3, 1, 1, 64, 1, 1], STREAM)
+
+
+def test_more_shared_memory_is_asked_for_once(driver, launcher):
+    for smem in (48 * 1024, 60_000, 50_000, 60_000, 70_000):
+        launcher.launch("sum", (1, 1, 1), (32, 1, 1), smem, [])
+    assert [args[-1] for args in driver.named("cuFuncSetAttribute")] == [60_000, 70_000]
+
+
+def test_a_failure_names_the_function(driver, launcher):
+    driver.failing = "cuLaunchKernel"
+    with pytest.raises(RuntimeError, match="the CUDA driver's cuLaunchKernel failed: 701"):
+        launcher.launch("sum", (1, 1, 1), (32, 1, 1), 0, [])
+
+
+def test_without_bindings_one_sentence_says_so(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(KernelBuildError, match="cuda-bindings is missing"):
+        launch._driver()
+
+
+def test_arguments_are_packed_as_c_would():
+    tensor = torch.zeros(3)
+    args = [tensor, None, -5, 0.25, True, ctypes.c_int64(-(2**40)), ctypes.c_uint64(2**64 - 1)]
+    args.append(ctypes.c_uint32(2**32 - 1))
+    packed = pack_arguments(args)
+    assert argument_codes(args) == "PPif?qQI"
+    types = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_float, ctypes.c_bool]
+    types += [ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint32]
+    values = [kind.from_address(packed[i]).value for i, kind in enumerate(types)]
+    wanted = [tensor.data_ptr(), None, -5, 0.25, True, -(2**40), 2**64 - 1, 2**32 - 1]
+    assert values == wanted
+    assert all(packed[i] % 8 == packed[0] % 8 for i in range(len(args)))
+
+
+def test_no_arguments_pack_too():
+    assert len(pack_arguments([])) == 0
+
+
+@pytest.mark.parametrize("arg", ["3", [1], ctypes.c_double(1)])
+def test_other_types_are_refused(arg):
+    with pytest.raises(TypeError, match="a kernel takes tensors"):
+        pack_arguments([arg])
+
+
+@pytest.mark.parametrize("arg", [2**31, -(2**31) - 1])
+def test_integers_of_more_than_32_bits_need_a_type(arg):
+    with pytest.raises(ValueError, match="give integers of 64 bits"):
+        pack_arguments([arg])

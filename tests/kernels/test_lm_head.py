@@ -1,0 +1,138 @@
+"""lm_head_argmax and its noise: the CPU's choice, the CPU's bits."""
+
+import pytest
+import torch
+from measure import exactly, mirrored
+
+from layerskip.ops import definitions, reference
+from layerskip.ops.streams import stream_bits
+
+SEEDS = [0, 1, 2**63 - 1]
+BLOCK = 2**20
+
+
+def test_noise_has_the_cpu_s_bits_for_every_uniform(backend):
+    """All 2**24: so a token is the same on every device, at any temperature."""
+    for first in range(0, 2**reference.UNIFORM_BITS, BLOCK):
+        bits = torch.arange(first, first + BLOCK, dtype=torch.int32)
+        want = torch.from_numpy(reference.gumbel_from_bits(bits.numpy()))
+        got = backend.ops.gumbel_from_bits(bits.to(backend.device)).cpu()
+        assert torch.equal(got.view(torch.int32), want.view(torch.int32))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 63, 257, 512])
+def test_noise_of_a_position_is_the_reference_s(backend, vocab_size):
+    positions = [0, 1, 131_071]
+    seeds = backend.tensor(SEEDS, torch.int64)
+    got = backend.ops.gumbel_noise(
+        seeds, backend.tensor(positions, torch.int64), vocab_size=vocab_size
+    )
+    for row, seed, position in zip(got.cpu(), SEEDS, positions, strict=True):
+        assert torch.equal(row, reference.gumbel_noise(seed, position, vocab_size))
+
+
+def test_streams_of_noise_are_different(backend):
+    seed, position = backend.tensor([3], torch.int64), backend.tensor([4], torch.int64)
+    noise = [
+        backend.ops.gumbel_noise(seed, position, vocab_size=300, stream=stream).cpu()
+        for stream in range(3)
+    ]
+    for stream, one in enumerate(noise):
+        bits = stream_bits(3, 4, stream, 300)
+        assert torch.equal(one[0], torch.from_numpy(reference.gumbel_from_bits(bits)))
+        assert all((one != other).sum() > 290 for other in noise[:stream])
+
+
+def make_head(backend, dtype, m, vocab, k=65):
+    """Hidden states of few values, so that logits are exact, and often equal."""
+    x = torch.randint(-2, 3, (m, k)).to(dtype).to(backend.device)
+    weight = torch.randint(-1, 2, (vocab, k)).to(dtype).to(backend.device)
+    return x, weight
+
+
+def check(got, want):
+    tokens, top, log_sum_exp = (t.cpu() for t in got)
+    assert tokens.dtype == torch.int64
+    assert torch.equal(tokens, want[0])
+    torch.testing.assert_close(top, want[1], rtol=1e-5, atol=0)
+    torch.testing.assert_close(log_sum_exp, want[2], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 255, 257])
+@pytest.mark.parametrize("m", [1, 3, 8, 33])
+def test_greedy_choice_and_confidence(backend, dtype, m, vocab):
+    x, weight = make_head(backend, dtype, m, vocab)
+    got = backend.ops.lm_head_argmax(x, weight)
+    check(got, exactly(definitions.lm_head_argmax, x, weight))
+
+
+@pytest.mark.parametrize("vocab", [63, 257])
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_sampled_choice_is_the_cpu_s(backend, dtype, vocab, trimmed):
+    m = 9
+    x, weight = make_head(backend, dtype, m, vocab)
+    options = {
+        "temperature": torch.tensor([0.0, 0.8, 1.0, 2.0, 16.0, 0.8, 0.8, 0.0, 3.0]),
+        "seeds": torch.tensor([0, 0, 1, 2**63 - 1, 2, 3, 3, 1, 5]),
+        "positions": torch.tensor([0, 1, 2, 3, 131_071, 5, 6, 7, 8]),
+    }
+    if trimmed:
+        options["vocab_ids"] = torch.randperm(vocab)[: vocab // 2].int()
+    want = exactly(definitions.lm_head_argmax, x, weight, **options)
+    on_device = {name: t.to(backend.device) for name, t in options.items()}
+    check(backend.ops.lm_head_argmax(x, weight, **on_device), want)
+    assert len(want[0].unique()) > 3
+
+
+def test_ties_go_to_the_lowest_id(backend, dtype):
+    x, weight = make_head(backend, dtype, 2, 300)
+    weight[[17, 80, 211]] = 50 * x[0].sign()
+    token, _, _ = backend.ops.lm_head_argmax(x, weight)
+    assert token[0] == 17
+    kept = backend.tensor([299, 211, 80, 3])
+    token, _, _ = backend.ops.lm_head_argmax(x, weight, vocab_ids=kept)
+    assert token[0] == 80
+
+
+def test_the_norm_before_the_head(backend, dtype):
+    x = backend.noise(5, 64, dtype=dtype)
+    weight, norm = backend.noise(200, 64, dtype=dtype), backend.noise(64, dtype=dtype)
+    fused = backend.ops.lm_head_argmax(x, weight, norm_weight=norm, eps=1e-5)
+    apart = backend.ops.lm_head_argmax(backend.ops.rms_norm(x, norm, eps=1e-5), weight)
+    assert all(torch.equal(a, b) for a, b in zip(fused, apart, strict=True))
+
+
+def test_a_row_has_the_same_bits_among_any_rows(kernels, dtype):
+    m, vocab, k = 37, 300, 48
+    x = mirrored(kernels.noise(m, k, dtype=dtype))
+    weight = mirrored(kernels.noise(vocab, k, dtype=dtype), -1)  # logits are their own roundings
+    norm_weight = mirrored(kernels.noise(k, dtype=dtype))
+    temperature = (torch.rand(m) * 1e-5).to(kernels.device)
+    seeds, positions = (
+        kernels.tensor([*range(m)], torch.int64),
+        kernels.tensor([7] * m, torch.int64),
+    )
+
+    def choose(rows):
+        return kernels.ops.lm_head_argmax(
+            x[rows],
+            weight,
+            temperature=temperature[rows],
+            seeds=seeds[rows],
+            positions=positions[rows],
+            norm_weight=norm_weight,
+        )
+
+    together = choose(slice(m))
+    shuffled = torch.randperm(m)
+    for rows in [
+        slice(1),
+        slice(3, 4),
+        slice(36, 37),
+        slice(5),
+        slice(2, 18),
+        slice(4, 37),
+        shuffled,
+    ]:
+        for got, want in zip(choose(rows), together, strict=True):
+            assert torch.equal(got, want[rows])

@@ -1,0 +1,127 @@
+"""The tests find mistakes: each is planted into a source, and the test that must fail is run."""
+
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import test_attention
+import test_linear
+import torch
+from emulator import KERNELS, EmulatorError, EmulatorLauncher, Toolchain, run_sanitized
+from needs import need
+
+from layerskip.ops.kernels import KernelOps
+
+LINEAR = [("linear<Bf16,1>", "linear.cu")]
+ATTENTION = [
+    ("decode_attention<Bf16,64>", "attention.cu"),
+    ("combine_splits<Bf16>", "attention.cu"),
+]
+
+
+def planted(folder: Path, source: str, right: str, wrong: str) -> Path:
+    """A copy of the sources with one mistake in it."""
+    shutil.copytree(KERNELS, folder)
+    text = (folder / source).read_text(encoding="utf-8")
+    assert right in text, f"{source} holds no {right!r} to put a mistake in"
+    (folder / source).write_text(text.replace(right, wrong), encoding="utf-8")
+    return folder
+
+
+def check_linear(backend):
+    test_linear.test_linear_is_within_its_roundings(backend, torch.bfloat16, 3, 1, 65)
+
+
+def check_rows(backend):
+    """A row has the same bits in any place, where the sum is nothing but its own rounding."""
+    cancelling = torch.tensor([1, 3, -5, 7, -9, 11, -13, 5]).repeat_interleave(32)
+    weight = (torch.randint(-8, 8, (16, 32)).repeat(1, 8) * cancelling).bfloat16()
+    x = (torch.randn(8, 32) * 2.0 ** torch.randint(16, (8, 32))).bfloat16().repeat(1, 8)
+    together = backend.ops.linear(x, weight)
+    for i in range(8):
+        assert torch.equal(backend.ops.linear(x[i : i + 1], weight)[0], together[i])
+
+
+def check_attention(backend):
+    test_attention.test_attention_at_the_borders_of_blocks(backend, torch.bfloat16, 4, 5)
+
+
+PLANTS = {
+    "missing barrier": (
+        LINEAR,
+        "linear.cu",
+        "store_warp_sums<TILES>(sums, warp_sums);\n  __syncthreads();",
+        "store_warp_sums<TILES>(sums, warp_sums);",
+        check_linear,
+    ),
+    "a position sees the next one": (
+        ATTENTION,
+        "attention.cu",
+        "return min(position + 1, slots);",
+        "return min(position + 2, slots);",
+        check_attention,
+    ),
+    "a lane is not in its mask": (
+        LINEAR,
+        "common.cuh",
+        "kFullWarp = 0xffffffffu",
+        "kFullWarp = 0x7fffffffu",
+        lambda backend: backend.ops.linear(
+            *(backend.noise(8, 64, dtype=torch.bfloat16) for _ in range(2)),
+            norm_weight=backend.noise(64, dtype=torch.bfloat16),
+        ),
+    ),
+    "a warp adds in its own order": (
+        LINEAR,
+        "product.cuh",
+        "for (int w = 0; w < kWarps; w++) sum += warp_sums[(w * TILES",
+        "for (int w = 0; w < kWarps; w++) sum += warp_sums[((w ^ (threadIdx.x & 1)) * TILES",
+        check_rows,
+    ),
+}
+
+
+@pytest.mark.parametrize("kernels", ["emulator"], indirect=True)
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_mistake_is_found(kernels, plant, tmp_path):
+    instances, source, right, wrong, check = PLANTS[plant]
+    folder = planted(tmp_path / "kernels", source, right, wrong)
+    launcher = EmulatorLauncher(instances, folder=folder, cache=tmp_path)
+    check(kernels)
+    with pytest.raises((AssertionError, EmulatorError)):
+        check(dataclasses.replace(kernels, ops=KernelOps(launcher), launcher=launcher))
+
+
+OUT_OF_BOUNDS = """
+import sys, torch
+from pathlib import Path
+from emulator import EmulatorLauncher
+from layerskip.ops.kernels import KernelOps
+folder = Path(sys.argv[1])
+launcher = EmulatorLauncher([("linear<Bf16,1>", "linear.cu")], folder=folder, cache=folder.parent)
+x, weight = torch.randn(1, 64).bfloat16(), torch.randn(17, 64).bfloat16()
+KernelOps(launcher).linear(x, weight)
+"""
+
+
+def test_a_write_out_of_bounds_is_found(tmp_path):
+    need(Toolchain().path, "g++, which builds the emulator")
+    right = "if (token >= tokens.count || column >= n) continue;"
+    folder = planted(
+        tmp_path / "kernels", "linear.cu", right, "if (token >= tokens.count) continue;"
+    )
+    done = run_sanitized("-c", OUT_OF_BOUNDS, str(folder))
+    assert done.returncode != 0
+    assert re.search(r"heap-buffer-overflow.*\nWRITE of size 2 .*\n +#0 .* linear<", done.stderr)
+
+
+@pytest.mark.slow
+def test_every_kernel_under_the_sanitizers():
+    """The tests that launch kernels, again, with AddressSanitizer and UBSan in the emulator."""
+    need(Toolchain().path, "g++, which builds the emulator")
+    apart = {"test_build.py", "test_gpu_check.py", "test_launch.py", "test_planted.py"}
+    tests = [str(p) for p in Path(__file__).parent.glob("test_*.py") if p.name not in apart]
+    done = run_sanitized("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests, timeout=3600)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
