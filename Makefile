@@ -37,6 +37,7 @@ bench: $(TOOLS)  ## the benchmarks
 
 table: $(TOOLS)  ## write the README's table of architectures again
 	@$(BIN)/python tests/test_architectures.py
+
 kernels: $(TOOLS)  ## compile the CUDA kernels for all architectures; no GPU needed
 	@$(BIN)/python -m layerskip.ops build --arch sm_80,sm_86,sm_89,sm_90,sm_100
 

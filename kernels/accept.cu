@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kVerifyThreads, 4)
     if (q != nullptr) weight = fmaxf(fmaf(joint, target, -q[x]), 0.f);
     mass += weight;
     if (!(target > 0.f)) continue;
-    float noise = gumbel(seeds[batch], positions[batch], kResidual, x);
+    float noise = gumbel(seeds[batch], positions[batch] + i, kTarget, x);
     float score = static_cast<float>(portable_log(target)) + noise;
     target_best = better(target_best, candidate(score, x));
     if (!(weight > 0.f)) continue;

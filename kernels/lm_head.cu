@@ -66,7 +66,7 @@ __device__ __forceinline__ ChunkSummary summarise(const uint16_t *logits, int st
     scores[i] = temperature > 0.f ? logit / temperature : logit;
     float noise = 0.f;
     if (temperature > 0.f) {
-      noise = gumbel(choice.seeds[token], choice.positions[token], kSampling, id);
+      noise = gumbel(choice.seeds[token], choice.positions[token], kTarget, id);
     }
     best = better(best, candidate(scores[i] + noise, id));
     largest = fmaxf(largest, scores[i]);

@@ -2,16 +2,15 @@
 #pragma once
 #include "common.cuh"
 
-// What a number is for: word 2 of the counter. Streams never share a number.
-constexpr uint64_t kSampling = 0;  // the noise that draft and target share
-constexpr uint64_t kAcceptance = 1;
-constexpr uint64_t kResidual = 2;
+// What a number is for: word 3 of the counter. Streams never share a number.
+constexpr uint64_t kTarget = 0;  // coupled drafts share it; so do recovered and bonus tokens
+constexpr uint64_t kAcceptance = 2;
 
 // Word `word` of block `block` of Philox4x64-10 (Salmon et al. 2011), key (seed, 0), counter
-// (block, position, stream, 0).
+// (block, position, 0, stream).
 __device__ __forceinline__ uint64_t philox_word(uint64_t seed, uint64_t block, uint64_t position,
                                                 uint64_t stream, int word) {
-  uint64_t c0 = block, c1 = position, c2 = stream, c3 = 0, k0 = seed, k1 = 0;
+  uint64_t c0 = block, c1 = position, c2 = 0, c3 = stream, k0 = seed, k1 = 0;
 #pragma unroll
   for (int round = 0; round < 10; round++) {
     uint64_t low0 = 0xD2E7470EE14C6C93ull * c0, high0 = __umul64hi(0xD2E7470EE14C6C93ull, c0);

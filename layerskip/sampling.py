@@ -6,14 +6,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from layerskip.ops.reference import UNIFORM_BITS, gumbel_noise, uniform_bits
+from layerskip.ops.reference import DRAFT_STREAM, gumbel_noise, uniforms
 from layerskip.outputs import TokenLogprob
 from layerskip.params import SamplingParams, Verification
-
-# Noise streams. The target's numbers are keyed by position alone: each is used for one emitted
-# token at most. Draft and acceptance numbers are keyed by the round too: which of them came to
-# nothing depends on their values, so that a later round must not meet them again.
-DRAFT_STREAM, ACCEPT_STREAM = 1, 2
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 
@@ -208,5 +203,4 @@ class Sampler:
 
     def uniforms(self, position: int, count: int) -> list[float]:
         """Numbers in (0, 1) that decide over ``count`` tokens drafted from ``position`` on."""
-        bits = uniform_bits(self.seed, position, count, stream=ACCEPT_STREAM)
-        return ((bits + 0.5) * 2.0**-UNIFORM_BITS).tolist()
+        return uniforms(self.seed, position, count)

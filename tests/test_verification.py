@@ -20,8 +20,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from layerskip import SamplingParams
-from layerskip.ops.reference import UNIFORM_BITS, uniform_bits
-from layerskip.sampling import ACCEPT_STREAM, DRAFT_STREAM, Sampler
+from layerskip.ops.reference import (
+    ACCEPTANCE_STREAM,
+    DRAFT_STREAM,
+    TARGET_STREAM,
+    UNIFORM_BITS,
+    uniform_bits,
+)
+from layerskip.sampling import Sampler
 from layerskip.verification import (
     acceptance_chances,
     count_accepted,
@@ -352,7 +358,7 @@ def test_streams_are_distinct():
     for i, a in enumerate(numbers):
         for j, b in enumerate(numbers[:i]):
             assert (a == b).sum() < 3, (keys[i], keys[j])
-    assert len({0, DRAFT_STREAM, ACCEPT_STREAM}) == 3
+    assert len({TARGET_STREAM, DRAFT_STREAM, ACCEPTANCE_STREAM}) == 3
 
 
 def uniforms_as_bits(uniforms: list[float]) -> np.ndarray:
@@ -364,7 +370,7 @@ def test_draft_and_accept_numbers_are_of_their_round():
     only the stream tells a round's numbers from the target's."""
     sampler, flat = sampler_of("token"), torch.zeros(1, 331)
     assert sampler.draft(flat, 30, 0)[0] != sampler.pick(flat, 30)[0]
-    others = [uniform_bits(7, 0, 4, stream=stream) for stream in (0, DRAFT_STREAM)]
+    others = [uniform_bits(7, 0, 4, stream=stream) for stream in (TARGET_STREAM, DRAFT_STREAM)]
     assert all((uniforms_as_bits(sampler.uniforms(0, 4)) != other).all() for other in others)
     drafted = {start: sampler.draft(flat, 30, start)[0] for start in range(20, 31)}
     assert len(set(drafted.values())) > 8

@@ -6,8 +6,7 @@ Tokens past an end are ``NO_TOKEN``. Rejecting a draft is nothing but not advanc
 import torch
 from torch import Tensor
 
-from layerskip.ops.reference import gumbel_from_bits
-from layerskip.ops.streams import ACCEPTANCE_STREAM, RESIDUAL_STREAM, stream_bits, uniforms_of
+from layerskip.ops.reference import gumbel_noise, uniforms
 
 NO_TOKEN = -1
 
@@ -56,8 +55,8 @@ def accept_block(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Block verification (Sun et al. 2025): the longest prefix that stands, and a token after it.
 
-    Its randomness is the round's own: streams 1 (acceptance) and 2 (residual) at the position of
-    the first drafted token, where no other round of the sequence begins.
+    The acceptance stream is read at the position of the first drafted token, where no other round
+    of the sequence begins, and the target's own noise for the token after the prefix.
 
     Args:
         draft_token_ids: ``(batch, k)`` int64; -1 from where a sequence drafted no more.
@@ -77,10 +76,9 @@ def accept_block(
     for b, drafted in enumerate(draft_token_ids.tolist()):
         count = drafted.index(NO_TOKEN) if NO_TOKEN in drafted else len(drafted)
         seed, position = int(seeds[b]), int(positions[b])
-        uniforms = uniforms_of(stream_bits(seed, position, ACCEPTANCE_STREAM, count))
-        accepted, mass = _longest_prefix(drafted[:count], draft_probs[b], target_probs[b], uniforms)
-        bits = stream_bits(seed, position, RESIDUAL_STREAM, mass.shape[0])
-        noise = torch.from_numpy(gumbel_from_bits(bits)).to(mass.device)
+        numbers = uniforms(seed, position, count)
+        accepted, mass = _longest_prefix(drafted[:count], draft_probs[b], target_probs[b], numbers)
+        noise = gumbel_noise(seed, position + accepted, mass.shape[0]).to(mass.device)
         tokens[b, :accepted] = draft_token_ids[b, :accepted]
         tokens[b, accepted] = (mass.double().log().float() + noise).argmax()
         num_accepted[b] = accepted

@@ -7,7 +7,6 @@ a definition is the measure that kernels are tested against.
 
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,7 +14,6 @@ from torch.nn import functional as F
 from layerskip.ops import reference
 from layerskip.ops.acceptance import accept_block as accept_block
 from layerskip.ops.acceptance import accept_tokens as accept_tokens
-from layerskip.ops.streams import SAMPLING_STREAM, stream_bits
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -208,7 +206,7 @@ def decode_attention(
 
 
 def gumbel_noise(
-    seeds: Tensor, positions: Tensor, *, vocab_size: int, stream: int = SAMPLING_STREAM
+    seeds: Tensor, positions: Tensor, *, vocab_size: int, stream: int = reference.TARGET_STREAM
 ) -> Tensor:
     """Counter-based standard Gumbel noise (DESIGN 3.2), the same bits on every device.
 
@@ -225,9 +223,9 @@ def gumbel_noise(
         ValueError: shapes, dtypes or devices do not fit.
     """
     pairs = zip(seeds.tolist(), positions.tolist(), strict=True)
-    rows = [reference.gumbel_from_bits(stream_bits(s, p, stream, vocab_size)) for s, p in pairs]
-    out = np.stack(rows) if rows else np.empty((0, vocab_size), dtype=np.float32)
-    return torch.from_numpy(out).to(seeds.device)
+    rows = [reference.gumbel_noise(s, p, vocab_size, stream=stream) for s, p in pairs]
+    out = torch.stack(rows) if rows else torch.empty(0, vocab_size)
+    return out.to(seeds.device)
 
 
 def gumbel_from_bits(bits: Tensor) -> Tensor:

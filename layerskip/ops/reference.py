@@ -6,6 +6,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 UNIFORM_BITS = 24
+# What random numbers are for. The target's are keyed by position alone: each is used for one
+# emitted token at most. Draft and acceptance numbers are keyed by the round too: which of them came
+# to nothing depends on their values, so that a later round must not meet them again.
+TARGET_STREAM, DRAFT_STREAM, ACCEPTANCE_STREAM = 0, 1, 2
 KEY_BLOCK = 128  # divides every multiple of slots that a decode pass attends to
 
 
@@ -165,6 +169,13 @@ def gumbel_from_bits(bits: np.ndarray) -> np.ndarray:
     """
     u = (bits.astype(np.float64) + 0.5) * 2.0**-UNIFORM_BITS
     return (-np.log(-np.log(u))).astype(np.float32)
+
+
+def uniforms(seed: int, position: int, count: int) -> list[float]:
+    """Numbers in (0, 1), midpoints of 2**24 intervals, that decide over ``count`` tokens drafted
+    from ``position`` on."""
+    bits = uniform_bits(seed, position, count, stream=ACCEPTANCE_STREAM)
+    return ((bits + 0.5) * 2.0**-UNIFORM_BITS).tolist()
 
 
 def gumbel_noise(

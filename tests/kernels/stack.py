@@ -119,11 +119,13 @@ class OpsStack:
         norm = {"norm_weight": self.model.model.norm.weight, "eps": self.eps}
         return self.ops.lm_head_argmax(hidden, self.model.lm_head.weight, **norm)[0]
 
-    def prefill(self, token_ids: Sequence[int], cache: KVCache, row: int) -> Tensor:
+    def prefill(
+        self, token_ids: Sequence[int], cache: KVCache, row: int, *, start: int = 0
+    ) -> Tensor:
         hidden = None
-        for start in range(0, len(token_ids), PREFILL_CHUNK):
-            chunk = token_ids[start : start + PREFILL_CHUNK]
-            segment = Segment(row, start, len(chunk))
+        for begin in range(start, len(token_ids), PREFILL_CHUNK):
+            chunk = token_ids[begin : begin + PREFILL_CHUNK]
+            segment = Segment(row, begin, len(chunk))
             hidden = self.run_layers(self.embed(chunk), range(self.num_layers), cache, [segment])
         assert hidden is not None
         return self.logits(hidden[-1:])[0]

@@ -10,6 +10,7 @@ from stack import NUM_LAYERS, VOCAB_SIZE, OpsStack, make_llama
 from layerskip import DraftPlan, SamplingParams
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
+from layerskip.row import RowSpec
 from layerskip.sampling import Sampler
 
 NUM_TOKENS = 60
@@ -38,12 +39,7 @@ def decode(stack, prompts, plan, params=GREEDY, *, num_draft_tokens=4, limit=NUM
     decoder = Decoder(stack, drafter, plan, num_rows=len(prompts), num_slots=80)
     rows = [
         decoder.join(
-            prompt,
-            sampler=Sampler(params, 11 + i, VOCAB_SIZE),
-            limit=limit,
-            num_draft_tokens=num_draft_tokens,
-            eos_ids=frozenset(),
-            stream=None,
+            RowSpec(tuple(prompt), Sampler(params, 11 + i, VOCAB_SIZE), limit, num_draft_tokens)
         )
         for i, prompt in enumerate(prompts)
     ]
