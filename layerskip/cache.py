@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from layerskip.ops.reference import decode_attention, prefill_attention
 
@@ -200,23 +201,20 @@ class PassLayout:
         if self.start is not None:
             start = self.start
             self.positions = all_positions[:, start : start + num_rows]
-            starts, longest = [start], num_rows
+            starts = [start]
         else:
-            starts, longest = self._lay_out(segments, all_positions)
+            starts = self._lay_out(segments, all_positions)
+        longest = self._longest(segments)
         self.masks = {
             w: [self._stacked_mask(starts, done, group, w) for done in range(0, longest, tile)]
             for w in set(windows)
         }
         self.num_visible = next(iter(self.masks.values()))[-1].shape[-1]
 
-    def _lay_out(self, segments: Sequence[Segment], all_positions: Tensor) -> tuple[list[int], int]:
-        """Several rows: index tables between the flat tokens and ``(row, longest)`` queries.
-
-        Returns:
-            Each row's first position, and the longest segment in whole tiles.
-        """
-        num_rows = self.num_rows
-        longest = -(-max(s.count for s in segments) // self.tile) * self.tile
+    def _lay_out(self, segments: Sequence[Segment], all_positions: Tensor) -> list[int]:
+        """Several rows: index tables between the flat tokens and ``(row, longest)`` queries; each
+        row's first position."""
+        num_rows, longest = self.num_rows, self._longest(segments)
         batch = max(s.row for s in segments) + 1
         starts = [0] * batch
         slots = [0] * num_rows
@@ -240,7 +238,11 @@ class PassLayout:
             torch.tensor(write_rows, device=device),
             at[: self.num_tokens],
         )
-        return starts, longest
+        return starts
+
+    def _longest(self, segments: Sequence[Segment]) -> int:
+        """The longest segment in whole tiles."""
+        return -(-max(s.count for s in segments) // self.tile) * self.tile
 
     def _stacked_mask(
         self, starts: Sequence[int], done: int, group: int, window: int | None
@@ -290,7 +292,8 @@ class PassLayout:
         keys, values = self.cache.layer_keys[layer], self.cache.layer_values[layer]
         heads, dim = query.shape[1:]
         if self.single is not None:
-            rows, queries = slice(self.single.row, self.single.row + 1), query[None]
+            rows = slice(self.single.row, self.single.row + 1)
+            queries = query[None, : len(self.masks[self.windows[layer]]) * self.tile]
         else:
             rows = slice(0, self.batch)
             queries = query.index_select(0, self.gather).view(self.batch, -1, heads, dim)
@@ -302,8 +305,8 @@ class PassLayout:
             k, v = keys[rows, :visible], values[rows, :visible]
             tiles.append(decode_attention(q, k, v, mask, softmax_scale, softcap, sinks))
         out = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
-        if self.single is not None:
-            return out[0]
+        if self.single is not None:  # spare rows beyond the last tile look at nothing
+            return F.pad(out[0], (0, 0, 0, 0, 0, len(query) - out.shape[1]))
         return out.reshape(-1, heads, dim).index_select(0, self.scatter)
 
 

@@ -5,6 +5,7 @@ that wherever the probe finds that they do: passes are padded to a multiple of s
 attention sees whole blocks of slots, masked (DESIGN 3.6).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 ROW_QUANTA = (8, 16, 32, 64)
 SLOT_BLOCKS = (128, 256, SLOT_BLOCK)
 SLOTS_OF_PROBE = 1024
+TILE, SMALLER_TILES = 8, (1, 2, 4)
 NUM_DRAWS = 3
 TAIL_FREE_BYTES = 128
 MAX_PASS_ROWS = 64
@@ -35,6 +37,7 @@ class Exactness:
         row_quantum: passes are padded to a multiple of this many rows.
         slot_block: passes attend to a multiple of this many slots, masked.
         reason: one sentence for ``info``.
+        tiles: numbers of positions that attention may take at once, ascending.
         wanted: False where passes take the rows that come, in one piece, whatever the bits.
     """
 
@@ -42,7 +45,14 @@ class Exactness:
     row_quantum: int
     slot_block: int
     reason: str
+    tiles: tuple[int, ...] = (TILE,)
     wanted: bool = True
+
+    def tile(self, longest: int) -> int:
+        """Positions that attention takes at once in a pass whose longest segment is this long."""
+        if not self.wanted:
+            return longest
+        return next((t for t in self.tiles if t >= longest), self.tiles[-1])
 
 
 SWITCHED_OFF = Exactness(
@@ -55,12 +65,14 @@ def probe(stack: "DecoderStack") -> Exactness:
     blocks: tuple[int, ...] = SLOT_BLOCKS
     if not stack.one_row:
         blocks = tuple(b for b in SLOT_BLOCKS if blocks_agree(stack, b))[:1] or SLOT_BLOCKS[-1:]
+    smaller = () if stack.one_row else SMALLER_TILES
     fitting = [q for q in ROW_QUANTA if "some" not in tails(stack, q)]
     for block, quantum in product(blocks, fitting):
         reason = f"rows keep their bits in passes padded to {quantum} rows"
         if stack.one_row:
             reason += ", one sequence a pass: the model has attention code of its own"
-        stack.exactness = Exactness(True, quantum, block, reason)
+        tiles = (*(t for t in smaller if tiles_agree(stack, t, block)), TILE)
+        stack.exactness = Exactness(True, quantum, block, reason, tiles)
         if rows_agree(stack, quantum, 1):
             return stack.exactness
     reason = "rows influence each other in every pass size: tokens run one by one"
@@ -83,28 +95,49 @@ def tails(stack: "DecoderStack", rows: int) -> list[str]:
 
 def blocks_agree(stack: "DecoderStack", block: int) -> bool:
     """Whether attending to more masked blocks of this many slots leaves a row's bits alone."""
+    attend = _attention_of_noise(stack)
+    for position in _positions(block):
+        ends = range((position // block + 1) * block, SLOTS_OF_PROBE + 1, block)
+        outputs = [attend(TILE, position, end) for end in ends]
+        if not all(torch.equal(outputs[0], other) for other in outputs[1:]):
+            return False
+    return True
+
+
+def tiles_agree(stack: "DecoderStack", tile: int, block: int) -> bool:
+    """Whether attention of ``tile`` positions gives each the bits it has among ``TILE``."""
+    attend = _attention_of_noise(stack)
+    return all(
+        torch.equal(attend(tile, position, end), attend(TILE, position, end)[:, :tile])
+        for position in _positions(block)
+        for end in ((position // block + 1) * block, SLOTS_OF_PROBE)
+    )
+
+
+def _positions(block: int) -> list[int]:
+    """At the start, in the middle and at the end of every block."""
+    middles, lasts = (range(first, SLOTS_OF_PROBE, block) for first in (block // 2, block - 1))
+    return [1, *middles, *lasts]
+
+
+def _attention_of_noise(stack: "DecoderStack") -> Callable[[int, int, int], torch.Tensor]:
+    """``attend(count, position, end)``: of the first ``count`` of some queries, all of which see
+    slots up to ``position``, over ``end`` slots."""
     generator = torch.Generator().manual_seed(0)
-    rows, heads = ROW_QUANTA[0], stack.group * stack.num_kv_heads
-    extra = stack.score_changes
+    heads, extra = stack.group * stack.num_kv_heads, stack.score_changes
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(stack.device, stack.dtype)
 
-    q = noise(1, rows, heads, stack.head_dim)
+    q = noise(1, TILE, heads, stack.head_dim)
     keys, values = (noise(1, SLOTS_OF_PROBE, stack.num_kv_heads, stack.head_dim) for _ in "kv")
-    middles, lasts = (range(first, SLOTS_OF_PROBE, block) for first in (block // 2, block - 1))
-    for position in (1, *middles, *lasts):
-        mask = torch.zeros(1, 1, stack.group * rows, SLOTS_OF_PROBE)
+
+    def attend(count: int, position: int, end: int) -> torch.Tensor:
+        mask = torch.zeros(1, 1, stack.group * count, end, dtype=stack.dtype, device=stack.device)
         mask[..., position + 1 :] = float("-inf")
-        mask = mask.to(stack.device, stack.dtype)
-        outputs = [
-            decode_attention(q, keys[:, :end], values[:, :end], mask[..., :end], 1.0, *extra)
-            for end in range(block, SLOTS_OF_PROBE + 1, block)
-            if end > position
-        ]
-        if not all(torch.equal(outputs[0], other) for other in outputs[1:]):
-            return False
-    return True
+        return decode_attention(q[:, :count], keys[:, :end], values[:, :end], mask, 1.0, *extra)
+
+    return attend
 
 
 def rows_agree(

@@ -240,7 +240,7 @@ class DecoderStack:
             segments,
             num_rows=rows,
             group=self.group,
-            tile=self.exactness.row_quantum if self.exactness.wanted else self._longest(segments),
+            tile=self.exactness.tile(max(s.count for s in segments)),
             product_rows=self.product_rows if product_rows is None else product_rows,
             windows=self.windows,
             all_positions=self._positions_below(max(s.start for s in segments) + rows),
@@ -250,10 +250,6 @@ class DecoderStack:
     def _drive(self, hidden: Tensor, layers: Iterable[int], layout: Layout) -> Tensor:
         """All that runs layers comes through here."""
         return self._forward.run(hidden, layers, layout)
-
-    @staticmethod
-    def _longest(segments: Sequence[Segment]) -> int:
-        return max(s.count for s in segments)
 
     def _padded(self, num_tokens: int) -> int:
         quantum = self.exactness.row_quantum
