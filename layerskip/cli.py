@@ -372,6 +372,7 @@ def _info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     import torch
 
     from layerskip.errors import UnsupportedModelError
+    from layerskip.ops.build import description
 
     try:
         lm = _load(args)
@@ -380,6 +381,7 @@ def _info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         console.print(_facts_table(refused))
         return refused
     stack = lm.stack
+    gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     document = {
         "model": args.model,
         "supported": True,
@@ -399,6 +401,7 @@ def _info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "bit_identical": stack.exactness.holds,
         "exactness": lm.exactness,
         "backend": stack.backend,
+        "kernels": description(gpu) + "; decoding does not use them yet",
         "version": __version__,
     }
     console.print(_facts_table(document))

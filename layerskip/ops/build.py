@@ -137,6 +137,19 @@ def arch_for(capability: tuple[int, int]) -> str:
     return f"sm_{max(fitting)}"
 
 
+def description(capability: tuple[int, int] | None) -> str:
+    """One sentence for ``info``: for which GPU kernels are compiled, and by what.
+
+    Args:
+        capability: of the GPU; None if there is none.
+    """
+    try:
+        device = "no CUDA device" if capability is None else f"for {arch_for(capability)}"
+        return f"{device}; NVRTC {_nvrtc()[1]} compiles them at first use"
+    except KernelBuildError as error:
+        return f"cannot be compiled: {error}"
+
+
 def cache_folders() -> Iterator[Path]:
     """Where cubins may be kept, best first; not all need be writable, or exist."""
     home = os.environ.get("XDG_CACHE_HOME")

@@ -378,3 +378,18 @@ def test_importing_the_package_needs_no_cuda():
     )
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", script], check=True, cwd=root, timeout=60)
+
+
+def test_the_description_says_what_compiles_for_what(monkeypatch):
+    def missing():
+        raise build.KernelBuildError("NVRTC is missing: install it")
+
+    monkeypatch.setattr(build, "_nvrtc", missing)
+    assert build.description(None) == "cannot be compiled: NVRTC is missing: install it"
+    assert "sm_80 or later, got sm_75" in build.description((7, 5))
+
+
+def test_the_description_names_the_compiler(nvrtc):
+    version = build._nvrtc()[1]
+    assert build.description(None) == f"no CUDA device; NVRTC {version} compiles them at first use"
+    assert build.description((9, 0)).startswith("for sm_90; NVRTC")
