@@ -119,7 +119,7 @@ def lab(request: pytest.FixtureRequest) -> Lab:
     config = request.config
     size = Size(8, config.getoption("--bench-tokens"), rounds=5, warmup_rounds=1, passes=30)
     if config.getoption("--smoke"):
-        size = Size(2, 8, rounds=1, warmup_rounds=0, passes=2)
+        size = Size(2, 8, rounds=1, warmup_rounds=0, passes=7)
     return Lab(size, config)
 
 
