@@ -13,6 +13,7 @@ import torch
 from toys import DTYPES, PLANS, VOCAB_SIZE
 
 from layerskip import GenerationOutput, SamplingParams, SelfSpeculativeLM
+from layerskip.cache import Segment
 
 NUM_ROWS = 8
 SAMPLINGS = {"greedy": SamplingParams(), "sampled": SamplingParams(temperature=0.8, seed=3)}
@@ -127,3 +128,45 @@ def test_bits_of_the_built_in_checkpoint(dtype, sampling):
         for num_draft_tokens in range(9):
             order = shuffled(9 * group + num_draft_tokens)
             check_bits(trial.together(num_draft_tokens, order), expected)
+
+
+def test_exactness_can_be_switched_off(toy):
+    """Passes are as wide as what is in them; float32 text is the same but for ties."""
+    model = toy("llama", "float32")
+    exact, free = (
+        SelfSpeculativeLM(model, None, PLANS["exit"], exact=exact) for exact in (True, False)
+    )
+    assert "exact=False" in free.exactness
+    assert not free.stack.exactness.holds
+    assert [len(lm.stack.embed([1, 2, 3])) for lm in (exact, free)] == [8, 3]
+    prompts = [list(range(2, 2 + n)) for n in (3, 40, 9)]
+    outputs = [lm.generate(prompts, max_new_tokens=20) for lm in (exact, free)]
+    assert [o.token_ids for o in outputs[1]] == [o.token_ids for o in outputs[0]]
+    assert outputs[1][0].stats.num_draft_tokens > 0
+
+
+def test_products_are_divided_where_larger_ones_change_bits(toy, monkeypatch):
+    stack = SelfSpeculativeLM(toy("llama", "float32"), None, PLANS["exit"]).stack
+    asked = []
+
+    def agree(stack, size, reference, product_rows):
+        asked.append((size, product_rows))
+        return product_rows <= 16
+
+    monkeypatch.setattr("layerskip.model.rows_agree", agree)
+    assert stack._largest_proven(48) == 48
+    assert asked == [(48, 64), (48, 32), (48, 16)]
+    assert stack.product_rows == 16
+    widths = []
+    linear = torch.nn.functional.linear
+
+    def spy(x, *rest):
+        widths.append(len(x))
+        return linear(x, *rest)
+
+    monkeypatch.setattr("layerskip.dense.F.linear", spy)
+    cache = stack.new_cache(num_rows=8, num_slots=64)
+    with torch.inference_mode():
+        hidden = stack.embed(list(range(48)))
+        stack.run_layers(hidden, range(2), cache, [Segment(i, 3, 6) for i in range(8)])
+    assert set(widths) == {16}

@@ -389,6 +389,8 @@ def test_info_says_what_the_checkpoint_is(folder: Path, lm: SelfSpeculativeLM) -
     assert document["parameters"] == sum(p.numel() for p in make_model().parameters())
     assert document["kernels"].endswith("; decoding does not use them yet")
     assert "num layers" in run("info", folder).out
+    free = run("info", folder, "--no-exact", "--json").document
+    assert (free["bit_identical"], "exact=False" in free["exactness"]) == (False, True)
 
 
 @pytest.fixture
