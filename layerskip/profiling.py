@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from layerskip.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
-QUICK_SECONDS, QUICK_MOST = 0.3, 1.0
+QUICK_SECONDS, QUICK_MOST = 0.3, 1.5
 MAX_SWEEPS, QUICK_SWEEPS = 40, 5
 LARGE_ROWS, LARGE_EVERY = 16, 4  # passes of more rows are rarely run, and take long to measure
 MAX_CONTEXT, QUICK_CONTEXT = 4096, 1024
@@ -31,10 +32,12 @@ MAX_CACHE_BYTES = 2**29
 NUM_SEQUENCES = 4
 DRAFTS_IN_A_ROW = 4  # as in a round: those after the first find their weights in the caches
 RESERVE = 0.85  # of the time, for passes; the rest is for what comes before and after them
+UNDISTURBED = 0.95
 PLAIN = ("verify", 1, 0)
 FREE = Curve((1,), (0,), ((0.0,),))
 
 Point = tuple[str, int, int]  # kind of pass, rows, context
+Timing = tuple[float, float]  # seconds that went by, and that this thread was at work
 Head = Callable[[Tensor], Tensor]
 
 SAID = {
@@ -115,7 +118,7 @@ class Passes:
         self.logits = stack.logits(stack.embed(self.ids[:1]))[:1]
         self.drawn = 0
 
-    def seconds(self, point: Point) -> float:
+    def timing(self, point: Point) -> Timing:
         """One timing of one pass."""
         kind, rows, context = point
         kind, _, several = kind.partition(" ")
@@ -150,13 +153,13 @@ class Passes:
         self.drawn += 1  # its noise is new
         self.sampler.pick(self.logits, self.drawn)
 
-    def _timed(self, run: Callable[[], None], times: int = 1) -> float:
+    def _timed(self, run: Callable[[], None], times: int = 1) -> Timing:
         self._wait()
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.thread_time()
         for _ in range(times):
             run()
         self._wait()
-        return (time.perf_counter() - began) / times
+        return (time.perf_counter() - began) / times, (time.thread_time() - worked) / times
 
     def _wait(self) -> None:
         if self.stack.device.type == "cuda":
@@ -177,7 +180,8 @@ def measure_cost(
     """Time bare passes over a grid of rows and contexts, in interleaved sweeps.
 
     A sweep runs the passes in a new order each time, so that what else the machine does hits all
-    alike. Rounds add their own overhead: it counts against predictions made from the table.
+    alike; on a processor the thread's own clock is read, which stands still while others run.
+    Rounds add their own overhead: it counts against predictions made from the table.
 
     Args:
         stack: the model, on its device, with this thread's number of cores.
@@ -194,36 +198,48 @@ def measure_cost(
     """
     began = time.perf_counter()
     key = cost_key(stack, plan, draft_vocabulary)
-    budget = min(seconds, QUICK_SECONDS) if quick else RESERVE * seconds
+    ends = began + (min(seconds, QUICK_SECONDS) if quick else RESERVE * seconds)
+    bearable = min(seconds, QUICK_MOST) if quick else seconds / 2
     candidates = grids(stack, quick=quick)
     largest = max(candidates[0].rows), max(candidates[0].contexts)
     passes = Passes(stack, plan, head or stack.logits, largest)
-    grid = _affordable(passes, candidates, QUICK_MOST if quick else seconds / 2)
-    least = grid is candidates[-1]
-    points = grid.points(drafts=plan is not None, sequences=not quick and not least)
-    if least:
-        passes.drafts_in_a_row = 1
-    else:
-        for point in points:  # the first of its kind proves bits and fills buffers
-            passes.seconds(point)
-    times: dict[Point, list[float]] = {p: [] for p in points}
+    grid, least = _affordable(passes, candidates, bearable), candidates[-1]
+    first: dict[Point, Timing] = {}
+    if grid is not least:
+        points = grid.points(drafts=plan is not None, sequences=not quick)
+        first = _warmed(passes, points, began + bearable)
+    if not first:  # of a huge model, or because the machine has become slower
+        grid, passes.drafts_in_a_row = least, 1
+        points = least.points(drafts=plan is not None, sequences=False)
+    times: dict[Point, list[Timing]] = {p: [] for p in points}
     order = random.Random(0)
     for sweep in range(QUICK_SWEEPS if quick else MAX_SWEEPS):
         due = [p for p in points if p[1] <= LARGE_ROWS or sweep % LARGE_EVERY == 0]
         for point in order.sample(due, len(due)):
-            spent = time.perf_counter() - began
-            if sweep and spent > budget:
-                return _table(stack, key, grid, times)
-            on_progress(min(1.0, max(spent / budget, sweep / MAX_SWEEPS)))
-            times[point].append(passes.seconds(point))
-    return _table(stack, key, grid, times)
+            now = time.perf_counter()
+            if now > ends and (sweep or first):
+                break
+            on_progress(min(1.0, max((now - began) / (ends - began), sweep / MAX_SWEEPS)))
+            times[point].append(passes.timing(point))
+    return _table(stack, key, grid, {p: timings or [first[p]] for p, timings in times.items()})
+
+
+def _warmed(passes: Passes, points: Sequence[Point], ends: float) -> dict[Point, Timing]:
+    """The first pass of each kind, which proves bits and fills buffers: it counts where time
+    leaves no other. Empty if not even these are done in time."""
+    first = {}
+    for point in points:
+        if time.perf_counter() > ends:
+            return {}
+        first[point] = passes.timing(point)
+    return first
 
 
 def _affordable(passes: Passes, candidates: Sequence[Grid], seconds: float) -> Grid:
     """The finest grid that can be gone over twice, once to warm up; if there is none, the last."""
-    first = passes.seconds(PLAIN)
+    first = passes.timing(PLAIN)[0]
     # More if they are cheap: one slow pass must not make the table of a small model a coarse one.
-    once = min(passes.seconds(PLAIN) for _ in range(5 if first < seconds / 50 else 2))
+    once = min(passes.timing(PLAIN)[0] for _ in range(5 if first < seconds / 50 else 2))
     share = len(passes.draft_layers) / passes.stack.num_layers
     for grid in candidates[:-1]:
         rows = sum(1 + r / 16 for r in grid.rows)  # a guess: rows are cheap, but not free
@@ -234,9 +250,10 @@ def _affordable(passes: Passes, candidates: Sequence[Grid], seconds: float) -> G
 
 
 def _table(
-    stack: DecoderStack, key: dict[str, str | int], grid: Grid, times: dict[Point, list[float]]
+    stack: DecoderStack, key: dict[str, str | int], grid: Grid, times: dict[Point, list[Timing]]
 ) -> CostTable:
-    typical = {point: _typical(values) for point, values in times.items()}
+    clock = _clock(stack, [timing for timings in times.values() for timing in timings])
+    typical = {point: _typical([t[clock] for t in timings]) for point, timings in times.items()}
     heads = {r: typical.get(("head", r, 0), 0.0) for r in grid.rows}
     drafts = ("draft", grid.rows[0], grid.contexts[0]) in typical
 
@@ -268,8 +285,20 @@ def _table(
     )
 
 
+def _clock(stack: DecoderStack, timings: Sequence[Timing]) -> int:
+    """Which of a timing's two clocks to believe: the thread's own on a processor, if a pass keeps
+    the thread at work as long as it takes.
+
+    On a busy machine a long pass is interrupted and a short one is not: by the time that went by, a
+    draft looked five times as cheap as it is (measured).
+    """
+    if stack.device.type != "cpu" or os.name != "posix":  # elsewhere that clock ticks too slowly
+        return 0
+    return int(max(worked / max(passed, 1e-9) for passed, worked in timings) >= UNDISTURBED)
+
+
 def _typical(seconds: Sequence[float]) -> float:
-    """The lower quartile: whatever else a machine does makes a pass slower, never faster."""
+    """The lower quartile: what else a machine does makes a pass slower, hardly ever faster."""
     return sorted(seconds)[len(seconds) // 4]
 
 
