@@ -1,22 +1,19 @@
 """Measure what passes take: bare, interleaved, and in a bounded time whatever the model's size."""
 
-import hashlib
 import logging
 import os
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 
 import torch
 from torch import Tensor
 
-from layerskip import __version__
 from layerskip.cache import Segment
 from layerskip.cost import CostTable, Curve
 from layerskip.exactness import MAX_PASS_ROWS
-from layerskip.fingerprint import device_name, fingerprint
+from layerskip.fingerprint import cost_key, fingerprint, mismatch, row_quantum
 from layerskip.model import DecoderStack
 from layerskip.params import SamplingParams
 from layerskip.plan import DraftPlan, PlanFile
@@ -40,16 +37,6 @@ Point = tuple[str, int, int]  # kind of pass, rows, context
 Timing = tuple[float, float]  # seconds that went by, and that this thread was at work
 Head = Callable[[Tensor], Tensor]
 
-SAID = {
-    "fingerprint": "of another checkpoint",
-    "device": "on another device",
-    "dtype": "in another dtype",
-    "threads": "with another number of threads",
-    "draft_layers": "with other draft layers",
-    "draft_vocabulary": "with another draft vocabulary",
-    "row_quantum": "with passes padded to another number of rows",
-}
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -72,7 +59,7 @@ class Grid:
 
 def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     """Grids to choose from, the finest first; the last one is what a table can't do without."""
-    quantum = _quantum(stack)
+    quantum = row_quantum(stack)
     most = max(1, min(MAX_PASS_ROWS, stack.max_positions // 2))
     few, all_rows = max(quantum, 8), {t for t in stack.exactness.tiles if t < quantum}
     all_rows |= {quantum * 2**i for i in range(7)} | {1}
@@ -86,12 +73,6 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     one_by_one = stack.exactness.wanted and not stack.exactness.holds
     full = [Grid(coarse if one_by_one else fine, contexts)] if not quick else []
     return [*full, Grid(coarse, ends), Grid(coarse[:2], (0,))]
-
-
-def _quantum(stack: DecoderStack) -> int:
-    """Rows that a pass is padded to; where no size is proven, tokens run one by one instead."""
-    exactness = stack.exactness
-    return exactness.row_quantum if exactness.holds else 1
 
 
 class Passes:
@@ -271,7 +252,7 @@ def _table(
         apart = together - typical[kind, NUM_SEQUENCES, 0]
         return max(0.0, apart) / (NUM_SEQUENCES - 1)
 
-    quantum = _quantum(stack)
+    quantum = row_quantum(stack)
     return CostTable(
         draft_layers=curve("draft", heads) if drafts else FREE,
         draft_head=Curve(grid.rows, (0,), (tuple(heads.values()),)) if drafts else FREE,
@@ -300,48 +281,6 @@ def _clock(stack: DecoderStack, timings: Sequence[Timing]) -> int:
 def _typical(seconds: Sequence[float]) -> float:
     """The lower quartile: what else a machine does makes a pass slower, hardly ever faster."""
     return sorted(seconds)[len(seconds) // 4]
-
-
-def cost_key(
-    stack: DecoderStack, plan: DraftPlan | None, draft_vocabulary: Sequence[int] | None = None
-) -> dict[str, str | int]:
-    """All that a cost table depends on."""
-    return {
-        "fingerprint": fingerprint(stack),
-        "device": device_name(stack.device),
-        "dtype": str(stack.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "layerskip": __version__,
-        "backend": stack.backend,
-        "row_quantum": _quantum(stack),
-        "draft_layers": "none" if plan is None else ",".join(map(str, plan.layers)),
-        "draft_vocabulary": _described(draft_vocabulary),
-    }
-
-
-def _described(draft_vocabulary: Sequence[int] | None) -> str:
-    if draft_vocabulary is None:
-        return "all"
-    digest = hashlib.sha256(",".join(map(str, draft_vocabulary)).encode()).hexdigest()
-    return f"{len(draft_vocabulary)} ids, {digest[:8]}"
-
-
-def mismatch(
-    table: CostTable,
-    stack: DecoderStack,
-    plan: DraftPlan | None,
-    draft_vocabulary: Sequence[int] | None = None,
-) -> str | None:
-    """One sentence that says what a table was measured with and is not now; None if it fits."""
-    now = cost_key(stack, plan, draft_vocabulary)
-    differing = [
-        f"{SAID.get(name, f'with another {name}')} ({table.key.get(name, 'unknown')}, now {value})"
-        for name, value in now.items()
-        if table.key.get(name) != value
-    ]
-    return f"the cost table was measured {', '.join(differing)}" if differing else None
 
 
 def fitting_cost(

@@ -18,8 +18,8 @@ from layerskip import SelfSpeculativeLM
 from layerskip.cli import main
 from layerskip.commands import tuning
 from layerskip.cost import CostTable
+from layerskip.fingerprint import mismatch
 from layerskip.plan import PlanFile
-from layerskip.profiling import mismatch
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def profiled(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 def test_the_file_fits_the_model_and_its_plan(folder, profiled):
     table, lm = CostTable.load(profiled[0]), SelfSpeculativeLM.from_pretrained(folder)
     assert mismatch(table, lm.stack, PLANS["exit"]) is None
+    assert str(table.key["backend"]) == lm.stack.backend
     assert table.draft_head.at(1, 0) > 0.0
     assert table.verify.at(1, 0) > 0.0
 
