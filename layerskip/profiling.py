@@ -4,7 +4,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ MAX_CACHE_BYTES = 2**29
 NUM_SEQUENCES = 4
 DRAFTS_IN_A_ROW = 4  # as in a round: those after the first find their weights in the caches
 RESERVE = 0.85  # of the time, for passes; the rest is for what comes before and after them
-UNDISTURBED = 0.95
+UNDISTURBED, BUSY = 0.95, 0.7
 PLAIN = ("verify", 1, 0)
 FREE = Curve((1,), (0,), ((0.0,),))
 
@@ -202,6 +202,7 @@ def measure_cost(
                 break
             on_progress(min(1.0, max((now - began) / (ends - began), sweep / MAX_SWEEPS)))
             times[point].append(passes.timing(point))
+    _say_if_busy(stack, times, logging.INFO if quick else logging.WARNING)
     return _table(stack, key, grid, {p: timings or [first[p]] for p, timings in times.items()})
 
 
@@ -228,6 +229,18 @@ def _affordable(passes: Passes, candidates: Sequence[Grid], seconds: float) -> G
         if 2 * once * rows * len(grid.contexts) * passes_of_a_point < seconds:
             return grid
     return candidates[-1]
+
+
+def _say_if_busy(stack: DecoderStack, times: Mapping[Point, Sequence[Timing]], level: int) -> None:
+    """Log it if this thread was kept waiting: with several threads that can't be corrected."""
+    passed, worked = (sum(t[i] for timings in times.values() for t in timings) for i in (0, 1))
+    if _has_own_clock(stack) and worked < BUSY * passed:
+        logger.log(
+            level,
+            "the machine was busy: passes had a processor for %.0f %% of their time, and the cost "
+            "table may be off; measure again when nothing else runs",
+            100 * worked / passed,
+        )
 
 
 def _table(
@@ -273,9 +286,14 @@ def _clock(stack: DecoderStack, timings: Sequence[Timing]) -> int:
     On a busy machine a long pass is interrupted and a short one is not: by the time that went by, a
     draft looked five times as cheap as it is (measured).
     """
-    if stack.device.type != "cpu" or os.name != "posix":  # elsewhere that clock ticks too slowly
+    if not _has_own_clock(stack):
         return 0
     return int(max(worked / max(passed, 1e-9) for passed, worked in timings) >= UNDISTURBED)
+
+
+def _has_own_clock(stack: DecoderStack) -> bool:
+    """Whether passes are the work of this thread, and its clock is fine enough: on POSIX it is."""
+    return stack.device.type == "cpu" and os.name == "posix"
 
 
 def _typical(seconds: Sequence[float]) -> float:

@@ -126,11 +126,15 @@ def test_what_else_the_machine_does_is_not_in_the_table(stack, machine):
         assert noisy.verify_pass(rows, 100) == pytest.approx(calm.verify_pass(rows, 100))
 
 
-def test_passes_that_are_interrupted_are_timed_by_the_thread_s_own_clock(stack, machine):
+def test_passes_that_are_interrupted_are_timed_by_the_thread_s_own_clock(stack, machine, caplog):
     """Long passes always, drafts never: what the time that goes by says is wrong."""
+    measure_cost(stack, PLAN)
+    assert caplog.text == ""
+    machine.picked = set()
     machine.interruption = lambda: 0.06 if machine.passes[-1][0] == NUM_LAYERS else 0.0
     table = measure_cost(stack, PLAN)
     assert table.verify.at(1, 0) == pytest.approx(NUM_LAYERS * layer_seconds(1, 0) + HEAD)
+    assert "the machine was busy: passes had a processor for" in caplog.text
 
 
 def test_a_thread_that_only_waits_has_no_clock_to_go_by():
