@@ -60,7 +60,7 @@ class Lab:
             device=config.getoption("--device"),
             dtype=config.getoption("--dtype"),
         )
-        self.plain = SelfSpeculativeLM(self.model, self.tokenizer)
+        self.plain = SelfSpeculativeLM(self.model, self.tokenizer, num_draft_tokens=0)
         self.wrap = cache(self._wrap)
         self.prompts = self._prompts(config.getoption("--prompts"))
         self.context = round(sum(map(len, self.prompts)) / len(self.prompts) + size.new_tokens / 2)

@@ -1,6 +1,7 @@
 """``SelfSpeculativeLM``: the Python API."""
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,23 +20,27 @@ from layerskip import hf
 from layerskip.batch import Batch, RowSettings, StreamStep, seeded
 from layerskip.cache import CachedText
 from layerskip.checkpoint import BUILTIN, builtin_folder, known_plan, load_checkpoint
+from layerskip.controller import Controller
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
+from layerskip.lookup import LookupStore
 from layerskip.model import DecoderStack
 from layerskip.outputs import GenerationOutput
 from layerskip.params import (
+    AUTO,
+    NumDraftTokens,
     SamplingParams,
     Verification,
     check_integer,
     check_num_draft_tokens,
     check_sampling,
 )
-from layerskip.plan import DraftPlan
+from layerskip.plan import DraftPlan, PlanFile
+from layerskip.profiling import fitting_cost, warn_of_another_checkpoint
 from layerskip.sampling import Processor
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_NUM_DRAFT_TOKENS = 4
 DEFAULT_MAX_NEW_TOKENS = 128
 
 
@@ -57,8 +62,14 @@ class SelfSpeculativeLM:
             ``torch.compile`` the model inside is run, not what was compiled.
         tokenizer: its tokenizer; None takes and gives token ids. It may know fewer ids than the
             model (vocabularies are padded), but not more.
-        plan: which layers draft; None decodes plainly.
-        num_draft_tokens: default for requests that do not say.
+        plan: which layers draft, or a plan file with what is known of them; None drafts by
+            look-ups alone.
+        num_draft_tokens: default for requests that do not say. "auto": from round to round what
+            pays, by the acceptance seen so far and the time of passes, which are measured for a
+            second at the first use unless the plan file brings them. 0: plain decoding. A number:
+            so many tokens a round.
+        lookup: whether tokens are looked up in a row's prompt and output, to draft them or to save
+            draft passes; a ``LookupStore`` is searched, too, and gets every finished text.
         exact: True keeps every row's bits whatever it is decoded with, so that drafts and batches
             never change a token. False is faster where that costs (on a CPU, batches and float32:
             bench/LOG.md), and lets last bits, and now and then a token, depend on both.
@@ -73,27 +84,35 @@ class SelfSpeculativeLM:
         self,
         model: PreTrainedModel,
         tokenizer: Any = None,
-        plan: DraftPlan | None = None,
+        plan: DraftPlan | PlanFile | None = None,
         *,
-        num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS,
+        num_draft_tokens: NumDraftTokens = AUTO,
         exact: bool = True,
+        lookup: bool | LookupStore = True,
     ) -> None:
-        if plan is not None and not isinstance(plan, DraftPlan):
-            raise TypeError(f"plan must be a DraftPlan or None, got {type(plan).__name__}")
-        check_num_draft_tokens(num_draft_tokens)
-        depth = getattr(getattr(model, "config", None), "num_hidden_layers", None)
-        if plan is not None and depth is not None and plan.num_layers != depth:
-            raise ValueError(
-                f"the plan is for a model of {plan.num_layers} layers; this one has {depth}"
+        if plan is not None and not isinstance(plan, DraftPlan | PlanFile):
+            raise TypeError(
+                f"plan must be a DraftPlan, a PlanFile or None, got {type(plan).__name__}"
             )
+        known = plan if isinstance(plan, PlanFile) else PlanFile(plan)
+        check_num_draft_tokens(num_draft_tokens)
+        if not isinstance(lookup, bool | LookupStore):
+            raise TypeError(f"lookup must be a bool or a LookupStore, got {lookup!r}")
+        _check_plan_depth(getattr(model, "config", None), None, known.plan)
         self.stack = DecoderStack(model, exact=exact)
-        self.tokenizer, self.plan = tokenizer, plan
-        self.num_draft_tokens = num_draft_tokens if plan is not None else 0
+        self.tokenizer, self.plan = tokenizer, known.plan
+        self._known = known
+        warn_of_another_checkpoint(known, self.stack)
+        self.num_draft_tokens = num_draft_tokens
+        self._looks_up = lookup is not False
+        self._store = lookup if isinstance(lookup, LookupStore) else None
         self._encoder = PromptEncoder(
             tokenizer, vocab_size=self.stack.vocab_size, max_positions=self.stack.max_positions
         )
         self._eos_ids = _eos_ids(model)
-        self._drafter = EarlyExitDrafter(self.stack, plan) if plan is not None else None
+        self._drafter = EarlyExitDrafter(self.stack, self.plan) if self.plan is not None else None
+        self._controller: Controller | None = None
+        self._lock = threading.Lock()
 
     @classmethod
     def from_pretrained(
@@ -101,8 +120,8 @@ class SelfSpeculativeLM:
         model: str | Path = BUILTIN,
         *,
         exit_layer: int | None = None,
-        plan: DraftPlan | None = None,
-        num_draft_tokens: int | None = None,
+        plan: DraftPlan | PlanFile | None = None,
+        num_draft_tokens: NumDraftTokens | None = None,
         dtype: str | torch.dtype | None = None,
         device: str = "auto",
         revision: str | None = None,
@@ -110,21 +129,22 @@ class SelfSpeculativeLM:
         token: str | None = None,
         local_files_only: bool = False,
         exact: bool = True,
+        lookup: bool | LookupStore = True,
     ) -> "SelfSpeculativeLM":
         """Load a checkpoint; code from a hub is never run.
 
         Args:
             model: a folder, a hub id, or "builtin" for the checkpoint inside the package.
             exit_layer: draft with this many leading layers.
-            plan: or with this plan. With neither, the one in the folder's ``layerskip.json``; if
-                there is none, decoding is plain.
-            num_draft_tokens: tokens drafted per round; None takes the plan's best or 4.
+            plan: or with this plan, or plan file (``layerskip search`` writes one). With neither,
+                the one in the folder's ``layerskip.json``; if there is none, only look-ups draft.
+            num_draft_tokens: as for the class; None takes the plan file's, "auto" as a rule.
             dtype: "bfloat16", "float16", "float32" or None for the checkpoint's own.
             device: "cpu", "cuda" or "auto" (CUDA where there is one).
             revision, cache_dir, token, local_files_only: as in transformers.
-            exact: as for the class.
+            exact, lookup: as for the class.
         """
-        loaded, tokenizer, plan, num_draft_tokens = cls.load_parts(
+        loaded, tokenizer, known, wanted = cls.load_parts(
             model,
             exit_layer=exit_layer,
             plan=plan,
@@ -136,9 +156,11 @@ class SelfSpeculativeLM:
             token=token,
             local_files_only=local_files_only,
         )
-        lm = cls(loaded, tokenizer, plan, num_draft_tokens=num_draft_tokens, exact=exact)
-        if plan is None:
-            logger.warning("no draft plan is known for %s: decoding is plain", model)
+        lm = cls(loaded, tokenizer, known, num_draft_tokens=wanted, exact=exact, lookup=lookup)
+        if lm.plan is None:
+            logger.warning("no draft plan is known for %s: only look-ups draft", model)
+        if wanted == AUTO:
+            _ = lm.controller  # measured now, not in the first request
         return lm
 
     @staticmethod
@@ -146,22 +168,22 @@ class SelfSpeculativeLM:
         model: str | Path,
         *,
         exit_layer: int | None = None,
-        plan: DraftPlan | None = None,
-        num_draft_tokens: int | None = None,
+        plan: DraftPlan | PlanFile | None = None,
+        num_draft_tokens: NumDraftTokens | None = None,
         dtype: str | torch.dtype | None = None,
         device: str = "auto",
         revision: str | None = None,
         cache_dir: str | Path | None = None,
         token: str | None = None,
         local_files_only: bool = False,
-    ) -> tuple[PreTrainedModel, Any, DraftPlan | None, int]:
-        """What ``from_pretrained`` wraps: model, tokenizer, plan, number of draft tokens."""
+    ) -> tuple[PreTrainedModel, Any, PlanFile, NumDraftTokens]:
+        """What ``from_pretrained`` wraps: model, tokenizer, plan file, number of draft tokens."""
         if exit_layer is not None and plan is not None:
             raise ValueError("give exit_layer or plan, not both")
         folder = builtin_folder() if str(model) == BUILTIN else model
         if exit_layer is None and plan is None:
-            plan, known = known_plan(folder)
-            num_draft_tokens = known if num_draft_tokens is None else num_draft_tokens
+            plan = known_plan(folder)
+        known = plan if isinstance(plan, PlanFile) else PlanFile(plan)
         loaded, tokenizer = load_checkpoint(
             folder,
             dtype=dtype,
@@ -170,18 +192,28 @@ class SelfSpeculativeLM:
             cache_dir=cache_dir,
             token=token,
             local_files_only=local_files_only,
-            check=lambda config: _check_plan_depth(config, exit_layer, plan),
+            check=lambda config: _check_plan_depth(config, exit_layer, known.plan),
         )
         if exit_layer is not None:
             depth = loaded.config.num_hidden_layers
-            plan = DraftPlan.exiting(num_layers=depth, exit_layer=exit_layer)
-        wanted = DEFAULT_NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
-        return loaded, tokenizer, plan, wanted
+            known = PlanFile(DraftPlan.exiting(num_layers=depth, exit_layer=exit_layer))
+        wanted = known.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        return loaded, tokenizer, known, wanted
 
     @property
     def exactness(self) -> str:
         """One sentence: how rows keep their bits on this machine, or that they do not."""
         return self.stack.exactness.reason
+
+    @property
+    def controller(self) -> Controller:
+        """What decides for ``num_draft_tokens="auto"``; made, and passes measured, when first
+        asked for."""
+        with self._lock:
+            if self._controller is None:
+                cost = fitting_cost(self.stack, self.plan, self._known.cost)
+                self._controller = Controller(cost, self._known.acceptance)
+            return self._controller
 
     def generate(
         self,
@@ -190,7 +222,7 @@ class SelfSpeculativeLM:
         messages: Sequence[Message] | None = None,
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         sampling: SamplingParams | None = None,
-        num_draft_tokens: int | None = None,
+        num_draft_tokens: NumDraftTokens | None = None,
         verification: Verification = "coupled",
         num_return_sequences: int = 1,
         stop: str | Sequence[str] = (),
@@ -208,7 +240,9 @@ class SelfSpeculativeLM:
             max_new_tokens: most tokens to emit; less if the model's positions end first.
             sampling: greedy if None. Every prompt uses the same seed; of several sequences of
                 one prompt, the i-th uses ``seed + i``.
-            num_draft_tokens: tokens drafted per round; 0 is plain decoding; None is the default.
+            num_draft_tokens: "auto": what pays, from round to round; 0: plain decoding; or so many
+                tokens a round. None is the default. With "auto", which text token-level and block
+                verification draw depends on the clock.
             verification: how sampled drafts are judged. "coupled": the text is what plain
                 sampling with the same seed gives, whatever is drafted. "token" (Leviathan et al.
                 2023) and "block" (Sun et al. 2025): the same distribution and more accepted
@@ -256,7 +290,7 @@ class SelfSpeculativeLM:
         messages: Sequence[Message] | None = None,
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         sampling: SamplingParams | None = None,
-        num_draft_tokens: int | None = None,
+        num_draft_tokens: NumDraftTokens | None = None,
         verification: Verification = "coupled",
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
@@ -288,7 +322,7 @@ class SelfSpeculativeLM:
         *,
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         sampling: SamplingParams | None = None,
-        num_draft_tokens: int | None = None,
+        num_draft_tokens: NumDraftTokens | None = None,
         verification: Verification = "coupled",
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
@@ -321,7 +355,16 @@ class SelfSpeculativeLM:
             cache=cache,
             return_cache=return_cache,
         )
-        return Batch(self.stack, self._drafter, self.plan, self._encoder, settings)
+        return Batch(
+            self.stack,
+            self._drafter,
+            self.plan,
+            self._encoder,
+            settings,
+            controller=lambda: self.controller,
+            looks_up=self._looks_up,
+            store=self._store,
+        )
 
     def custom_generate(
         self,
@@ -331,7 +374,7 @@ class SelfSpeculativeLM:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         streamer: Any = None,
-        num_draft_tokens: int | None = None,
+        num_draft_tokens: NumDraftTokens | None = None,
         verification: Verification = "coupled",
         seed: int | None = None,
         **model_kwargs: Any,
@@ -383,7 +426,9 @@ class SelfSpeculativeLM:
 
 
 def _check_plan_depth(config: Any, exit_layer: int | None, plan: DraftPlan | None) -> None:
-    depth = config.num_hidden_layers
+    depth = getattr(config, "num_hidden_layers", None)
+    if depth is None:  # no model that we know: refused later, with the reason
+        return
     if exit_layer is not None:
         DraftPlan.exiting(num_layers=depth, exit_layer=exit_layer)
     if plan is not None and plan.num_layers != depth:

@@ -8,19 +8,24 @@ from typing import Any
 from torch import Tensor
 
 from layerskip.cache import CachedText
+from layerskip.controller import Controller
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
+from layerskip.lookup import LookupStore
 from layerskip.model import DecoderStack
 from layerskip.outputs import DecodeStats, GenerationOutput, Round
 from layerskip.params import (
+    AUTO,
     MAX_SEED,
+    NumDraftTokens,
     SamplingParams,
     Verification,
     check_integer,
     check_num_draft_tokens,
     check_sampling,
     check_verification,
+    most_draft_tokens,
 )
 from layerskip.plan import DraftPlan
 from layerskip.processors import processors_of
@@ -56,7 +61,7 @@ class RowSettings:
 
     max_new_tokens: int
     sampling: SamplingParams
-    num_draft_tokens: int
+    num_draft_tokens: NumDraftTokens
     stop: tuple[str, ...] = ()
     eos_ids: frozenset[int] = frozenset()
     verification: Verification = "coupled"
@@ -95,7 +100,8 @@ class RowRequest:
 
     @property
     def num_slots(self) -> int:
-        return len(self.prompt) + self.settings.max_new_tokens + self.settings.num_draft_tokens
+        most = most_draft_tokens(self.settings.num_draft_tokens)
+        return len(self.prompt) + self.settings.max_new_tokens + most
 
 
 class Batch:
@@ -108,8 +114,13 @@ class Batch:
         plan: DraftPlan | None,
         encoder: PromptEncoder,
         settings: RowSettings,
+        *,
+        controller: Callable[[], Controller],
+        looks_up: bool,
+        store: LookupStore | None,
     ) -> None:
         self._stack, self._drafter, self._plan = stack, drafter, plan
+        self._controller, self._looks_up, self._store = controller, looks_up, store
         self._encoder, self._settings = encoder, settings
         self._rows: Decoder | None = None
         self._requests: dict[int, RowRequest] = {}
@@ -121,7 +132,7 @@ class Batch:
         *,
         messages: Sequence[Message] | None = None,
         max_new_tokens: int | None = None,
-        num_draft_tokens: int | None = None,
+        num_draft_tokens: NumDraftTokens | None = None,
         sampling: SamplingParams | None = None,
         verification: Verification | None = None,
         cache: CachedText | None = None,
@@ -226,6 +237,8 @@ class Batch:
             self._stack,
             self._drafter,
             self._plan,
+            looks_up=self._looks_up,
+            store=self._store,
             num_rows=len(requests),
             num_slots=max(r.num_slots for r in requests),
         )
@@ -235,6 +248,8 @@ class Batch:
         if self._rows is None:
             self._reserve([request])
         assert self._rows is not None
+        if request.settings.num_draft_tokens == AUTO:
+            self._rows.speculator.controller = self._controller()
         row = self._rows.join(self._spec(request), cached=request.settings.cache)
         self._requests[row.id] = request
         return row.id

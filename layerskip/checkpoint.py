@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from layerskip.admission import refusal
 from layerskip.errors import UnsupportedModelError
 from layerskip.model import pack_model
-from layerskip.params import check_integer
-from layerskip.plan import DraftPlan
+from layerskip.plan import PlanFile
 
 BUILTIN = "builtin"
 PLAN_FILE = "layerskip.json"
@@ -122,19 +121,10 @@ def load_checkpoint(
     return model, tokenizer
 
 
-def known_plan(folder: str | Path) -> tuple[DraftPlan | None, int | None]:
-    """Plan and number of draft tokens from the folder's ``layerskip.json``, if it has one."""
+def known_plan(folder: str | Path) -> PlanFile | None:
+    """The folder's ``layerskip.json``, if it has one."""
     path = Path(folder) / PLAN_FILE
-    if not path.is_file():
-        return None, None
-    plan = DraftPlan.load(path)
-    wanted = json.loads(path.read_text(encoding="utf-8")).get("num_draft_tokens")
-    try:
-        if wanted is not None:
-            check_integer("num_draft_tokens", wanted, 0)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    return plan, wanted
+    return PlanFile.load(path) if path.is_file() else None
 
 
 def held_out_modules() -> list[str]:

@@ -17,7 +17,7 @@ from rich.table import Table
 from layerskip import __version__
 from layerskip.commands import tuning
 from layerskip.commands.options import chosen_plan, load, model_options, quiet
-from layerskip.params import VERIFICATIONS
+from layerskip.params import AUTO, VERIFICATIONS
 
 if TYPE_CHECKING:
     from layerskip.api import SelfSpeculativeLM
@@ -93,7 +93,12 @@ def parser() -> Parser:
 
 def _model_options(command: argparse.ArgumentParser) -> None:
     model_options(command)
-    command.add_argument("--num-draft-tokens", type=int, help="drafted per round; 0 is plain")
+    command.add_argument(
+        "--num-draft-tokens",
+        type=lambda text: text if text == AUTO else int(text),
+        metavar="N",
+        help="drafted per round; 0 is plain, 'auto' (the default) what pays",
+    )
 
 
 def _sampling_options(command: argparse.ArgumentParser) -> None:

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from layerskip.cache import CachedText, Segment
-from layerskip.drafting import Draft, DraftRequest, EarlyExitDrafter
+from layerskip.controller import Controller
+from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
+from layerskip.lookup import LookupStore
 from layerskip.model import DecoderStack
 from layerskip.outputs import Origin, Round
-from layerskip.params import MAX_NUM_DRAFT_TOKENS
+from layerskip.params import MAX_NUM_DRAFT_TOKENS, most_draft_tokens
 from layerskip.plan import DraftPlan
 from layerskip.row import Emission, Row, RowSpec
 from layerskip.sampling import token_logprobs
+from layerskip.speculation import Attempt, Speculator
 from layerskip.verification import Verdict, judge
 
 
@@ -33,9 +36,10 @@ class Judged:
 
 @dataclass(frozen=True)
 class Step:
-    """One row's finished work of a round, not yet applied."""
+    """One row's finished work of a round, not yet applied; a prefill attempts nothing."""
 
     row: Row
+    attempt: Attempt | None
     emission: Emission
     judged: Judged
     num_committed: int
@@ -51,10 +55,20 @@ class Decoder:
         drafter: EarlyExitDrafter | None,
         plan: DraftPlan | None,
         *,
+        controller: Controller | None = None,
+        looks_up: bool = False,
+        store: LookupStore | None = None,
         num_rows: int = 1,
         num_slots: int = 1,
     ) -> None:
-        self.stack, self.drafter = stack, drafter
+        self.stack = stack
+        self.speculator = Speculator(
+            drafter,
+            controller,
+            looks_up=looks_up,
+            store=store,
+            free_rows=stack.exactness.row_quantum,
+        )
         self.shared_depth = plan.shared_depth if plan is not None else 0
         self.cache = stack.new_cache(num_rows=num_rows, num_slots=num_slots)
         self.rows: dict[int, Row] = {}
@@ -68,13 +82,14 @@ class Decoder:
         """
         used = {row.slot_row for row in self.rows.values()}
         slot_row = next(i for i in range(len(used) + 1) if i not in used)
-        slots = len(spec.prompt) + spec.limit + spec.num_draft_tokens
+        slots = len(spec.prompt) + spec.limit + most_draft_tokens(spec.num_draft_tokens)
         if slot_row >= self.cache.num_rows or slots > self.cache.num_slots:
             self.cache = self.cache.grown(num_rows=slot_row + 1, num_slots=slots)
         row = Row(self._next_id, slot_row, spec, spec.stream)
         if cached is not None:
             row.cached_tokens = row.length = cached.shared_with(spec.prompt)
             self.cache.restore(slot_row, cached, row.length)
+        self.speculator.admit(row)
         self.rows[row.id] = row
         self._next_id += 1
         return row
@@ -111,13 +126,16 @@ class Decoder:
         row, emission = step.row, step.emission
         self.cache.commit(row.slot_row, step.num_committed)
         row.length += step.num_committed
-        num_rejected = step.record.positions - step.num_committed
-        if num_rejected:
+        num_rejected = step.record.num_draft_tokens + 1 - step.num_committed
+        if num_rejected > 0:  # of a prefill nothing is
             self.cache.sweep(row.slot_row, row.length, row.length + num_rejected)
         row.token_ids.extend(emission.token_ids)
         row.stream, row.finish_reason = emission.stream, emission.finish_reason
         row.rounds.append(step.record)
         row.spec.sampler.forget_before(len(row.spec.prompt) + len(row.token_ids))
+        if step.attempt is not None:
+            num_matches = step.judged.verdict.num_matches
+            self.speculator.observe(row, step.attempt, emission.token_ids, num_matches)
         if row.spec.sink is not None:
             count, scores = len(emission.token_ids), step.judged.verdict.scores
             logits = step.judged.logits[:count].float()
@@ -128,41 +146,36 @@ class Decoder:
         prompt = row.spec.prompt
         logits = self.stack.prefill(prompt, self.cache, row.slot_row, start=row.length)[None]
         verdict = judge(row.spec.sampler, logits, len(prompt), context=prompt)
-        return self._finished(row, Draft((), ()), Judged(logits, verdict), 0.0, began)
+        return self._finished(row, None, Judged(logits, verdict), 0.0, began)
 
     def _round(self, rows: Sequence[Row]) -> list[Step]:
         began = time.perf_counter()
-        requests = [self._request(row) for row in rows]
-        if self.drafter is not None and any(r.num_draft_tokens for r in requests):
-            drafts = self.drafter.draft(requests, self.cache)
-        else:
-            drafts = [Draft((), ())] * len(rows)
+        attempts = self.speculator.attempt(rows, self.cache)
         drafted = time.perf_counter()
-        judged = self._verify(requests, drafts)
+        judged = self._verify([a.request for a in attempts], [a.draft for a in attempts])
+        ended = time.perf_counter()
+        self.speculator.observe_seconds(attempts, drafted - began, ended - drafted)
         return [
-            self._finished(row, draft, one, drafted - began, drafted)
-            for row, draft, one in zip(rows, drafts, judged, strict=True)
+            self._finished(row, attempt, one, drafted - began, drafted)
+            for row, attempt, one in zip(rows, attempts, judged, strict=True)
         ]
 
-    def _request(self, row: Row) -> DraftRequest:
-        wanted = row.spec.num_draft_tokens if self.drafter is not None else 0
-        return DraftRequest(
-            row.slot_row,
-            row.length,
-            row.token_ids[-1],
-            min(wanted, row.spec.limit - len(row.token_ids) - 1),
-            row.spec.sampler,
-            row.context if row.spec.sampler.processors else (),
-        )
-
     def _finished(
-        self, row: Row, draft: Draft, judged: Judged, draft_seconds: float, began: float
+        self,
+        row: Row,
+        attempt: Attempt | None,
+        judged: Judged,
+        draft_seconds: float,
+        began: float,
     ) -> Step:
         """Emit the confirmed tokens and the one after them. All but the last are committed,
         and with them the token that was pending, or the prompt."""
+        draft = attempt.draft if attempt is not None else NO_DRAFT
+        stopper = attempt.stopper if attempt is not None else None
         num_matches, drafted = judged.verdict.num_matches, len(draft.tokens)
         emission = row.emission(judged.verdict.tokens)
         count, missing = len(emission.token_ids), len(row.spec.prompt) - row.length
+        left = drafted + 1 - len(draft.shared)  # for verify to run through the shared layers
         after: Origin = "recovered" if num_matches < drafted else "bonus" if drafted else "plain"
         top = row.spec.logprobs
         record = Round(
@@ -175,13 +188,17 @@ class Decoder:
             origin=after if row.rounds else "prefill",
             draft_seconds=draft_seconds,
             verify_seconds=time.perf_counter() - began,
-            positions=drafted + 1 if row.rounds else missing,
+            positions=draft.num_positions + left if row.rounds else missing,
             finish_reason=emission.finish_reason,
             logprobs=()
             if top is None
             else token_logprobs(judged.logits[:count], emission.token_ids, top),
+            drafter=attempt.choice.source if attempt is not None and drafted else "none",
+            num_draft_passes=draft.num_passes,
+            chances=tuple(stopper.chances) if stopper is not None else (),
+            stopped=stopper is not None and stopper.stopped,
         )
-        return Step(row, emission, judged, count if row.rounds else missing, record)
+        return Step(row, attempt, emission, judged, count if row.rounds else missing, record)
 
     def _verify(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> list[Judged]:
         """Each row's target after the pending token and after each drafted one."""
@@ -226,22 +243,27 @@ class Decoder:
         for r, d in zip(requests, drafts, strict=True):
             end = r.length + MAX_NUM_DRAFT_TOKENS + 1
             self.cache.sweep(r.row, r.length, end, above)
-            self.cache.sweep(r.row, r.length + len(d.tokens), end, below)
+            self.cache.sweep(r.row, r.length + len(d.shared), end, below)
 
     def _through_shared_layers(
         self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]
     ) -> Tensor:
         """Hidden states after the shared layers for all tokens to verify, rows one after another.
 
-        The draft left them for every token but each row's last, which goes through here.
+        An early exit's draft left them for every token but each row's last. What has none goes
+        through here: that one, and looked-up tokens.
         """
-        pairs = list(zip(requests, drafts, strict=True))
-        last = [d.tokens[-1] if d.tokens else r.pending for r, d in pairs]
-        segments = [Segment(r.row, r.length + len(d.tokens), 1) for r, d in pairs]
-        hidden = self.stack.run_layers(
-            self.stack.embed(last), range(self.shared_depth), self.cache, segments
-        )
-        if not any(d.tokens for d in drafts):
+        rest = [
+            (r.pending, *d.tokens)[len(d.shared) :] for r, d in zip(requests, drafts, strict=True)
+        ]
+        segments = [
+            Segment(r.row, r.length + len(d.shared), len(tokens))
+            for r, d, tokens in zip(requests, drafts, rest, strict=True)
+        ]
+        hidden = self.stack.embed([token for tokens in rest for token in tokens])
+        hidden = self.stack.run_layers(hidden, range(self.shared_depth), self.cache, segments)
+        if not any(d.shared for d in drafts):
             return hidden
-        states = [state for i, d in enumerate(drafts) for state in (*d.shared, hidden[i])]
+        parts = hidden[: sum(map(len, rest))].split([len(tokens) for tokens in rest])
+        states = [s for d, part in zip(drafts, parts, strict=True) for s in (*d.shared, *part)]
         return torch.stack(states)

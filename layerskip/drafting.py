@@ -1,6 +1,6 @@
 """Drafting: guess the next tokens with a subset of the layers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -9,6 +9,8 @@ from layerskip.cache import KVCache, Segment
 from layerskip.model import DecoderStack
 from layerskip.plan import DraftPlan
 from layerskip.sampling import Sampler, greedy_tokens
+
+Guesser = Callable[[Sequence[int], int], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,11 @@ class DraftRequest:
         num_draft_tokens: how many to draft; 0 is plain decoding.
         sampler: shared with verification.
         context: prompt and output, for processors; empty if there are none.
+        goes_on: asked after each token, with its confidence (``Drawn``); None drafts
+            ``num_draft_tokens``. The token stays in any case.
+        guess: looked-up tokens after those drafted so far, at most so many: the draft's layers
+            check them in one pass, which changes no drafted token. None: there is no look-up.
+        num_guesses: most of them in one pass.
     """
 
     row: int
@@ -30,6 +37,9 @@ class DraftRequest:
     num_draft_tokens: int
     sampler: Sampler
     context: tuple[int, ...] = ()
+    goes_on: Callable[[float], bool] | None = None
+    guess: Guesser | None = None
+    num_guesses: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,20 +48,29 @@ class Draft:
 
     Attributes:
         tokens: drafted ids; may be fewer than asked for.
-        shared: for each token that went through the shared layers (the pending one and all
-            drafted but the last), its hidden state after them, ``(hidden,)``. Their keys and
-            values in the shared layers are in the cache.
+        shared: for the pending token and the first drafted ones, as far as they went through the
+            shared layers (of an early exit's draft all but the last, of looked-up tokens none),
+            the hidden state after them, ``(hidden,)``. Their keys and values in the shared
+            layers are in the cache.
         q: for token-level and block verification, the distribution that each of ``tokens`` was
             drawn from, ``(vocab,)`` float64.
+        num_passes: draft passes that the row took part in.
+        num_positions: tokens that they ran, wrong guesses among them.
     """
 
     tokens: tuple[int, ...]
     shared: tuple[Tensor, ...]
     q: tuple[Tensor, ...] = ()
+    num_passes: int = 0
+    num_positions: int = 0
+
+
+NO_DRAFT = Draft((), ())
 
 
 class EarlyExitDrafter:
-    """Drafts with ``plan.layers``, one token of every asking row at a time."""
+    """Drafts with ``plan.layers``: in each pass one token of every asking row, and as many more
+    as its look-up guessed right."""
 
     def __init__(self, stack: DecoderStack, plan: DraftPlan) -> None:
         self.stack, self.plan = stack, plan
@@ -60,23 +79,34 @@ class EarlyExitDrafter:
     def draft(self, requests: Sequence[DraftRequest], cache: KVCache) -> list[Draft]:
         """One draft per request. Writes scratch slots only."""
         growing = [_Growing(request) for request in requests]
-        for _ in range(max(r.num_draft_tokens for r in requests)):
-            asking = [g for g in growing if not g.done]
-            if not asking:
-                break
-            segments = [Segment(g.request.row, g.position - 1, 1) for g in asking]
-            hidden = self.stack.embed([g.last for g in asking])
-            hidden = self.stack.run_layers(hidden, range(self.plan.shared_depth), cache, segments)
-            for g, state in zip(asking, hidden, strict=False):
-                g.shared.append(state)
-            logits = self.stack.logits(self.stack.run_layers(hidden, self._rest, cache, segments))
-            if all(g.request.sampler.is_argmax for g in asking):
-                for g, token in zip(asking, greedy_tokens(logits[: len(asking)]), strict=True):
-                    g.tokens.append(token)
-            else:
-                for i, g in enumerate(asking):
-                    g.draw(logits[i : i + 1])
+        while asking := [g for g in growing if not g.done]:
+            self._grow(asking, cache)
         return [g.draft() for g in growing]
+
+    def _grow(self, asking: "Sequence[_Growing]", cache: KVCache) -> None:
+        """One pass: each row's last token, and what it guesses to follow."""
+        inputs = [g.inputs() for g in asking]
+        segments = [
+            Segment(g.request.row, g.position - 1, len(tokens))
+            for g, tokens in zip(asking, inputs, strict=True)
+        ]
+        flat = [token for tokens in inputs for token in tokens]
+        hidden = self.stack.embed(flat)
+        hidden = self.stack.run_layers(hidden, range(self.plan.shared_depth), cache, segments)
+        logits = self.stack.logits(self.stack.run_layers(hidden, self._rest, cache, segments))
+        logits = logits[: len(flat)]
+        wide = [g for g in asking if g.request.sampler.is_argmax]
+        tokens = greedy_tokens(logits) if wide else []
+        sure = any(g.request.goes_on is not None for g in wide)
+        likeliest = logits.float().softmax(-1).amax(-1).tolist() if sure else []
+        done = 0
+        for g, given in zip(asking, inputs, strict=True):
+            at = slice(done, done + len(given))
+            if g.request.sampler.is_argmax:
+                g.take(given, hidden[at], tokens[at], likeliest[at])
+            else:
+                g.draw(given, hidden[at], logits[at])
+            done += len(given)
 
 
 @dataclass(eq=False)
@@ -87,6 +117,8 @@ class _Growing:
     tokens: list[int] = field(default_factory=list)
     shared: list[Tensor] = field(default_factory=list)
     q: list[Tensor] = field(default_factory=list)
+    num_passes: int = 0
+    num_positions: int = 0
     ended: bool = False
 
     @property
@@ -94,27 +126,63 @@ class _Growing:
         return self.ended or len(self.tokens) >= self.request.num_draft_tokens
 
     @property
-    def last(self) -> int:
-        """The token that goes through the layers next."""
-        return self.tokens[-1] if self.tokens else self.request.pending
-
-    @property
     def position(self) -> int:
         """Of the next drafted token."""
         return self.request.length + len(self.tokens) + 1
 
-    def draw(self, logits: Tensor) -> None:
+    def inputs(self) -> list[int]:
+        """What goes through the layers next: the last token and guesses."""
         request = self.request
-        context = (*request.context, *self.tokens)
-        drawn = request.sampler.draft(logits, self.position, request.length + 1, context)
-        if drawn is None:
+        self.num_passes += 1
+        last = self.tokens[-1] if self.tokens else request.pending
+        room = min(request.num_guesses, request.num_draft_tokens - len(self.tokens) - 1)
+        guessed = request.guess(self.tokens, room) if request.guess and room > 0 else ()
+        self.num_positions += 1 + len(guessed)
+        return [last, *guessed]
+
+    def take(
+        self,
+        inputs: Sequence[int],
+        states: Tensor,
+        tokens: Sequence[int],
+        likeliest: Sequence[float],
+    ) -> None:
+        """Tokens of a greedy row: ``tokens[i]`` follows ``inputs[i]``."""
+        for i, token in enumerate(tokens):
+            self.shared.append(states[i])
+            self.tokens.append(token)
+            if not self._follows(inputs, i, likeliest[i] if likeliest else 1.0):
+                return
+
+    def draw(self, inputs: Sequence[int], states: Tensor, logits: Tensor) -> None:
+        """Tokens of a sampled row, or of one with processors."""
+        request = self.request
+        for i in range(len(inputs)):
+            self.shared.append(states[i])
+            drawn = request.sampler.draft(
+                logits[i : i + 1],
+                self.position,
+                request.length + 1,
+                (*request.context, *self.tokens),
+                with_confidence=request.goes_on is not None,
+            )
+            if drawn is None:
+                self.ended = True
+                return
+            self.tokens.append(drawn.token)
+            if drawn.q is not None:
+                self.q.append(drawn.q)
+            if not self._follows(inputs, i, drawn.confidence):
+                return
+
+    def _follows(self, inputs: Sequence[int], i: int, confidence: float) -> bool:
+        """Whether the token just drafted is the next one that went through the layers."""
+        goes_on = self.request.goes_on
+        if goes_on is not None and not goes_on(confidence):
             self.ended = True
-            return
-        token, q = drawn
-        self.tokens.append(token)
-        if q is not None:
-            self.q.append(q)
+        return not self.done and i + 1 < len(inputs) and inputs[i + 1] == self.tokens[-1]
 
     def draft(self) -> Draft:
         # A state without a token drafted from it is left: verify runs that token by itself.
-        return Draft(tuple(self.tokens), tuple(self.shared[: len(self.tokens)]), tuple(self.q))
+        shared = tuple(self.shared[: len(self.tokens)])
+        return Draft(tuple(self.tokens), shared, tuple(self.q), self.num_passes, self.num_positions)

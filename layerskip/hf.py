@@ -17,7 +17,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from layerskip.batch import Batch, RowRequest, RowSettings
 from layerskip.cache import CachedText
 from layerskip.outputs import GenerationOutput
-from layerskip.params import SamplingParams, Verification
+from layerskip.params import NumDraftTokens, SamplingParams, Verification
 
 MODEL_KWARGS = {
     "attention_mask",
@@ -132,7 +132,9 @@ class HostedRow:
     def keep(self, logits: Tensor, scores: Tensor) -> None:
         self.kept.append((logits, scores))
 
-    def settings(self, num_draft_tokens: int, verification: Verification, seed: int) -> RowSettings:
+    def settings(
+        self, num_draft_tokens: NumDraftTokens, verification: Verification, seed: int
+    ) -> RowSettings:
         config = self.call.generation_config
         dictionary = bool(config.return_dict_in_generate)
         sampling = SamplingParams(temperature=1.0, seed=seed) if config.do_sample else None
@@ -161,7 +163,7 @@ def generate(
     call: Call,
     prompts: Sequence[Sequence[int]],
     *,
-    num_draft_tokens: int,
+    num_draft_tokens: NumDraftTokens,
     verification: Verification,
     seed: int | None,
 ) -> Tensor | GenerateDecoderOnlyOutput:

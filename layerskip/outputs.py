@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "cancelled"]
 Origin = Literal["prefill", "plain", "accepted", "recovered", "bonus"]
+Drafter = Literal["none", "early_exit", "lookup"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,12 @@ class Round:
         positions: (token, position) pairs that went through layer 0, spare rows not counted.
         finish_reason: None while the row goes on.
         logprobs: of ``token_ids``, if asked for.
+        drafter: where the drafted tokens came from.
+        num_draft_passes: that the row took part in; fewer than its drafted tokens where looked-up
+            tokens were right.
+        chances: what each drafted token's chance of acceptance was thought to be, if every token
+            before it was accepted; with ``num_draft_tokens="auto"`` and an early exit only.
+        stopped: whether low confidence ended the draft.
     """
 
     row: int
@@ -57,6 +64,10 @@ class Round:
     positions: int
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    drafter: Drafter = "none"
+    num_draft_passes: int = 0
+    chances: tuple[float, ...] = ()
+    stopped: bool = False
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -71,7 +82,8 @@ class Round:
 class DecodeStats:
     """Counts and times of one or several generations; definitions as in vLLM.
 
-    ``cached_tokens`` of the ``prompt_tokens`` were taken from a returned cache.
+    ``cached_tokens`` of the ``prompt_tokens`` were taken from a returned cache. Of ``num_rounds``,
+    ``num_plain_rounds`` drafted nothing and ``num_lookup_rounds`` drafted looked-up tokens alone.
     """
 
     prompt_tokens: int = 0
@@ -80,6 +92,9 @@ class DecodeStats:
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_plain_rounds: int = 0
+    num_lookup_rounds: int = 0
+    num_draft_passes: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     kv_cache_bytes: int = 0
@@ -136,6 +151,9 @@ class DecodeStats:
             num_rounds=len(decoded),
             num_draft_tokens=sum(r.num_draft_tokens for r in decoded),
             num_accepted_tokens=sum(r.num_accepted_tokens for r in decoded),
+            num_plain_rounds=sum(r.num_draft_tokens == 0 for r in decoded),
+            num_lookup_rounds=sum(r.drafter == "lookup" for r in decoded),
+            num_draft_passes=sum(r.num_draft_passes for r in decoded),
             prefill_seconds=sum(r.verify_seconds for r in prefills),
             decode_seconds=sum(r.draft_seconds + r.verify_seconds for r in decoded),
             kv_cache_bytes=kv_cache_bytes,

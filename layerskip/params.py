@@ -8,12 +8,14 @@ from typing import Literal
 
 MAX_SEED = 2**63 - 1
 MAX_NUM_DRAFT_TOKENS = 32
+MAX_AUTO_DRAFT_TOKENS = 16
 SMALLEST = 1e-6
 LARGEST = 1e30  # scores are float32, and have to stay finite
 
 Verification = Literal["coupled", "token", "block"]
 VERIFICATIONS: tuple[Verification, ...] = ("coupled", "token", "block")
-SMALLEST = 1e-6
+AUTO: Literal["auto"] = "auto"
+NumDraftTokens = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,20 @@ def _checked_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
+def most_draft_tokens(num_draft_tokens: NumDraftTokens) -> int:
+    """What a round may draft at most, and so the slots that it needs."""
+    return MAX_AUTO_DRAFT_TOKENS if isinstance(num_draft_tokens, str) else num_draft_tokens
+
+
 def check_num_draft_tokens(value: object) -> None:
-    """Raise unless ``value`` is a number of tokens that can be drafted in a round."""
+    """Raise unless ``value`` is "auto" or a number of tokens that can be drafted in a round."""
+    if isinstance(value, str):
+        if value != AUTO:
+            raise ValueError(
+                f"num_draft_tokens must be 'auto' or between 0 and {MAX_NUM_DRAFT_TOKENS}, "
+                f"got {value!r}"
+            )
+        return
     check_integer("num_draft_tokens", value, 0, MAX_NUM_DRAFT_TOKENS)
 
 

@@ -107,8 +107,7 @@ class PlanFile:
     measurements: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.num_draft_tokens != "auto":
-            check_num_draft_tokens(self.num_draft_tokens)
+        check_num_draft_tokens(self.num_draft_tokens)
         if self.draft_vocabulary is not None:
             _check_vocabulary(self.draft_vocabulary)
         for share in self.acceptance:

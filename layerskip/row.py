@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from layerskip.estimates import RowState
+from layerskip.lookup import TokenIndex
 from layerskip.outputs import FinishReason, Round
+from layerskip.params import NumDraftTokens
 from layerskip.sampling import Sampler
 from layerskip.text import TextStream
 
@@ -18,7 +21,8 @@ class RowSpec:
         prompt: token ids.
         sampler: of this row alone.
         limit: most tokens to emit.
-        num_draft_tokens: drafted per round, while that many are left to emit.
+        num_draft_tokens: drafted per round, while that many are left to emit; "auto" leaves it to
+            the controller.
         eos_ids: ids that end it.
         stream: decodes text and finds stop strings; None without a tokenizer.
         ends: asked after each emitted token, with prompt and output, whether the row ends there.
@@ -30,7 +34,7 @@ class RowSpec:
     prompt: tuple[int, ...]
     sampler: Sampler
     limit: int
-    num_draft_tokens: int
+    num_draft_tokens: NumDraftTokens
     eos_ids: frozenset[int] = frozenset()
     stream: TextStream | None = None
     ends: Callable[[Sequence[int]], bool] | None = None
@@ -59,6 +63,8 @@ class Row:
         cached_tokens: slots that were filled when it joined.
         token_ids: emitted so far; the last one is pending.
         length: committed slots; the same number as ``cache.lengths[slot_row]``.
+        state: the controller's, of a row that leaves the number of draft tokens to it.
+        index: of prompt and output, for look-ups; made in the first round that drafts.
     """
 
     id: int
@@ -70,6 +76,8 @@ class Row:
     rounds: list[Round] = field(default_factory=list)
     length: int = 0
     finish_reason: FinishReason | None = None
+    state: RowState | None = None
+    index: TokenIndex | None = None
 
     @property
     def context(self) -> tuple[int, ...]:

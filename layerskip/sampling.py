@@ -2,6 +2,7 @@
 (seed, absolute position, token id)."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +12,23 @@ from layerskip.outputs import TokenLogprob
 from layerskip.params import SamplingParams, Verification
 
 Processor = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A drafted token.
+
+    Attributes:
+        token: its id.
+        q: the distribution that it was drawn from, ``(vocab,)`` float64, where verification asks.
+        confidence: what speaks for the token, 0 to 1: its probability, or where the noise is the
+            target's as well, by how much it won: the largest softmax of scores and noise together.
+            1 if it was not asked for.
+    """
+
+    token: int
+    q: Tensor | None = None
+    confidence: float = 1.0
 
 
 def greedy_tokens(logits: Tensor) -> list[int]:
@@ -175,27 +193,46 @@ class Sampler:
         return self.choose(self.scores(logits, context), position)
 
     def draft(
-        self, logits: Tensor, position: int, start: int, context: Sequence[int] = ()
-    ) -> tuple[int, Tensor | None] | None:
-        """A drafted token, and the distribution it was drawn from where that is asked for.
+        self,
+        logits: Tensor,
+        position: int,
+        start: int,
+        context: Sequence[int] = (),
+        *,
+        with_confidence: bool = False,
+    ) -> Drawn | None:
+        """A drafted token.
 
         Args:
             logits: ``(1, vocab)`` of a draft pass.
             position: absolute position of the token.
             start: position of the round's first token.
             context: as in ``scores``.
+            with_confidence: fill in ``Drawn.confidence``.
 
         Returns:
-            Token and ``(vocab,)`` float64; None if the distribution is not finite. Nothing was
-            drawn then, so ending the draft here leaves token and block verification exact.
+            None if the distribution is not finite. Nothing was drawn then, so ending the draft
+            here leaves token and block verification exact.
         """
         if self.verification == "coupled":
-            return self.pick(logits, position, context)[0], None
+            scores = logits if self.is_argmax else self.scores(logits, context)
+            token = greedy_tokens(logits)[0] if self.is_argmax else self.choose(scores, position)[0]
+            if not with_confidence:
+                return Drawn(token)
+            return Drawn(token, None, self._confidence(scores, position))
         q = self.scores(logits, context)[0].double().softmax(-1)
         if not q.isfinite().all():
             return None
         noise = gumbel_noise(self.seed, position, self.vocab_size, stream=DRAFT_STREAM, start=start)
-        return int((q.log() + noise.to(q.device)).argmax()), q
+        token = int((q.log() + noise.to(q.device)).argmax())
+        return Drawn(token, q, float(q[token]))
+
+    def _confidence(self, scores: Tensor, position: int) -> float:
+        """By how much ``choose`` prefers its token of one row."""
+        scores = scores.float()
+        if not self.params.greedy:
+            scores = scores.log_softmax(-1) + self.noise(position).to(scores.device)
+        return float(scores.softmax(-1).amax())
 
     def draw(self, probabilities: Tensor, position: int) -> int:
         """A token of ``(vocab,)`` probabilities, with the target's noise at ``position``."""

@@ -29,7 +29,9 @@ def wrap(toy: Callable[..., PreTrainedModel]) -> Callable[..., SelfSpeculativeLM
 
     @functools.cache
     def build(plan: str | None = "exit", *model: str) -> SelfSpeculativeLM:
-        return SelfSpeculativeLM(toy(*model), None, PLANS[plan] if plan else None)
+        return SelfSpeculativeLM(
+            toy(*model), None, PLANS[plan] if plan else None, num_draft_tokens=4 if plan else 0
+        )
 
     return build
 
@@ -44,4 +46,4 @@ def talking(
     toy: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast
 ) -> SelfSpeculativeLM:
     """A wrapper with a tokenizer: text in, text out."""
-    return SelfSpeculativeLM(toy(), tokenizer, PLANS["exit"])
+    return SelfSpeculativeLM(toy(), tokenizer, PLANS["exit"], num_draft_tokens=4)

@@ -45,7 +45,7 @@ class Oracle:
         for i in range(right, count):
             tokens[i] = (tokens[i] + 1) % VOCAB_SIZE
         states = self.stack.embed([request.pending, *tokens])[:count]
-        return [Draft(tuple(tokens), tuple(states))]
+        return [Draft(tuple(tokens), tuple(states), num_positions=count)]
 
 
 def join(batch: Decoder, prompt: Sequence[int] = PROMPT, **changes) -> Row:

@@ -93,9 +93,9 @@ def test_stop_strings_are_cut_and_end_the_text(talking, length):
 
 def test_end_of_sequence_is_the_generation_config_s():
     model = make_model()
-    whole = SelfSpeculativeLM(model).generate([7], max_new_tokens=16).token_ids
+    whole = SelfSpeculativeLM(model, num_draft_tokens=0).generate([7], max_new_tokens=16).token_ids
     model.generation_config.eos_token_id = [whole[9], VOCAB_SIZE - 1]
-    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
     out = lm.generate([7], max_new_tokens=16)
     assert out.token_ids == whole[: whole.index(whole[9]) + 1]
     assert out.finish_reason == "stop"
@@ -214,7 +214,7 @@ BAD_REQUESTS = [
     (("a",), {"max_new_tokens": 2.5}, TypeError, r"max_new_tokens must be an int, got 2\.5"),
     (("a",), {"num_draft_tokens": 33}, ValueError, "num_draft_tokens must be between 0 and 32"),
     (("a",), {"num_draft_tokens": -1}, ValueError, "num_draft_tokens must be between 0 and 32"),
-    (("a",), {"num_draft_tokens": "4"}, TypeError, "num_draft_tokens must be an int, got '4'"),
+    (("a",), {"num_draft_tokens": "4"}, ValueError, "num_draft_tokens must be 'auto' or between"),
     (("a",), {"num_return_sequences": 0}, ValueError, "num_return_sequences must be at least 1"),
     (("a",), {"sampling": 0.8}, TypeError, "sampling must be SamplingParams, got float"),
     (("a",), {"verification": "greedy"}, ValueError, "verification must be one of 'coupled', 't"),
@@ -269,7 +269,7 @@ def test_without_a_tokenizer_only_ids_are_understood(wrap):
     ("plan", "error", "message"),
     [
         (DraftPlan(16, (0, 1)), ValueError, "plan is for a model of 16 layers; this one has 6"),
-        ((0, 1), TypeError, "plan must be a DraftPlan or None, got tuple"),
+        ((0, 1), TypeError, "plan must be a DraftPlan, a PlanFile or None, got tuple"),
     ],
 )
 def test_a_plan_has_to_fit(toy, plan, error, message):

@@ -41,7 +41,7 @@ def toy(family: str, dtype: str) -> PreTrainedModel:
 
 @functools.cache
 def wrap(family: str, dtype: str, plan: str) -> SelfSpeculativeLM:
-    return SelfSpeculativeLM(toy(family, dtype), None, PLANS[plan])
+    return SelfSpeculativeLM(toy(family, dtype), None, PLANS[plan], num_draft_tokens=4)
 
 
 def generated(model: PreTrainedModel, prompt: list[int], count: int = COUNT) -> list[int]:

@@ -240,7 +240,9 @@ def test_a_tokenizer_with_one_token_added():
 
 
 def test_a_tokenizer_with_fewer_ids_than_a_padded_vocabulary():
-    lm = SelfSpeculativeLM(of_vocabulary(2 * VOCAB_SIZE), make_tokenizer(), PLANS["exit"])
+    lm = SelfSpeculativeLM(
+        of_vocabulary(2 * VOCAB_SIZE), make_tokenizer(), PLANS["exit"], num_draft_tokens=4
+    )
     params = SamplingParams(temperature=50.0, seed=1)  # half of its tokens are padding
     settings = {"max_new_tokens": 20, "sampling": params}
     drafted = lm.generate("the tea", **settings)

@@ -146,7 +146,9 @@ def test_exactness_can_be_switched_off(toy):
 
 
 def test_products_are_divided_where_larger_ones_change_bits(toy, monkeypatch):
-    stack = SelfSpeculativeLM(toy("llama", "float32"), None, PLANS["exit"]).stack
+    stack = SelfSpeculativeLM(
+        toy("llama", "float32"), None, PLANS["exit"], num_draft_tokens=4
+    ).stack
     asked = []
 
     def agree(stack, size, reference, product_rows):

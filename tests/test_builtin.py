@@ -85,14 +85,14 @@ def test_the_tokenizer_loses_nothing_hard(text: str) -> None:
 
 
 def test_the_plan_is_beside_the_weights(builtin: SelfSpeculativeLM) -> None:
-    plan, num_draft_tokens = known_plan(FOLDER)
-    assert plan == DraftPlan.load(FOLDER / "layerskip.json") == builtin.plan
-    assert plan.num_layers == 16
-    assert num_draft_tokens == builtin.num_draft_tokens > 0
+    known = known_plan(FOLDER)
+    assert known.plan == DraftPlan.load(FOLDER / "layerskip.json") == builtin.plan
+    assert known.plan.num_layers == 16
+    assert known.num_draft_tokens == builtin.num_draft_tokens == "auto"
 
 
 def test_a_folder_without_a_plan_has_none(tmp_path: Path) -> None:
-    assert known_plan(tmp_path) == (None, None)
+    assert known_plan(tmp_path) is None
 
 
 @pytest.mark.parametrize("wanted", ['"4"', "-1", "2.5"])
@@ -123,7 +123,7 @@ def test_the_card_lists_what_was_held_out() -> None:
 
 def test_float32_tokens_are_those_of_transformers() -> None:
     model = load(torch.float32)
-    lm = SelfSpeculativeLM(model, TOKENIZER, known_plan(FOLDER)[0])
+    lm = SelfSpeculativeLM(model, TOKENIZER, known_plan(FOLDER))
     for example in EXAMPLES[:2]:
         prompt = torch.tensor([TOKENIZER(example.prompt)["input_ids"]])
         out = model.generate(

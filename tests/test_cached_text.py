@@ -267,7 +267,7 @@ def test_a_stream_goes_on_from_a_cache(wrap):
 
 def foreign(wrap: Any) -> list[CachedText]:
     """Of another model, in another dtype, and of a wrapper that is gone."""
-    gone = run(SelfSpeculativeLM(make_model(), None, PLANS["exit"])).cache
+    gone = run(SelfSpeculativeLM(make_model(), None, PLANS["exit"], num_draft_tokens=4)).cache
     gc.collect()
     others = [wrap("exit", "mistral"), wrap("exit", "llama", "bfloat16"), wrap("skipping")]
     return [gone, *(run(other).cache for other in others)]
@@ -304,7 +304,7 @@ def test_an_output_with_a_cache_is_a_value_like_others(wrap):
 
 
 def test_a_cache_keeps_no_model_alive():
-    lm = SelfSpeculativeLM(make_model(), None, PLANS["exit"])
+    lm = SelfSpeculativeLM(make_model(), None, PLANS["exit"], num_draft_tokens=4)
     stack, cache = weakref.ref(lm.stack), run(lm).cache
     del lm
     gc.collect()

@@ -46,7 +46,7 @@ def test_another_dtype_may_be_asked_for(saved, dtype):
     lm = SelfSpeculativeLM.from_pretrained(saved, dtype=dtype, exit_layer=2)
     assert lm.stack.dtype == torch.float32
     guest = make_model("llama", "bfloat16").float()
-    expected = SelfSpeculativeLM(guest).generate([5, 6, 7], max_new_tokens=12)
+    expected = SelfSpeculativeLM(guest, num_draft_tokens=0).generate([5, 6, 7], max_new_tokens=12)
     assert lm.generate([5, 6, 7], max_new_tokens=12).token_ids == expected.token_ids
 
 
@@ -62,10 +62,11 @@ def test_a_folder_s_own_plan_is_used(folder):
     assert lm.plan == DraftPlan.exiting(num_layers=NUM_LAYERS, exit_layer=3)
 
 
-def test_without_a_known_plan_decoding_is_plain_and_says_so(saved, caplog):
+def test_without_a_known_plan_only_look_ups_draft_and_it_says_so(saved, caplog):
     lm = SelfSpeculativeLM.from_pretrained(saved)
-    assert (lm.plan, lm.num_draft_tokens) == (None, 0)
+    assert (lm.plan, lm.num_draft_tokens) == (None, "auto")
     assert "no draft plan is known" in caplog.text
+    assert lm.generate([5, 6, 7], max_new_tokens=20).stats.num_draft_passes == 0
 
 
 BAD_ARGUMENTS = [

@@ -34,7 +34,7 @@ KV_BYTES_PER_TOKEN = 2 * NUM_LAYERS * 2 * 16 * 4  # keys and values, 2 heads of 
 def comparison() -> Comparison:
     """A toy of our own: its generation config is exchanged and its layers get hooks."""
     model = make_model()
-    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
     return Comparison(model, lm, sampling=SamplingParams(), max_new_tokens=NEW)
 
 
@@ -94,6 +94,9 @@ def test_transformers_runs_each_position_once(comparison: Comparison) -> None:
 
 
 def test_ours_runs_each_position_once_and_rejected_drafts(comparison: Comparison) -> None:
+    model, plan = comparison.model, PLANS["exit"]
+    lm = SelfSpeculativeLM(model, None, plan, num_draft_tokens=4, lookup=False)
+    comparison = Comparison(model, lm, sampling=SamplingParams(), max_new_tokens=NEW)
     plain, ours = (comparison.run(mode, PROMPT) for mode in ("plain", "layerskip"))
     assert plain.positions == len(PROMPT) + NEW - 1
     rejected = ours.stats.num_draft_tokens - ours.stats.num_accepted_tokens

@@ -31,6 +31,10 @@ def record(index, tokens, drafted, accepted, origin, finish_reason=None) -> dict
         "positions": drafted + 1 if index else len(PROMPT),
         "finish_reason": finish_reason,
         "logprobs": (),
+        "drafter": "early_exit" if drafted else "none",
+        "num_draft_passes": 0,  # the oracle runs no layer
+        "chances": (),
+        "stopped": False,
     }
 
 

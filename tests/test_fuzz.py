@@ -105,7 +105,7 @@ def model() -> Iterator[PreTrainedModel]:
 
 @pytest.fixture(scope="module")
 def lm(model: PreTrainedModel) -> SelfSpeculativeLM:
-    return SelfSpeculativeLM(model, make_tokenizer(), PLANS["skipping"])
+    return SelfSpeculativeLM(model, make_tokenizer(), PLANS["skipping"], num_draft_tokens=4)
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +155,7 @@ def test_values(tmp_path, count):
 
 @many(20, 300)
 def test_the_constructor(model, count):
-    tokenizer, plain = make_tokenizer(), SelfSpeculativeLM(model)
+    tokenizer, plain = make_tokenizer(), SelfSpeculativeLM(model, num_draft_tokens=0)
     plans = st.none() | st.sampled_from([*PLANS.values(), DraftPlan(NUM_LAYERS + 1, (0,))])
 
     arguments = {

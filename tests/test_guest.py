@@ -163,7 +163,7 @@ GUESTS = {
 def test_a_model_is_decoded_as_it_is_and_left_as_it_was(build):
     model = build()
     before = snapshot(model)
-    lm = SelfSpeculativeLM(model, None, PLANS["skipping"])
+    lm = SelfSpeculativeLM(model, None, PLANS["skipping"], num_draft_tokens=4)
     decode(lm)
     lm.generate(PROMPTS, max_new_tokens=COUNT, sampling=SAMPLED)
     stream = lm.stream(PROMPTS[0], max_new_tokens=COUNT)
@@ -177,14 +177,14 @@ def test_a_model_is_decoded_as_it_is_and_left_as_it_was(build):
 def test_hooks_are_shared_and_see_the_passes():
     model, recorder = make_model(), Recorder()
     model.model.layers[1].mlp.register_forward_hook(recorder)
-    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
     assert recorder.seen == 0  # the probe runs one layer
     decode(lm)
     assert recorder.seen > COUNT / 2
 
 
 def test_hooks_that_only_record_for_transformers_cost_nothing(wrap):
-    lm = SelfSpeculativeLM(asked_for_hidden_states(), None, PLANS["exit"])
+    lm = SelfSpeculativeLM(asked_for_hidden_states(), None, PLANS["exit"], num_draft_tokens=4)
     assert lm.stack.backend == wrap("exit").stack.backend
 
 
@@ -193,7 +193,7 @@ def test_a_device_map_on_one_device_works(tmp_path, toy, plain_text, places):
     toy().save_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places)
     before = snapshot(model)
-    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
     assert decode(lm) == plain_text
     check_untouched(model, before)
 
@@ -262,9 +262,9 @@ def test_eight_threads_on_one_model(toy):
         lambda: streamed(first),
         lambda: streamed(second),
         lambda: [hf_text(model, p, COUNT) for p in PROMPTS],
-        lambda: decode(SelfSpeculativeLM(model, None, PLANS["skipping"])),
+        lambda: decode(SelfSpeculativeLM(model, None, PLANS["skipping"], num_draft_tokens=4)),
     ]
-    plain = SelfSpeculativeLM(model)
+    plain = SelfSpeculativeLM(model, num_draft_tokens=0)
     greedy = decode(plain)
     expected = [greedy, greedy, *[sampled(plain)] * 2, *[[greedy[1]]] * 2, greedy, greedy]
     results: dict[tuple[int, int], list[list[int]]] = {}
@@ -339,7 +339,7 @@ COMMON = [("lora", "bfloat16"), *((n, "float32") for n in ("lora", "ia3", "token
 def test_adapted_models_decode_exactly(wrap, name, dtype):
     model = adapted(METHODS[name], dtype)
     before = snapshot(model)
-    lm = SelfSpeculativeLM(model, None, PLANS["skipping"])
+    lm = SelfSpeculativeLM(model, None, PLANS["skipping"], num_draft_tokens=4)
     check_exact(model, lm, dtype)
     decoded = decode(lm)
     check_untouched(model, before)
@@ -387,7 +387,7 @@ def test_an_adapter_that_is_merged_and_disabled_is_refused():
 
 def test_weights_that_change_later_are_seen():
     model = make_model()
-    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
     old = decode(lm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model(torch.tensor([PROMPTS[0]])).logits.logsumexp(-1).sum().backward()
@@ -405,7 +405,7 @@ def test_weights_that_change_later_are_seen():
 )
 def test_an_adapter_merged_later_does_not_count_twice(config, name):
     model = adapted(METHODS[config])
-    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
     expected = decode(lm)
     getattr(model, name)()
     assert decode(lm, 0) == decode(lm, 4) == expected
@@ -418,16 +418,18 @@ def test_an_adapter_merged_later_does_not_count_twice(config, name):
 
 def test_an_adapter_trained_on_is_seen_and_one_switched_later_is_not(plain_text):
     model = adapted()
-    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
     shake(model)
     check_exact(model, lm)
     expected = decode(lm)
     model.add_adapter("other", peft.LoraConfig(target_modules=TARGETS, init_lora_weights=False))
     model.set_adapter("other")
-    assert decode(lm) == expected != decode(SelfSpeculativeLM(model))
+    assert decode(lm) == expected != decode(SelfSpeculativeLM(model, num_draft_tokens=0))
     with model.disable_adapter():
         assert decode(lm) == expected
-        assert decode(SelfSpeculativeLM(model)) == plain_text  # wrapped now: disabled
+        assert (
+            decode(SelfSpeculativeLM(model, num_draft_tokens=0)) == plain_text
+        )  # wrapped now: disabled
     model.set_adapter("default")
     model.delete_adapter("other")
     assert decode(lm) == expected
@@ -435,7 +437,7 @@ def test_an_adapter_trained_on_is_seen_and_one_switched_later_is_not(plain_text)
 
 def test_modules_and_settings_that_change_later_are_not_seen(plain_text):
     model = make_model()
-    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
     model.train()
     model.config.num_hidden_layers = 1
     model.generation_config.eos_token_id = list(range(300))
@@ -448,7 +450,7 @@ def test_modules_and_settings_that_change_later_are_not_seen(plain_text):
 @pytest.mark.parametrize("change", ["cast", "half cast", "resized"])
 def test_a_model_cast_or_resized_later_has_to_be_wrapped_again(change):
     model = make_model()
-    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
     if change == "resized":
         model.resize_token_embeddings(400, mean_resizing=False)
     else:
@@ -457,7 +459,7 @@ def test_a_model_cast_or_resized_later_has_to_be_wrapped_again(change):
     with pytest.raises(ValueError, match=message):
         decode(lm)
     if change != "half cast":
-        again = SelfSpeculativeLM(model, None, PLANS["exit"])
+        again = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
         check_exact(model, again, "float32" if change == "resized" else "bfloat16")
 
 
@@ -636,7 +638,7 @@ def test_int8_weights_of_torchao_decode_exactly(dtype):
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     model = make_model("llama", dtype)
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    lm = SelfSpeculativeLM(model, None, PLANS["skipping"])
+    lm = SelfSpeculativeLM(model, None, PLANS["skipping"], num_draft_tokens=4)
     check_exact(model, lm, dtype)
     assert lm.stack.exactness.holds
     twin = lm.stack.twin.parameters()

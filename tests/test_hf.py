@@ -29,12 +29,12 @@ def model():
 
 @pytest.fixture(scope="module", params=["exit", "skipping"])
 def lm(model, request) -> SelfSpeculativeLM:
-    return SelfSpeculativeLM(model, None, PLANS[request.param])
+    return SelfSpeculativeLM(model, None, PLANS[request.param], num_draft_tokens=4)
 
 
 @pytest.fixture(scope="module")
 def exit_lm(model) -> SelfSpeculativeLM:
-    return SelfSpeculativeLM(model, None, PLANS["exit"])
+    return SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
 
 
 def one(length: int = 9) -> dict[str, torch.Tensor]:

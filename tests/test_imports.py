@@ -11,14 +11,15 @@ import pytest
 import layerskip
 
 PACKAGE = Path(layerskip.__file__).parent
-VALUES = {"cost", "errors", "families", "files", "params", "outputs", "plan", "text"}
+VALUES = {"cost", "errors", "families", "files", "lookup", "params", "outputs", "plan", "text"}
 # From the bottom up: a module may import what stands in the lines before its own.
 ENGINE = [
-    {"cache", "sampling"},
-    {"exactness", "dense", "admission", "guest", "verification", "processors", "row"},
+    {"cache", "sampling", "estimates"},
+    {"exactness", "dense", "admission", "guest", "verification", "processors", "row", "controller"},
     {"skeleton"},
     {"model"},
     {"drafting"},
+    {"speculation"},
     {"decode"},
 ]
 

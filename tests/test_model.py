@@ -27,7 +27,7 @@ def test_the_user_s_model_is_untouched(family, training):
     text = hf_text(model, PROMPTS[0])
     model.train(training)
     before = snapshot(model)
-    lm = SelfSpeculativeLM(model, None, PLANS["skipping"])
+    lm = SelfSpeculativeLM(model, None, PLANS["skipping"], num_draft_tokens=4)
     lm.generate(PROMPTS, max_new_tokens=8)
     check_untouched(model, before)
     assert hf_text(model.eval(), PROMPTS[0]) == text
@@ -45,7 +45,7 @@ def test_the_twin_shares_every_tensor_and_no_module(toy):
 def test_an_exception_leaves_nothing_behind(monkeypatch, error):
     model = make_model()
     text, before = hf_text(model, PROMPTS[0]), snapshot(model)
-    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
     expected = lm.generate(PROMPTS, max_new_tokens=8)
     with monkeypatch.context() as patch:  # in the middle of the layers of a later pass
         broken = Interruption(cache_module.decode_attention, 2 * NUM_LAYERS + 1, error)
@@ -61,7 +61,7 @@ def test_an_exception_leaves_nothing_behind(monkeypatch, error):
 def test_two_plans_decode_side_by_side_in_threads(toy, wrap):
     """More than once each and interleaved: a shared table or module would mix them up."""
     expected = [wrap(None).generate(p, max_new_tokens=12).token_ids for p in PROMPTS]
-    wrappers = [SelfSpeculativeLM(toy(), None, PLANS[name]) for name in PLANS]
+    wrappers = [SelfSpeculativeLM(toy(), None, PLANS[name], num_draft_tokens=4) for name in PLANS]
     barrier, results = threading.Barrier(len(wrappers)), {}
 
     def work(number: int) -> None:
@@ -180,7 +180,7 @@ def test_a_prompt_in_chunks_gives_the_logits_of_transformers(monkeypatch, toy, w
 def test_where_rows_never_agree_tokens_run_one_by_one(monkeypatch, toy, wrap, dtype):
     for module in (model_module, exactness_module):
         monkeypatch.setattr(module, "rows_agree", lambda *_: False)
-    lm = SelfSpeculativeLM(toy("llama", dtype), None, PLANS["skipping"])
+    lm = SelfSpeculativeLM(toy("llama", dtype), None, PLANS["skipping"], num_draft_tokens=4)
     assert "run one by one" in lm.exactness
     assert not lm.stack.exactness.holds
     expected = [wrap(None, "llama", dtype).generate(p, max_new_tokens=8) for p in PROMPTS]
@@ -198,7 +198,9 @@ def hooked_model(*model: str) -> transformers.PreTrainedModel:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_that_run_as_modules_are_exact_too(wrap, dtype):
-    lm = SelfSpeculativeLM(hooked_model("qwen3", dtype), None, PLANS["skipping"])
+    lm = SelfSpeculativeLM(
+        hooked_model("qwen3", dtype), None, PLANS["skipping"], num_draft_tokens=4
+    )
     assert lm.stack.backend != wrap("exit", "qwen3", dtype).stack.backend
     plain = [lm.generate(p, max_new_tokens=12, num_draft_tokens=0) for p in PROMPTS]
     drafted = lm.generate(PROMPTS, max_new_tokens=12, num_draft_tokens=4)

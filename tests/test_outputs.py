@@ -52,6 +52,7 @@ def test_stats_of_rounds_are_as_in_vllm():
         num_rounds=3,  # the prefill drafts nothing and is none of them
         num_draft_tokens=8,
         num_accepted_tokens=6,
+        num_plain_rounds=1,
         prefill_seconds=0.5,
         decode_seconds=2.0,
         kv_cache_bytes=640,

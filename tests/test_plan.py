@@ -241,7 +241,7 @@ def test_where_no_file_can_be_is_said(tmp_path):
     ("settings", "error", "message"),
     [
         ({"num_draft_tokens": 40}, ValueError, "num_draft_tokens must be between 0 and 32, got 40"),
-        ({"num_draft_tokens": "all"}, TypeError, "num_draft_tokens must be an int, got 'all'"),
+        ({"num_draft_tokens": "all"}, ValueError, "must be 'auto' or between 0 and 32, got 'all'"),
         ({"draft_vocabulary": (2, 1)}, ValueError, "strictly increasing token ids"),
         ({"draft_vocabulary": [1]}, TypeError, r"must be a tuple of token ids or None, got \[1\]"),
         ({"acceptance": (2.0,)}, ValueError, "an acceptance must be finite and between 0 and 1"),

@@ -75,7 +75,7 @@ def finish(batch: Batch) -> None:
 def ending_model() -> PreTrainedModel:
     """Its ends of sequence come in the middle of ``MODES``' texts."""
     model = make_model()
-    lm = SelfSpeculativeLM(model)
+    lm = SelfSpeculativeLM(model, num_draft_tokens=0)
     model.generation_config.eos_token_id = [run(lm, params)[4] for params in MODES.values()]
     return model
 
@@ -83,7 +83,10 @@ def ending_model() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def ending(ending_model) -> dict[str, SelfSpeculativeLM]:
     plans = ("exit", "skipping")
-    return {name: SelfSpeculativeLM(ending_model, None, PLANS[name]) for name in plans}
+    return {
+        name: SelfSpeculativeLM(ending_model, None, PLANS[name], num_draft_tokens=4)
+        for name in plans
+    }
 
 
 # The arithmetic. All numbers are sums of quarters and powers of two: float32 holds them exactly.

@@ -27,7 +27,7 @@ from layerskip.ops.reference import (
     UNIFORM_BITS,
     uniform_bits,
 )
-from layerskip.sampling import Sampler
+from layerskip.sampling import Drawn, Sampler
 from layerskip.verification import (
     acceptance_chances,
     count_accepted,
@@ -303,7 +303,8 @@ def decode(tables: Tables, sampler: Sampler, length: int, num_draft_tokens: int)
         start, draft, q = 5 + len(text), (), []
         for i in range(num_draft_tokens):
             row = tables.logits(text + draft, draft=True)
-            token, distribution = sampler.draft(row, start + i, start)
+            drawn = sampler.draft(row, start + i, start)
+            token, distribution = drawn.token, drawn.q
             draft = (*draft, token)
             q += [] if distribution is None else [distribution]
         rows = [tables.logits(text + draft[:i], draft=False) for i in range(len(draft) + 1)]
@@ -369,21 +370,21 @@ def test_draft_and_accept_numbers_are_of_their_round():
     """The same position, drafted by rounds that start at different places. One place is 0, where
     only the stream tells a round's numbers from the target's."""
     sampler, flat = sampler_of("token"), torch.zeros(1, 331)
-    assert sampler.draft(flat, 30, 0)[0] != sampler.pick(flat, 30)[0]
+    assert sampler.draft(flat, 30, 0).token != sampler.pick(flat, 30)[0]
     others = [uniform_bits(7, 0, 4, stream=stream) for stream in (TARGET_STREAM, DRAFT_STREAM)]
     assert all((uniforms_as_bits(sampler.uniforms(0, 4)) != other).all() for other in others)
-    drafted = {start: sampler.draft(flat, 30, start)[0] for start in range(20, 31)}
+    drafted = {start: sampler.draft(flat, 30, start).token for start in range(20, 31)}
     assert len(set(drafted.values())) > 8
     decided = [u for start in range(20, 31) for u in sampler.uniforms(start, 4)]
     assert len(set(decided)) == len(decided)
     assert [sampler.uniforms(20, n) for n in range(4)] == [decided[:n] for n in range(4)]
-    assert sampler.draft(flat, 30, 25)[0] == drafted[25]
+    assert sampler.draft(flat, 30, 25).token == drafted[25]
 
 
 def test_coupled_drafts_take_the_target_s_numbers():
     sampler, flat = sampler_of("coupled"), torch.zeros(1, 331)
     for start in (20, 30):
-        assert sampler.draft(flat, 30, start) == (sampler.pick(flat, 30)[0], None)
+        assert sampler.draft(flat, 30, start) == Drawn(sampler.pick(flat, 30)[0])
 
 
 @pytest.mark.parametrize("verification", DRAWN)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from layerskip.api import SelfSpeculativeLM
-    from layerskip.plan import DraftPlan
+    from layerskip.plan import PlanFile
 
 
 def model_options(command: argparse.ArgumentParser) -> None:
@@ -35,11 +35,11 @@ def quiet() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def chosen_plan(args: argparse.Namespace) -> "DraftPlan | None":
-    """The plan in the file that ``--plan`` names."""
-    from layerskip.plan import DraftPlan
+def chosen_plan(args: argparse.Namespace) -> "PlanFile | None":
+    """The plan file that ``--plan`` names."""
+    from layerskip.plan import PlanFile
 
-    return DraftPlan.load(args.plan) if args.plan else None
+    return PlanFile.load(args.plan) if args.plan else None
 
 
 def load(args: argparse.Namespace) -> "SelfSpeculativeLM":

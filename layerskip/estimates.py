@@ -1,0 +1,170 @@
+"""What is known of acceptance: discounted counts by position, by confidence and by request.
+
+Requests differ, and each is too short to learn much from: so a request begins with what all of
+its kind had in common, and departs from that by a ratio of its own.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from layerskip.params import MAX_AUTO_DRAFT_TOKENS
+
+DEFAULT_ACCEPTANCE = 0.7
+ROW_DISCOUNT, SHARED_DISCOUNT, CALIBRATION_DISCOUNT = 0.93, 0.99, 0.998
+ROW_WEIGHT, CONFIDENCE_WEIGHT = 2.0, 8.0  # of "like the others", in expected successes
+POSITION_WEIGHT, SHARED_WEIGHT, CALIBRATION_WEIGHT = 6.0, 8.0, 4.0  # of a prior, in trials
+PRIOR_FLOOR = 0.3  # drafts are right more often than they are sure
+LARGEST = 0.995  # of an estimate: nothing is certain
+EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
+MATCH_EDGES = (2, 3, 5, 9, 17)
+NUM_ERROR_BINS = 10
+
+
+@dataclass
+class Share:
+    """A discounted share of successes."""
+
+    hits: float = 0.0
+    trials: float = 0.0
+
+    def add(self, success: bool, discount: float) -> None:
+        self.hits = discount * self.hits + success
+        self.trials = discount * self.trials + 1.0
+
+    def mean(self, prior: float, weight: float) -> float:
+        """As if ``weight`` trials with the share ``prior`` had come first."""
+        return min(LARGEST, (weight * prior + self.hits) / (weight + self.trials))
+
+
+@dataclass
+class Ratio:
+    """Discounted successes over what was expected: how one request differs from all."""
+
+    weight: float = ROW_WEIGHT
+    hits: float = 0.0
+    expected: float = 0.0
+
+    def add(self, success: bool, expected: float) -> None:
+        self.hits = ROW_DISCOUNT * self.hits + success
+        self.expected = ROW_DISCOUNT * self.expected + expected
+
+    @property
+    def value(self) -> float:
+        return (self.hits + self.weight) / (self.expected + self.weight)
+
+
+class Calibration:
+    """From a draft's confidence to the chance that its token is accepted, learnt on line."""
+
+    def __init__(self) -> None:
+        self._bins = [Share() for _ in range(len(EDGES) + 1)]
+        bins = zip((0.0, *EDGES), (*EDGES, 1.0), strict=True)
+        self._middles = [(a + b) / 2 for a, b in bins]
+        self._told = [[0.0, 0, 0] for _ in range(NUM_ERROR_BINS)]
+
+    def chance(self, confidence: float) -> float:
+        """Of acceptance, if all before it is accepted; between the bins' middles it is linear."""
+        i = bisect_right(self._middles, confidence)
+        if i == 0 or i == len(self._middles):
+            return self._mean(min(i, len(self._middles) - 1))
+        low, high = self._middles[i - 1], self._middles[i]
+        share = (confidence - low) / (high - low)
+        return (1.0 - share) * self._mean(i - 1) + share * self._mean(i)
+
+    def _mean(self, i: int) -> float:
+        prior = PRIOR_FLOOR + (1.0 - PRIOR_FLOOR) * self._middles[i]
+        return self._bins[i].mean(prior, CALIBRATION_WEIGHT)
+
+    def add(self, confidence: float, told: float, accepted: bool) -> None:
+        """What became of a token, and the chance that it was given."""
+        self._bins[bisect_right(EDGES, confidence)].add(accepted, CALIBRATION_DISCOUNT)
+        line = self._told[min(int(told * NUM_ERROR_BINS), NUM_ERROR_BINS - 1)]
+        line[0] += told
+        line[1] += accepted
+        line[2] += 1
+
+    @property
+    def error(self) -> float:
+        """Expected calibration error of all chances told so far (Naeini et al. 2015), ten bins."""
+        total = sum(n for _, _, n in self._told)
+        return sum(abs(told - hits) for told, hits, _ in self._told) / total if total else 0.0
+
+
+@dataclass
+class Experience:
+    """What requests of one kind (greedy, coupled, token, block) have in common."""
+
+    prior: tuple[float, ...]
+    positions: list[Share] = field(default_factory=lambda: _shares(MAX_AUTO_DRAFT_TOKENS))
+    lookups: list[Share] = field(default_factory=lambda: _shares(len(MATCH_EDGES) + 1))
+    calibration: Calibration = field(default_factory=Calibration)
+
+    def acceptance(self, i: int) -> float:
+        """Of drafted token ``i`` (from 0) once those before it are accepted."""
+        prior = self.prior[min(i, len(self.prior) - 1)]
+        return self.positions[min(i, MAX_AUTO_DRAFT_TOKENS - 1)].mean(prior, SHARED_WEIGHT)
+
+
+def _shares(count: int) -> list[Share]:
+    return [Share() for _ in range(count)]
+
+
+class RowState:
+    """One request's estimates.
+
+    Attributes:
+        credit: seconds that probes may lose: a share of what plain rounds took.
+    """
+
+    def __init__(self, shared: Experience) -> None:
+        self.shared = shared
+        self.credit = 0.0
+        self.last = 0
+        self.probing = False
+        self._positions = _shares(MAX_AUTO_DRAFT_TOKENS)
+        self._ratio, self._confidence_ratio = Ratio(), Ratio(CONFIDENCE_WEIGHT)
+        self._lookup_ratio = Ratio()
+
+    def acceptance(self, i: int) -> float:
+        """Of drafted token ``i`` (from 0) once those before it are accepted."""
+        prior = min(LARGEST, self.shared.acceptance(i) * self._ratio.value)
+        return self._positions[min(i, MAX_AUTO_DRAFT_TOKENS - 1)].mean(prior, POSITION_WEIGHT)
+
+    def chance(self, confidence: float) -> float:
+        """The same of a token drafted with ``confidence``."""
+        chance = self.shared.calibration.chance(confidence)
+        return min(LARGEST, chance * self._confidence_ratio.value)
+
+    def lookup_acceptance(self, match_length: int) -> float:
+        """Of each looked-up token after a match this long."""
+        share = self.shared.lookups[bisect_right(MATCH_EDGES, match_length)]
+        prior = 1.0 - 0.5 ** (1 + bisect_right(MATCH_EDGES, match_length) / 2)
+        return min(LARGEST, share.mean(prior, SHARED_WEIGHT) * self._lookup_ratio.value)
+
+    def add_draft(self, accepted: Sequence[bool], confidences: Sequence[float]) -> None:
+        """Judged tokens of an early exit's draft: accepted ones, and the first that was not."""
+        for i, success in enumerate(accepted[:MAX_AUTO_DRAFT_TOKENS]):
+            self._ratio.add(success, self.shared.acceptance(i))
+            self._positions[i].add(success, ROW_DISCOUNT)
+            self.shared.positions[i].add(success, SHARED_DISCOUNT)
+        calibration = self.shared.calibration
+        for success, confidence in zip(accepted, confidences, strict=False):
+            told = self.chance(confidence)
+            self._confidence_ratio.add(success, calibration.chance(confidence))
+            calibration.add(confidence, told, success)
+
+    def add_lookup(self, match_length: int, hits: Sequence[bool]) -> None:
+        """Looked-up tokens beside the text: right ones, and the first that was not."""
+        share = self.shared.lookups[bisect_right(MATCH_EDGES, match_length)]
+        for success in hits:
+            self._lookup_ratio.add(success, max(share.mean(0.5, SHARED_WEIGHT), 0.05))
+            share.add(success, SHARED_DISCOUNT)
+
+
+def survivals(acceptance: Sequence[float]) -> list[float]:
+    survivals, survival = [], 1.0
+    for a in acceptance:
+        survival *= a
+        survivals.append(survival)
+    return survivals

@@ -1,0 +1,230 @@
+"""What each row drafts in a round, and what is learnt from how it went."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from layerskip.cache import KVCache
+from layerskip.controller import PLAIN, Ask, Choice, Controller, Stopper
+from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
+from layerskip.lookup import NO_GUESS, Guess, LookupStore, TokenIndex
+from layerskip.params import AUTO, MAX_NUM_DRAFT_TOKENS, most_draft_tokens
+from layerskip.row import Row
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """One row's draft of a round, and how it came about.
+
+    Attributes:
+        request: what was asked of the drafter; also what verification needs to know of the row.
+        choice: where the draft came from.
+        draft: the tokens.
+        guess: what was looked up before the round.
+        stopper: what the draft's confidence was held against.
+    """
+
+    request: DraftRequest
+    choice: Choice
+    draft: Draft
+    guess: Guess
+    stopper: Stopper | None
+
+
+class Speculator:
+    """Decides for a decoder's rows what to draft, has it drafted, and learns.
+
+    Args:
+        drafter: early exit; None looks up or decodes plainly.
+        controller: decides for rows that ask for "auto"; without one, they decode plainly.
+        looks_up: whether tokens are looked up in a row's own prompt and output.
+        store: and in what earlier requests left there.
+        free_rows: rows of a pass that cost no more than one, where no controller knows.
+    """
+
+    def __init__(
+        self,
+        drafter: EarlyExitDrafter | None,
+        controller: Controller | None = None,
+        *,
+        looks_up: bool = False,
+        store: LookupStore | None = None,
+        free_rows: int = 1,
+    ) -> None:
+        self.drafter, self.controller = drafter, controller
+        self.looks_up, self.store, self.free_rows = looks_up, store, free_rows
+
+    def admit(self, row: Row) -> None:
+        """Give a new row its estimates."""
+        if row.spec.num_draft_tokens == AUTO and self.controller is not None:
+            sampler = row.spec.sampler
+            row.state = self.controller.row(
+                "greedy" if sampler.params.greedy else sampler.verification
+            )
+
+    def attempt(self, rows: Sequence[Row], cache: KVCache) -> list[Attempt]:
+        """A draft for each row; many are empty."""
+        guesses = [self._guess(row) for row in rows]
+        choices = self._choices(rows, guesses)
+        drafting = sum(c.source == "early_exit" for c in choices)
+        width = self._width(drafting, max(row.length for row in rows))
+        stoppers = [self._stopper(row, c) for row, c in zip(rows, choices, strict=True)]
+        requests = [
+            self._request(row, c, s, width)
+            for row, c, s in zip(rows, choices, stoppers, strict=True)
+        ]
+        drafts = self._drafts(requests, choices, guesses, cache)
+        return [
+            Attempt(*parts)
+            for parts in zip(requests, choices, drafts, guesses, stoppers, strict=True)
+        ]
+
+    def _guess(self, row: Row) -> Guess:
+        room, wanted = _room(row), row.spec.num_draft_tokens
+        if not self.looks_up or room == 0 or wanted == 0:
+            return NO_GUESS
+        if row.index is None:
+            row.index = TokenIndex(row.context, store=self.store)
+        return row.index.guess(min(room, most_draft_tokens(wanted)))
+
+    def _choices(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> list[Choice]:
+        choices: dict[int, Choice] = {}
+        asks: dict[int, Ask] = {}
+        for i, (row, guess) in enumerate(zip(rows, guesses, strict=True)):
+            if row.state is None:
+                choices[i] = self._fixed(row, guess)
+            else:
+                count = len(guess.tokens)
+                asks[i] = Ask(row.state, row.length, _room(row), count, guess.match_length)
+        if asks:
+            assert self.controller is not None
+            chosen = self.controller.choose(
+                list(asks.values()),
+                drafts=self.drafter is not None,
+                fixed=[c.num_draft_tokens for c in choices.values()],
+            )
+            choices |= zip(asks, chosen, strict=True)
+        return [choices[i] for i in range(len(rows))]
+
+    def _fixed(self, row: Row, guess: Guess) -> Choice:
+        wanted = row.spec.num_draft_tokens
+        count = 0 if wanted == AUTO else min(most_draft_tokens(wanted), _room(row))
+        if self.drafter is None:
+            count = min(count, len(guess.tokens))
+            return Choice("lookup", count) if count else PLAIN
+        return Choice("early_exit", count) if count else PLAIN
+
+    def _width(self, drafting: int, context: int) -> int:
+        """Looked-up tokens that each row brings into a draft pass."""
+        if not self.looks_up or not drafting:
+            return 0
+        if self.controller is not None:
+            return self.controller.guesses(drafting, context)
+        return max(0, self.free_rows // drafting - 1)
+
+    def _stopper(self, row: Row, choice: Choice) -> Stopper | None:
+        if row.state is None or choice.source != "early_exit":
+            return None
+        return Stopper(row.state, choice)
+
+    def _request(
+        self, row: Row, choice: Choice, stopper: Stopper | None, width: int
+    ) -> DraftRequest:
+        sampler, index = row.spec.sampler, row.index
+        return DraftRequest(
+            row.slot_row,
+            row.length,
+            row.token_ids[-1],
+            choice.num_draft_tokens,
+            sampler,
+            row.context if sampler.processors else (),
+            stopper.goes_on if stopper is not None else None,
+            (lambda ahead, most: index.guess(most, ahead).tokens) if index is not None else None,
+            width,
+        )
+
+    def _drafts(
+        self,
+        requests: Sequence[DraftRequest],
+        choices: Sequence[Choice],
+        guesses: Sequence[Guess],
+        cache: KVCache,
+    ) -> list[Draft]:
+        drafts = [NO_DRAFT] * len(requests)
+        exits = [i for i, c in enumerate(choices) if c.source == "early_exit"]
+        if exits:
+            assert self.drafter is not None
+            made = self.drafter.draft([requests[i] for i in exits], cache)
+            for i, draft in zip(exits, made, strict=True):
+                drafts[i] = draft
+        for i, choice in enumerate(choices):
+            if choice.source == "lookup":
+                tokens = guesses[i].tokens[: choice.num_draft_tokens]
+                drafts[i] = _looked_up(requests[i], tokens)
+        return drafts
+
+    def observe_seconds(
+        self, attempts: Sequence[Attempt], draft_seconds: float, verify_seconds: float
+    ) -> None:
+        """What a round took, for the cost table."""
+        if self.controller is None:
+            return
+        context = max(a.request.length for a in attempts)
+        passes = [a.draft.num_passes for a in attempts]
+        draft = sum(
+            self.controller.draft_seconds(sum(n > i for n in passes), context)
+            for i in range(max(passes))
+        )
+        tokens = sum(len(a.draft.tokens) + 1 for a in attempts)
+        longest = max(len(a.draft.tokens) for a in attempts) + 1
+        verify = self.controller.verify_seconds(
+            tokens, context, rows=len(attempts), longest=longest
+        )
+        self.controller.observe_seconds(draft_seconds, draft, verify_seconds, verify)
+
+    def observe(self, row: Row, attempt: Attempt, emitted: Sequence[int], num_matches: int) -> None:
+        """What became of a row's draft; the row has ``emitted`` already.
+
+        Args:
+            num_matches: drafted tokens that verification confirmed, before any cut.
+        """
+        if row.index is not None:
+            row.index.extend(emitted)
+        if row.finish_reason is not None and self.store is not None:
+            self.store.add(row.context)
+        if row.state is None or self.controller is None:
+            return
+        guess, stopper = attempt.guess, attempt.stopper
+        row.state.add_lookup(guess.match_length, judged(guess.tokens, emitted))
+        drafted = len(attempt.draft.tokens)
+        if stopper is None or not drafted:
+            self.controller.observe_plain(row.state, row.length)
+            return
+        accepted = [True] * num_matches + [False] * (num_matches < drafted)
+        self.controller.observe_draft(row.state, row.length, accepted, stopper.confidences)
+
+
+def judged(guessed: Sequence[int], emitted: Sequence[int]) -> list[bool]:
+    """Right guesses up to the first wrong one, which is False; none beyond what was emitted."""
+    verdicts = []
+    for guess, token in zip(guessed, emitted, strict=False):
+        verdicts.append(guess == token)
+        if guess != token:
+            break
+    return verdicts
+
+
+def _room(row: Row) -> int:
+    """Tokens that may be drafted: the pending token's successor is emitted without."""
+    return min(MAX_NUM_DRAFT_TOKENS, row.spec.limit - len(row.token_ids) - 1)
+
+
+def _looked_up(request: DraftRequest, tokens: tuple[int, ...]) -> Draft:
+    """Looked-up tokens as a draft: each was certain to be drafted."""
+    sampler = request.sampler
+    if sampler.is_argmax or sampler.verification == "coupled":
+        return Draft(tokens, ())
+    q = torch.zeros(len(tokens), sampler.vocab_size, dtype=torch.float64)
+    q[range(len(tokens)), list(tokens)] = 1.0
+    return Draft(tokens, (), tuple(q))
