@@ -11,10 +11,11 @@ import pytest
 import layerskip
 
 PACKAGE = Path(layerskip.__file__).parent
-VALUES = {"cost", "errors", "families", "params", "outputs", "plan", "text"}
+VALUES = {"cost", "errors", "families", "params", "outputs", "plan", "text", "vocabulary"}
 # From the bottom up: a module may import what stands in the lines before its own.
 ENGINE = [
     {"cache", "sampling"},
+    {"draft_head"},
     {"exactness", "dense", "admission", "guest", "verification", "processors", "row"},
     {"skeleton"},
     {"model"},
