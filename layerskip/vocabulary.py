@@ -119,10 +119,11 @@ class CoverageMeter:
     @property
     def alarm(self) -> str | None:
         """One sentence once coverage is below ``least_coverage`` by more than chance explains."""
-        got, least, count = self.coverage, self.least_coverage, len(self._kept)
-        if not count or got + DOUBT * math.sqrt(least * (1.0 - least) / count) >= least:
+        count, least = len(self._kept), self.least_coverage
+        missed, expected = count - sum(self._kept), count * (1.0 - least)
+        if missed <= expected + 1.0 + DOUBT * math.sqrt(expected * least):
             return None
         return (
-            f"the draft vocabulary covers {got:.1%} of the last {count} tokens, and was chosen for "
-            f"{least:.1%}: choose it again from texts like these"
+            f"the draft vocabulary covers {self.coverage:.1%} of the last {count} tokens, and was "
+            f"chosen for {least:.1%}: choose it again from texts like these"
         )
