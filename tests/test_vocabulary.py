@@ -298,6 +298,7 @@ def test_threads_and_errors_leave_the_whole_head_alone():
         with pytest.raises(ZeroDivisionError):
             stack.logits(hidden, lambda _: 1 / 0)
         assert torch.equal(stack.logits(hidden), whole)
+    assert stack._forward._run.project is None
     wrong = []
 
     def work(number: int) -> None:
