@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from layerskip.cache import Layout
+from layerskip.draft_head import Projection
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 CAPTURING = "transformers.utils.output_capturing"
@@ -208,9 +209,9 @@ class DenseModel:
             hidden = self._layers[i](hidden, rope, layout)
         return hidden
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """``(rows, hidden)`` -> ``(rows, vocab)``."""
-        return self._lm_head(self._body.norm(hidden))
+    def head(self, hidden: Tensor, project: Projection | None = None) -> Tensor:
+        """``(rows, hidden)`` -> ``(rows, vocab)``, or what ``project`` gives instead."""
+        return (project or self._lm_head)(self._body.norm(hidden))
 
     def _rope_below(self, num_positions: int) -> Rope:
         """Rotary tables for positions below ``num_positions``, made once, in fixed chunks."""

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from layerskip.draft_head import Projection
+
 NAME = "layerskip"
 RUN = "layerskip_run"  # the attribute of a twin's modules that holds their ``Run``
 
@@ -59,12 +61,14 @@ class Run(threading.local):
         places: of the layers that run now.
         calls: what stand-ins were called with, layer by layer.
         injected: what stand-ins return; None lets their input through.
+        project: in the place of the head; None for the head itself.
     """
 
     def __init__(self) -> None:  # once in every thread that asks
         self.places: Places | None = None
         self.calls: list[Call] = []
         self.injected: Tensor | None = None
+        self.project: Projection | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Run":
         return Run()  # a copied module belongs to nobody yet

@@ -6,6 +6,7 @@ own modules and config, and whose attention is ours.
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from layerskip.admission import check_model, decoder_layers, unwrapped
 from layerskip.cache import KVCache, Layout, PassLayout, PrefillLayout, Segment
 from layerskip.dense import DenseModel, fits, pack
+from layerskip.draft_head import DraftHead, Projection, head_over, why_whole
 from layerskip.exactness import (
     MAX_PASS_ROWS,
     ROW_QUANTA,
@@ -162,20 +164,45 @@ class DecoderStack:
             start += count
         return torch.cat(outputs)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """``(tokens, hidden)`` -> ``(tokens, vocab)`` in the model's dtype."""
+    def logits(self, hidden: Tensor, project: Projection | None = None) -> Tensor:
+        """``(tokens, hidden)`` -> ``(tokens, vocab)`` in the model's dtype, spare rows last.
+
+        Args:
+            project: in the place of the head, where ``why_whole_head`` is None.
+        """
         limit = self._largest_proven(hidden.shape[0])
         if hidden.shape[0] <= limit:
-            return self.head(self._pad(hidden))
+            return self.head(self._pad(hidden), project=project)
         pieces = hidden.split(limit)
-        return torch.cat([self.head(self._pad(p))[: p.shape[0]] for p in pieces])
+        return torch.cat([self.head(self._pad(p), project=project)[: p.shape[0]] for p in pieces])
 
-    def head(self, hidden: Tensor, product_rows: int | None = None) -> Tensor:
+    def head(
+        self,
+        hidden: Tensor,
+        product_rows: int | None = None,
+        project: Projection | None = None,
+    ) -> Tensor:
         """Final norm and vocabulary projection of one pass's rows, as they are."""
         rows = self.product_rows if product_rows is None else product_rows
         if len(hidden) <= rows:
-            return self._forward.head(hidden)
-        return torch.cat([self._forward.head(part) for part in hidden.split(rows)])
+            return self._forward.head(hidden, project)
+        return torch.cat([self._forward.head(part, project) for part in hidden.split(rows)])
+
+    def head_over(self, ids: Iterable[int] | Tensor) -> DraftHead:
+        """The head over these token ids alone; its rows at them are copied.
+
+        Raises:
+            ValueError: no ids, ids out of range, or a head that is not a plain product (the
+                reason is ``why_whole_head``).
+        """
+        if self.why_whole_head is not None:
+            raise ValueError(f"the draft's head cannot be trimmed: {self.why_whole_head}")
+        return head_over(self, ids)
+
+    @cached_property
+    def why_whole_head(self) -> str | None:
+        """Why a draft has to use the whole head; None if ``head_over`` can leave ids out."""
+        return why_whole(self)
 
     def prefill(
         self, token_ids: Sequence[int], cache: KVCache, row: int, *, start: int = 0

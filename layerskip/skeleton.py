@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from layerskip.admission import decoder_layers
 from layerskip.cache import Layout
+from layerskip.draft_head import Projection
 from layerskip.errors import UnsupportedModelError
 from layerskip.guest import NAME, RUN, CacheGuest, Call, LearntMask, Lesson, Places, Run
 
@@ -97,6 +98,20 @@ class FirstLayer(nn.Module):
         return out
 
 
+class HeadStandIn(nn.Linear):
+    """In the place of the head: does what it is told."""
+
+    def __init__(self, head: nn.Linear, run: Run) -> None:
+        nn.Module.__init__(self)
+        self.run = run
+        self.in_features, self.out_features = head.in_features, head.out_features
+        self.weight, self.bias = head.weight, head.bias  # bodies ask for their dtype
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        project = self.run.project
+        return super().forward(hidden) if project is None else project(hidden)
+
+
 class Skeleton:
     """``embed``, ``run`` and ``head`` of any family whose layers use our cache.
 
@@ -119,6 +134,7 @@ class Skeleton:
         stand_ins = [StandIn(layer, self._run) for layer in self._layers]
         pairs = zip(self._layers, stand_ins, strict=True)
         self._model = copy_around(twin, {id(layer): stand_in for layer, stand_in in pairs})
+        self._trimmed: PreTrainedModel | None = None
         self._body: Any = self._model.base_model
         self._embedding = cast(nn.Embedding, self._model.get_input_embeddings())
         weight = self._embedding.weight
@@ -179,23 +195,36 @@ class Skeleton:
                 hidden = out[0] if isinstance(out, tuple) else out
         return hidden[0]
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """``(rows, hidden)`` -> ``(rows, vocab)``: all that follows the layers."""
-        rows = len(hidden)
+    def head(self, hidden: Tensor, project: Projection | None = None) -> Tensor:
+        """``(rows, hidden)`` -> ``(rows, vocab)``: all that follows the layers.
+
+        Args:
+            project: in the place of a plain Linear head; as many columns come out as it gives.
+        """
+        rows, model = len(hidden), self._model if project is None else self._with_head_stand_in()
         kwargs: dict[str, Any] = {} if self.one_row else {"attention_mask": self._everything}
         if self._takes_positions:
             kwargs["position_ids"] = torch.zeros(1, rows, dtype=torch.int64, device=hidden.device)
-        self._run.injected = hidden.as_subclass(Tensor)[None]
+        self._run.injected, self._run.project = hidden.as_subclass(Tensor)[None], project
         try:
-            out = self._model(
+            out = model(
                 inputs_embeds=self._blank.expand(1, rows, -1),
                 use_cache=False,
                 return_dict=True,
                 **kwargs,
             )
         finally:
-            self._run.injected = None
+            self._run.injected = self._run.project = None
         return out.logits[0]
+
+    def _with_head_stand_in(self) -> PreTrainedModel:
+        """The skeleton with a stand-in for its head, made once: the full head stays as it is."""
+        if self._trimmed is None:
+            head = cast(nn.Linear, self._model.get_output_embeddings())
+            shared = {id(stand_in): stand_in for stand_in in decoder_layers(self._model)}
+            instead = shared | {id(head): HeadStandIn(head, self._run)}
+            self._trimmed = copy_around(self._model, instead)
+        return self._trimmed
 
     @contextmanager
     def _running(self, places: Places) -> Iterator[None]:

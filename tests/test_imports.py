@@ -11,10 +11,22 @@ import pytest
 import layerskip
 
 PACKAGE = Path(layerskip.__file__).parent
-VALUES = {"cost", "errors", "families", "files", "lookup", "params", "outputs", "plan", "text"}
+VALUES = {
+    "cost",
+    "errors",
+    "families",
+    "files",
+    "lookup",
+    "outputs",
+    "params",
+    "plan",
+    "text",
+    "vocabulary",
+}
 # From the bottom up: a module may import what stands in the lines before its own.
 ENGINE = [
     {"cache", "sampling", "estimates"},
+    {"draft_head"},
     {"exactness", "dense", "admission", "guest", "verification", "processors", "row", "controller"},
     {"skeleton"},
     {"model"},
