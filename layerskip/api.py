@@ -21,6 +21,7 @@ from layerskip.batch import Batch, RowSettings, StreamStep, seeded
 from layerskip.cache import CachedText
 from layerskip.checkpoint import BUILTIN, builtin_folder, known_plan, load_checkpoint
 from layerskip.controller import Controller
+from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
 from layerskip.lookup import LookupStore
@@ -38,10 +39,12 @@ from layerskip.params import (
 from layerskip.plan import DraftPlan, PlanFile
 from layerskip.profiling import fitting_cost, warn_of_another_checkpoint
 from layerskip.sampling import Processor
+from layerskip.vocabulary import CoverageMeter
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 128
+LEAST_COVERAGE = 0.9  # of a draft vocabulary of which nothing was measured
 
 
 class SelfSpeculativeLM:
@@ -111,6 +114,7 @@ class SelfSpeculativeLM:
         )
         self._eos_ids = _eos_ids(model)
         self._drafter = EarlyExitDrafter(self.stack, self.plan) if self.plan is not None else None
+        self._head, self.coverage_meter = self._trimmed(known)
         self._controller: Controller | None = None
         self._lock = threading.Lock()
 
@@ -205,13 +209,35 @@ class SelfSpeculativeLM:
         """One sentence: how rows keep their bits on this machine, or that they do not."""
         return self.stack.exactness.reason
 
+    def _trimmed(self, known: PlanFile) -> tuple[DraftHead | None, CoverageMeter | None]:
+        """The draft's head over the plan file's vocabulary, and what watches its coverage."""
+        ids = known.draft_vocabulary
+        if ids is None or known.plan is None:
+            return None, None
+        if ids[-1] >= self.stack.vocab_size:
+            raise ValueError(
+                f"draft_vocabulary names token id {ids[-1]}; the model's vocabulary ends at "
+                f"{self.stack.vocab_size - 1}"
+            )
+        if self.stack.why_whole_head is not None:
+            logger.warning("drafts use the whole head: %s", self.stack.why_whole_head)
+            return None, None
+        promised = known.measurements.get("coverage", LEAST_COVERAGE)
+        return self.stack.head_over(ids), CoverageMeter(ids, least_coverage=promised)
+
     @property
     def controller(self) -> Controller:
         """What decides for ``num_draft_tokens="auto"``; made, and passes measured, when first
         asked for."""
         with self._lock:
             if self._controller is None:
-                cost = fitting_cost(self.stack, self.plan, self._known.cost)
+                cost = fitting_cost(
+                    self.stack,
+                    self.plan,
+                    self._known.cost,
+                    draft_vocabulary=self._known.draft_vocabulary,
+                    head=self._head,
+                )
                 self._controller = Controller(cost, self._known.acceptance)
             return self._controller
 
@@ -364,6 +390,8 @@ class SelfSpeculativeLM:
             controller=lambda: self.controller,
             looks_up=self._looks_up,
             store=self._store,
+            head=self._head,
+            meter=self.coverage_meter,
         )
 
     def custom_generate(

@@ -1,5 +1,6 @@
 """Rows that decode together, as users hold them: ``add``, ``step``, ``remove``."""
 
+import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from torch import Tensor
 from layerskip.cache import CachedText
 from layerskip.controller import Controller
 from layerskip.decode import Decoder
+from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
 from layerskip.lookup import LookupStore
@@ -32,6 +34,9 @@ from layerskip.processors import processors_of
 from layerskip.row import Row, RowSpec
 from layerskip.sampling import Processor, Sampler
 from layerskip.text import TextStream
+from layerskip.vocabulary import CoverageMeter
+
+logger = logging.getLogger(__name__)
 
 MAX_ROWS = 32
 MAX_LOGPROBS = 100
@@ -118,9 +123,12 @@ class Batch:
         controller: Callable[[], Controller],
         looks_up: bool,
         store: LookupStore | None,
+        head: DraftHead | None,
+        meter: CoverageMeter | None,
     ) -> None:
         self._stack, self._drafter, self._plan = stack, drafter, plan
         self._controller, self._looks_up, self._store = controller, looks_up, store
+        self._head, self._meter, self._alarmed = head, meter, False
         self._encoder, self._settings = encoder, settings
         self._rows: Decoder | None = None
         self._requests: dict[int, RowRequest] = {}
@@ -162,7 +170,17 @@ class Batch:
 
     def step(self) -> list[Round]:
         """One round of every unfinished row; for a new row that is its prefill."""
-        return self._rows.step() if self._rows is not None else []
+        records = self._rows.step() if self._rows is not None else []
+        if self._meter is not None:
+            self._watch_coverage(self._meter, records)
+        return records
+
+    def _watch_coverage(self, meter: CoverageMeter, records: Sequence[Round]) -> None:
+        for record in records:
+            meter.observe(record.token_ids)
+        if any(r.finish_reason for r in records) and not self._alarmed and meter.alarm:
+            self._alarmed = True
+            logger.warning(meter.alarm)
 
     def remove(self, row: int) -> GenerationOutput:
         """Take a row out, finished or not; its output so far."""
@@ -239,6 +257,7 @@ class Batch:
             self._plan,
             looks_up=self._looks_up,
             store=self._store,
+            head=self._head,
             num_rows=len(requests),
             num_slots=max(r.num_slots for r in requests),
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from layerskip.cache import CachedText, Segment
 from layerskip.controller import Controller
+from layerskip.draft_head import DraftHead
 from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
 from layerskip.lookup import LookupStore
 from layerskip.model import DecoderStack
@@ -58,6 +59,7 @@ class Decoder:
         controller: Controller | None = None,
         looks_up: bool = False,
         store: LookupStore | None = None,
+        head: DraftHead | None = None,
         num_rows: int = 1,
         num_slots: int = 1,
     ) -> None:
@@ -68,6 +70,7 @@ class Decoder:
             looks_up=looks_up,
             store=store,
             free_rows=stack.exactness.row_quantum,
+            head=head,
         )
         self.shared_depth = plan.shared_depth if plan is not None else 0
         self.cache = stack.new_cache(num_rows=num_rows, num_slots=num_slots)
@@ -197,6 +200,7 @@ class Decoder:
             num_draft_passes=draft.num_passes,
             chances=tuple(stopper.chances) if stopper is not None else (),
             stopped=stopper is not None and stopper.stopped,
+            num_uncovered_tokens=self.speculator.uncovered(emission.token_ids),
         )
         return Step(row, attempt, emission, judged, count if row.rounds else missing, record)
 

@@ -105,6 +105,7 @@ class DraftHead:
         self._has = base.ids.new_zeros(head.out_features, dtype=torch.bool)
         self._has[base.ids] = True
         self.ids = base.ids
+        self.extra_ids: tuple[int, ...] = () if extra is None else tuple(extra.ids.tolist())
         self._order: Tensor | None = None
         if extra is not None:
             self._has[extra.ids] = True

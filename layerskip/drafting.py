@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from layerskip.cache import KVCache, Segment
+from layerskip.draft_head import DraftHead, greedy_kept, spread
 from layerskip.model import DecoderStack
 from layerskip.plan import DraftPlan
 from layerskip.sampling import Sampler, greedy_tokens
@@ -29,6 +30,7 @@ class DraftRequest:
         guess: looked-up tokens after those drafted so far, at most so many: the draft's layers
             check them in one pass, which changes no drafted token. None: there is no look-up.
         num_guesses: most of them in one pass.
+        own_ids: tokens beyond the draft vocabulary that this row may draft, if there is one.
     """
 
     row: int
@@ -40,6 +42,7 @@ class DraftRequest:
     goes_on: Callable[[float], bool] | None = None
     guess: Guesser | None = None
     num_guesses: int = 0
+    own_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -76,14 +79,20 @@ class EarlyExitDrafter:
         self.stack, self.plan = stack, plan
         self._rest = plan.layers[plan.shared_depth :]
 
-    def draft(self, requests: Sequence[DraftRequest], cache: KVCache) -> list[Draft]:
-        """One draft per request. Writes scratch slots only."""
+    def draft(
+        self, requests: Sequence[DraftRequest], cache: KVCache, head: DraftHead | None = None
+    ) -> list[Draft]:
+        """One draft per request. Writes scratch slots only.
+
+        Args:
+            head: over the draft vocabulary and all requests' ``own_ids``; None: the model's own.
+        """
         growing = [_Growing(request) for request in requests]
         while asking := [g for g in growing if not g.done]:
-            self._grow(asking, cache)
+            self._grow(asking, cache, head)
         return [g.draft() for g in growing]
 
-    def _grow(self, asking: "Sequence[_Growing]", cache: KVCache) -> None:
+    def _grow(self, asking: "Sequence[_Growing]", cache: KVCache, head: DraftHead | None) -> None:
         """One pass: each row's last token, and what it guesses to follow."""
         inputs = [g.inputs() for g in asking]
         segments = [
@@ -93,11 +102,11 @@ class EarlyExitDrafter:
         flat = [token for tokens in inputs for token in tokens]
         hidden = self.stack.embed(flat)
         hidden = self.stack.run_layers(hidden, range(self.plan.shared_depth), cache, segments)
-        logits = self.stack.logits(self.stack.run_layers(hidden, self._rest, cache, segments))
-        logits = logits[: len(flat)]
-        wide = [g for g in asking if g.request.sampler.is_argmax]
-        tokens = greedy_tokens(logits) if wide else []
-        sure = any(g.request.goes_on is not None for g in wide)
+        deep = self.stack.run_layers(hidden, self._rest, cache, segments)
+        logits = (self.stack.logits if head is None else head)(deep)[: len(flat)]
+        bare = [g for g in asking if g.request.sampler.is_argmax]
+        tokens = [] if not bare else _greedy(logits, head)
+        sure = any(g.request.goes_on is not None for g in bare)
         likeliest = logits.float().softmax(-1).amax(-1).tolist() if sure else []
         done = 0
         for g, given in zip(asking, inputs, strict=True):
@@ -105,8 +114,12 @@ class EarlyExitDrafter:
             if g.request.sampler.is_argmax:
                 g.take(given, hidden[at], tokens[at], likeliest[at])
             else:
-                g.draw(given, hidden[at], logits[at])
+                g.draw(given, hidden[at], logits[at], head)
             done += len(given)
+
+
+def _greedy(logits: Tensor, head: DraftHead | None) -> list[int]:
+    return greedy_tokens(logits) if head is None else greedy_kept(logits, head.ids)
 
 
 @dataclass(eq=False)
@@ -154,13 +167,15 @@ class _Growing:
             if not self._follows(inputs, i, likeliest[i] if likeliest else 1.0):
                 return
 
-    def draw(self, inputs: Sequence[int], states: Tensor, logits: Tensor) -> None:
+    def draw(
+        self, inputs: Sequence[int], states: Tensor, logits: Tensor, head: DraftHead | None
+    ) -> None:
         """Tokens of a sampled row, or of one with processors."""
         request = self.request
         for i in range(len(inputs)):
             self.shared.append(states[i])
             drawn = request.sampler.draft(
-                logits[i : i + 1],
+                logits[i : i + 1] if head is None else self._spread(logits[i : i + 1], head),
                 self.position,
                 request.length + 1,
                 (*request.context, *self.tokens),
@@ -174,6 +189,15 @@ class _Growing:
                 self.q.append(drawn.q)
             if not self._follows(inputs, i, drawn.confidence):
                 return
+
+    def _spread(self, logits: Tensor, head: DraftHead) -> Tensor:
+        """Over the whole vocabulary. What the head knows for other rows' sake only is left out:
+        q must not depend on the neighbours."""
+        scores = spread(logits, head.ids, self.request.sampler.vocab_size)
+        foreign = [i for i in head.extra_ids if i not in self.request.own_ids]
+        if foreign:
+            scores[:, foreign] = float("-inf")
+        return scores
 
     def _follows(self, inputs: Sequence[int], i: int, confidence: float) -> bool:
         """Whether the token just drafted is the next one that went through the layers."""

@@ -50,6 +50,7 @@ class Round:
         chances: what each drafted token's chance of acceptance was thought to be, if every token
             before it was accepted; with ``num_draft_tokens="auto"`` and an early exit only.
         stopped: whether low confidence ended the draft.
+        num_uncovered_tokens: emitted tokens that are not in the draft vocabulary, if there is one.
     """
 
     row: int
@@ -68,6 +69,7 @@ class Round:
     num_draft_passes: int = 0
     chances: tuple[float, ...] = ()
     stopped: bool = False
+    num_uncovered_tokens: int = 0
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -95,6 +97,7 @@ class DecodeStats:
     num_plain_rounds: int = 0
     num_lookup_rounds: int = 0
     num_draft_passes: int = 0
+    num_uncovered_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     kv_cache_bytes: int = 0
@@ -154,6 +157,7 @@ class DecodeStats:
             num_plain_rounds=sum(r.num_draft_tokens == 0 for r in decoded),
             num_lookup_rounds=sum(r.drafter == "lookup" for r in decoded),
             num_draft_passes=sum(r.num_draft_passes for r in decoded),
+            num_uncovered_tokens=sum(r.num_uncovered_tokens for r in rounds),
             prefill_seconds=sum(r.verify_seconds for r in prefills),
             decode_seconds=sum(r.draft_seconds + r.verify_seconds for r in decoded),
             kv_cache_bytes=kv_cache_bytes,

@@ -65,6 +65,7 @@ class Row:
         length: committed slots; the same number as ``cache.lengths[slot_row]``.
         state: the controller's, of a row that leaves the number of draft tokens to it.
         index: of prompt and output, for look-ups; made in the first round that drafts.
+        own_ids: tokens of prompt and output that the draft vocabulary lacks, if there is one.
     """
 
     id: int
@@ -78,6 +79,7 @@ class Row:
     finish_reason: FinishReason | None = None
     state: RowState | None = None
     index: TokenIndex | None = None
+    own_ids: frozenset[int] = frozenset()
 
     @property
     def context(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import torch
 
 from layerskip.cache import KVCache
 from layerskip.controller import PLAIN, Ask, Choice, Controller, Stopper
+from layerskip.draft_head import DraftHead
 from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
 from layerskip.lookup import NO_GUESS, Guess, LookupStore, TokenIndex
 from layerskip.params import AUTO, MAX_NUM_DRAFT_TOKENS, most_draft_tokens
@@ -41,6 +42,7 @@ class Speculator:
         looks_up: whether tokens are looked up in a row's own prompt and output.
         store: and in what earlier requests left there.
         free_rows: rows of a pass that cost no more than one, where no controller knows.
+        head: over the draft vocabulary; None: drafts know every token.
     """
 
     def __init__(
@@ -51,12 +53,18 @@ class Speculator:
         looks_up: bool = False,
         store: LookupStore | None = None,
         free_rows: int = 1,
+        head: DraftHead | None = None,
     ) -> None:
         self.drafter, self.controller = drafter, controller
         self.looks_up, self.store, self.free_rows = looks_up, store, free_rows
+        self._base = self._head = head
+        self._kept = frozenset(head.ids.tolist()) if head is not None else frozenset()
 
     def admit(self, row: Row) -> None:
-        """Give a new row its estimates."""
+        """Give a new row its estimates, and its draft the tokens of its prompt."""
+        if self._base is not None:
+            self._base = self._head = self._base.fresh()
+            row.own_ids = frozenset(row.spec.prompt) - self._kept
         if row.spec.num_draft_tokens == AUTO and self.controller is not None:
             sampler = row.spec.sampler
             row.state = self.controller.row(
@@ -142,6 +150,7 @@ class Speculator:
             stopper.goes_on if stopper is not None else None,
             (lambda ahead, most: index.guess(most, ahead).tokens) if index is not None else None,
             width,
+            row.own_ids,
         )
 
     def _drafts(
@@ -155,7 +164,8 @@ class Speculator:
         exits = [i for i, c in enumerate(choices) if c.source == "early_exit"]
         if exits:
             assert self.drafter is not None
-            made = self.drafter.draft([requests[i] for i in exits], cache)
+            asked = [requests[i] for i in exits]
+            made = self.drafter.draft(asked, cache, self._head_of(asked))
             for i, draft in zip(exits, made, strict=True):
                 drafts[i] = draft
         for i, choice in enumerate(choices):
@@ -163,6 +173,17 @@ class Speculator:
                 tokens = guesses[i].tokens[: choice.num_draft_tokens]
                 drafts[i] = _looked_up(requests[i], tokens)
         return drafts
+
+    def _head_of(self, requests: Sequence[DraftRequest]) -> DraftHead | None:
+        """The trimmed head with what these rows' texts hold beside."""
+        if self._head is None:
+            return None
+        self._head = self._head.including(frozenset().union(*(r.own_ids for r in requests)))
+        return self._head
+
+    def uncovered(self, emitted: Sequence[int]) -> int:
+        """Emitted tokens that the draft vocabulary lacks."""
+        return 0 if self._base is None else sum(t not in self._kept for t in emitted)
 
     def observe_seconds(
         self, attempts: Sequence[Attempt], draft_seconds: float, verify_seconds: float
@@ -191,6 +212,8 @@ class Speculator:
         """
         if row.index is not None:
             row.index.extend(emitted)
+        if self._base is not None:
+            row.own_ids |= frozenset(emitted) - self._kept
         if row.finish_reason is not None and self.store is not None:
             self.store.add(row.context)
         if row.state is None or self.controller is None:

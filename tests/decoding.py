@@ -35,7 +35,9 @@ class Oracle:
     most: int = 99
     asked: list[int] = field(default_factory=list)
 
-    def draft(self, requests: Sequence[DraftRequest], cache: KVCache) -> list[Draft]:
+    def draft(
+        self, requests: Sequence[DraftRequest], cache: KVCache, head: None = None
+    ) -> list[Draft]:
         (request,) = requests
         right = self.hits[len(self.asked) % len(self.hits)]
         self.asked.append(request.num_draft_tokens)

@@ -29,6 +29,7 @@ STATS = {
     "num_plain_rounds",
     "num_lookup_rounds",
     "num_draft_passes",
+    "num_uncovered_tokens",
     "acceptance_rate",
     "mean_accepted_length",
     "prefill_seconds",

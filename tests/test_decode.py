@@ -35,6 +35,7 @@ def record(index, tokens, drafted, accepted, origin, finish_reason=None) -> dict
         "num_draft_passes": 0,  # the oracle runs no layer
         "chances": (),
         "stopped": False,
+        "num_uncovered_tokens": 0,
     }
 
 

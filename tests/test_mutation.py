@@ -88,7 +88,9 @@ class Vandal(EarlyExitDrafter):
         super().__init__(LyingStack(stack, lie), plan)
         self.spoil = spoil
 
-    def draft(self, requests: Sequence[DraftRequest], cache: KVCache) -> list[Draft]:
+    def draft(
+        self, requests: Sequence[DraftRequest], cache: KVCache, head: None = None
+    ) -> list[Draft]:
         drafts = super().draft(requests, cache)
         if self.spoil is not None:
             for request, draft in zip(requests, drafts, strict=True):
