@@ -15,6 +15,8 @@ from threading import Lock
 # More places of a pair find longer matches, but older ones: nothing gained, measured.
 MOST_PLACES = 32
 LONGEST_MATCH = 64
+# A store's match counts for less than the own text's: at equal lengths it is accepted less.
+STORE_HANDICAP = 3
 # Between two texts of a store. No token is negative, so nothing matches across it.
 SEPARATOR = -1
 
@@ -27,10 +29,12 @@ class Guess:
         tokens: the guess; empty if nothing matched.
         match_length: tokens of the suffix that matched, ``LONGEST_MATCH`` at most: the longer,
             the likelier the guess.
+        stored: it comes from a store: less likely than one of the own text at the same length.
     """
 
     tokens: tuple[int, ...] = ()
     match_length: int = 0
+    stored: bool = False
 
 
 class TokenIndex:
@@ -38,7 +42,8 @@ class TokenIndex:
 
     Args:
         tokens: the prompt's ids.
-        store: texts of earlier requests, asked where their match is longer than the own text's.
+        store: texts of earlier requests. They count where the own text has no match, or one that
+            is shorter by ``STORE_HANDICAP`` or more.
 
     Raises:
         TypeError: a token is not an integer.
@@ -78,10 +83,11 @@ class TokenIndex:
         later = _checked(ahead)
         tail = self._text.tokens[-LONGEST_MATCH:] + later
         end, length = self._longest(tail, len(later))
-        if self._store is not None and length < LONGEST_MATCH:
-            stored = self._store.guess(max_tokens, tail)
-            if stored.match_length > length:
-                return stored
+        needed = length + STORE_HANDICAP if length else 1
+        if self._store is not None and needed <= LONGEST_MATCH:
+            guess = self._store.guess(max_tokens, tail)
+            if guess.match_length >= needed:
+                return guess
         if not length:
             return Guess()
         text = self._text.tokens[end : end + max_tokens]
@@ -134,6 +140,8 @@ class LookupStore:
             ValueError: a token is negative, or 2**31 or more.
         """
         text = _checked(tokens)[-self._half :]
+        if not text:
+            return
         with self._lock:
             if len(self._newer.tokens) + 1 + len(text) > self._half:
                 self._newer, self._older = _IndexedText(), self._newer
@@ -156,7 +164,7 @@ class LookupStore:
             return Guess()
         if SEPARATOR in following:
             following = following[: following.index(SEPARATOR)]
-        return Guess(tuple(following), length)
+        return Guess(tuple(following), length, stored=True)
 
 
 class _IndexedText:

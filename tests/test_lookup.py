@@ -89,6 +89,13 @@ def test_a_draft_ahead_is_matched_and_forgotten():
     assert len(index) == 5
 
 
+def test_only_the_newest_places_of_a_pair_are_compared():
+    far, near = [7, 1, 2, 5], [8, 1, 2, 6]
+    for places, expected in ((MOST_PLACES - 1, Guess((5,), 3)), (MOST_PLACES, Guess((6,), 2))):
+        text = far + near * places + [7, 1, 2]
+        assert TokenIndex(text).guess(1) == naive(text, 1, []) == expected
+
+
 def test_matches_longer_than_the_limit_are_equals():
     unit = list(range(LONGEST_MATCH + 5))
     index = TokenIndex([*unit, 900, *unit, 901, *unit[3:]])
@@ -125,14 +132,18 @@ def test_a_guess_is_a_value():
         Guess((1,), 1).match_length = 2
 
 
-def test_a_store_is_asked_where_it_matches_more():
+def stored(*tokens: int, match_length: int) -> Guess:
+    return Guess(tokens, match_length, stored=True)
+
+
+def test_a_store_counts_where_it_matches_much_more():
     store = LookupStore()
     store.add([1, 2, 3, 4, 5, 6])
-    assert TokenIndex([2, 3], store=store).guess(9) == Guess((4, 5, 6), 2)
-    assert TokenIndex([2], store=store).guess(2, [3]) == Guess((4, 5), 2)
-    assert TokenIndex([2, 3, 9, 2, 3], store=store).guess(1) == Guess((9,), 2)
-    assert TokenIndex([1, 2, 3, 9, 3], store=store).guess(1) == Guess((9,), 1)
-    assert TokenIndex([2, 3, 9, 1, 2, 3], store=store).guess(1) == Guess((4,), 3)
+    assert TokenIndex([3], store=store).guess(9) == stored(4, 5, 6, match_length=1)
+    assert TokenIndex([2], store=store).guess(2, [3]) == stored(4, 5, match_length=2)
+    assert TokenIndex([4, 9, 1, 2, 3, 4], store=store).guess(1) == stored(5, match_length=4)
+    assert TokenIndex([4, 9, 2, 3, 4], store=store).guess(1) == Guess((9,), 1)
+    assert TokenIndex([3, 4, 9, 1, 2, 3, 4], store=store).guess(1) == Guess((9,), 2)
     assert TokenIndex([2, 3]).guess(1) == Guess()
 
 
@@ -141,7 +152,7 @@ def test_no_match_and_no_guess_of_a_store_crosses_texts():
     for text in ([1, 2], [3, 4], [5], [6, 7]):
         store.add(text)
     guesses = [store.guess(9, tail) for tail in ([1, 2], [2, 3], [2], [4], [5], [7])]
-    assert guesses == [Guess(), Guess((4,), 1), Guess(), Guess(), Guess(), Guess()]
+    assert guesses == [Guess(), stored(4, match_length=1), *[Guess()] * 4]
 
 
 @given(st.lists(RANDOM, max_size=4), RANDOM)
@@ -157,7 +168,7 @@ def test_a_store_matches_as_the_naive_search_does(texts, tail):
     expected = Guess()
     if best is not None:
         text, end = places[best]
-        expected = Guess(tuple(text[end : end + 5]), lengths[best])
+        expected = stored(*text[end : end + 5], match_length=lengths[best])
     assert store.guess(5, tail) == expected
 
 
@@ -166,13 +177,20 @@ def test_a_store_forgets_the_oldest_and_stays_in_its_bound():
     for start in range(0, 400, 4):
         store.add(range(start, start + 4))
         assert len(store) <= 20
-        assert store.guess(1, [start, start + 1]) == Guess((start + 2,), 2)
-        assert start < 4 or store.guess(1, [start - 4, start - 3]) == Guess((start - 2,), 2)
+        for kept in range(max(0, start - 4), start + 4, 4):
+            assert store.guess(1, [kept, kept + 1]) == stored(kept + 2, match_length=2)
     assert store.guess(1, [0, 1]) == Guess()
-    store.add(range(1000, 1100))
-    assert store.guess(9, [1097, 1098]) == Guess((1099,), 2)
-    assert store.guess(1, [1000, 1001]) == Guess()
-    assert len(store) <= 20
+
+
+def test_of_a_text_too_long_a_store_keeps_the_end():
+    store = LookupStore(max_tokens=20)
+    for text in (range(100), range(200, 300)):
+        store.add(text)
+        assert store.guess(1, [text[-12], text[-11]]) == Guess()
+        assert store.guess(1, [text[-10], text[-9]]) == stored(text[-8], match_length=2)
+    store.add([])
+    assert len(store) == 20
+    assert store.guess(1, [95, 96]) == stored(97, match_length=2)
 
 
 def test_a_store_too_small_is_refused():
@@ -188,7 +206,7 @@ def test_threads_share_a_store():
             unit = list(range(first + 10 * i, first + 10 * i + 10))
             store.add(unit)
             guess = store.guess(3, unit[:4])
-            if guess not in (Guess(tuple(unit[4:7]), 4), Guess()):
+            if guess not in (stored(*unit[4:7], match_length=4), Guess()):
                 wrong.append(guess)
 
     threads = [threading.Thread(target=work, args=(10_000 * i,)) for i in range(4)]
