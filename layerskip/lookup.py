@@ -99,10 +99,10 @@ class TokenIndex:
         best_end, best = 0, 0
         for back in range(1, ahead + 1):  # these few are in no index
             length = _match_length(tail, len(tail) - back, tail, best)
-            if length > best:
+            if length:
                 best_end, best = len(self) + ahead - back, length
         end, length = self._text.longest(tail, best)
-        return (end, length) if length > best else (best_end, best)
+        return (end, length) if length else (best_end, best)
 
 
 class LookupStore:
@@ -157,7 +157,7 @@ class LookupStore:
             text = self._newer
             end, length = text.longest(wanted)
             older_end, older_length = self._older.longest(wanted, length)
-            if older_length > length:
+            if older_length:
                 text, end, length = self._older, older_end, older_length
             following = text.tokens[end : end + max_tokens]
         if not length:
@@ -216,7 +216,7 @@ class _IndexedText:
             if not end or best >= LONGEST_MATCH:
                 break
             length = _match_length(self.tokens, end, tail, best)
-            if length > best:
+            if length:
                 best_end, best = end, length
             end = self._earlier[end]
         if best == 0:

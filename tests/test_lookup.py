@@ -100,6 +100,7 @@ def test_matches_longer_than_the_limit_are_equals():
     unit = list(range(LONGEST_MATCH + 5))
     index = TokenIndex([*unit, 900, *unit, 901, *unit[3:]])
     assert index.guess(1) == Guess((901,), LONGEST_MATCH)
+    assert TokenIndex([*unit, 900]).guess(1, unit) == Guess((900,), LONGEST_MATCH)
 
 
 def test_a_text_of_one_token_over_and_over_costs_no_more():
@@ -144,7 +145,7 @@ def test_a_store_counts_where_it_matches_much_more():
     assert TokenIndex([4, 9, 1, 2, 3, 4], store=store).guess(1) == stored(5, match_length=4)
     assert TokenIndex([4, 9, 2, 3, 4], store=store).guess(1) == Guess((9,), 1)
     assert TokenIndex([3, 4, 9, 1, 2, 3, 4], store=store).guess(1) == Guess((9,), 2)
-    assert TokenIndex([2, 3]).guess(1) == Guess()
+    assert TokenIndex([2, 3]).guess(1) == store.guess(0, [2, 3]) == Guess()
 
 
 def test_no_match_and_no_guess_of_a_store_crosses_texts():
@@ -172,11 +173,12 @@ def test_a_store_matches_as_the_naive_search_does(texts, tail):
     assert store.guess(5, tail) == expected
 
 
-def test_a_store_forgets_the_oldest_and_stays_in_its_bound():
-    store = LookupStore(max_tokens=20)
+@pytest.mark.parametrize("bound", [16, 20])
+def test_a_store_forgets_the_oldest_and_stays_in_its_bound(bound):
+    store = LookupStore(max_tokens=bound)
     for start in range(0, 400, 4):
         store.add(range(start, start + 4))
-        assert len(store) <= 20
+        assert len(store) <= bound
         for kept in range(max(0, start - 4), start + 4, 4):
             assert store.guess(1, [kept, kept + 1]) == stored(kept + 2, match_length=2)
     assert store.guess(1, [0, 1]) == Guess()
