@@ -184,6 +184,21 @@ def test_a_store_forgets_the_oldest_and_stays_in_its_bound(bound):
     assert store.guess(1, [0, 1]) == Guess()
 
 
+@pytest.mark.parametrize(
+    ("older", "newer", "expected"),
+    [
+        ([4, 2, 3, 9], [1, 2, 3, 8], stored(8, match_length=3)),
+        ([1, 2, 3, 9], [4, 2, 3, 8], stored(9, match_length=3)),
+        ([1, 2, 3, 9], [1, 2, 3, 8], stored(8, match_length=3)),
+    ],
+)
+def test_both_halves_of_a_store_are_asked_and_the_newer_first(older, newer, expected):
+    store = LookupStore(max_tokens=10)
+    for text in (older, newer):
+        store.add(text)
+    assert store.guess(1, [1, 2, 3]) == expected
+
+
 def test_of_a_text_too_long_a_store_keeps_the_end():
     store = LookupStore(max_tokens=20)
     for text in (range(100), range(200, 300)):
