@@ -1,161 +1,248 @@
-"""Prompt lookup: what followed the text's latest tokens when they occurred before.
+"""Prompt lookup: guess the next tokens from what followed the same tokens earlier.
 
-Saxena (2023, "Prompt Lookup Decoding") drafts so from n-grams of the prompt. Here the longest match
-among the latest occurrences counts, in prompt and output alike, and in texts of earlier requests
-if there is a store of them. A guess costs a few dictionary look-ups, whatever the text's length.
+A text's longest suffix that stood in it before is found by the places of its last two tokens,
+newest first, compared backwards. A suffix automaton finds it too, but takes longer and far more
+memory, and guesses no better. The idea is Saxena's
+(github.com/apoorvumang/prompt-lookup-decoding). Pure Python: nothing here runs a model.
 """
 
-import threading
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
+from threading import Lock
 
-GRAMS = (3, 2)  # the longer one first
-MOST_TRIED = 16  # latest occurrences of an n-gram that are compared
+# More places of a pair find longer matches, but older ones: nothing gained, measured.
+MOST_PLACES = 32
 LONGEST_MATCH = 64
-SEPARATOR = -1  # between texts of a store: no token
+# A store's match counts for less than the own text's: at equal lengths it is accepted less.
+STORE_HANDICAP = 3
+# Between two texts of a store. No token is negative, so nothing matches across it.
+SEPARATOR = -1
 
 
 @dataclass(frozen=True)
 class Guess:
-    """Looked-up tokens.
+    """Tokens that followed an earlier occurrence of a text's longest suffix.
 
     Attributes:
-        tokens: that may follow the text; empty if nothing matched.
-        match_length: tokens at the text's end that occurred before.
+        tokens: the guess; empty if nothing matched.
+        match_length: tokens of the suffix that matched, ``LONGEST_MATCH`` at most: the longer,
+            the likelier the guess.
+        stored: it comes from a store: less likely than one of the own text at the same length.
     """
 
-    tokens: tuple[int, ...]
-    match_length: int
-
-
-NO_GUESS = Guess((), 0)
-
-
-class _Grams:
-    """Where the n-grams of a growing text end."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self._ends: dict[tuple[int, ...], list[int]] = {}
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            self.tokens.append(token)
-            end = len(self.tokens)
-            for n in GRAMS:
-                if end >= n:
-                    self._ends.setdefault(tuple(self.tokens[end - n :]), []).append(end)
-
-    def longest(self, suffix: Sequence[int], own: bool) -> tuple[int, int]:
-        """End of the longest match of ``suffix``'s end, and its length; the latest of several.
-
-        Args:
-            own: the text itself ends with ``suffix``, which is no match.
-        """
-        best, length = 0, 0
-        for n in GRAMS:
-            ends = self._ends.get(tuple(suffix[-n:]), ()) if len(suffix) >= n else ()
-            for end in reversed(ends[-MOST_TRIED - own :]):
-                if own and end == len(self.tokens):
-                    continue
-                matched = self._matched(suffix, end)
-                if matched > length:
-                    best, length = end, matched
-            if length:
-                break
-        return best, length
-
-    def _matched(self, suffix: Sequence[int], end: int) -> int:
-        """Tokens before ``end`` that are those at the end of ``suffix``."""
-        most = min(end, len(suffix), LONGEST_MATCH)
-        tokens, count = self.tokens, 0
-        while count < most and tokens[end - 1 - count] == suffix[-1 - count]:
-            count += 1
-        return count
-
-
-class LookupStore:
-    """Texts of finished requests, for later ones to look up; threads may share it.
-
-    Nothing but speed depends on what it holds. A request can't tell what others wrote but by
-    how fast it is: do not share a store between users who must not know of each other.
-
-    Args:
-        max_tokens: most that it keeps; then the older half goes.
-    """
-
-    def __init__(self, max_tokens: int = 1_000_000) -> None:
-        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
-            raise ValueError(f"max_tokens must be an int of at least 1, got {max_tokens!r}")
-        self._max_tokens, self._grams, self._lock = max_tokens, _Grams(), threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._grams.tokens)
-
-    def add(self, tokens: Sequence[int]) -> None:
-        """Keep a text; of one that is too long its end."""
-        with self._lock:
-            self._grams.extend((*tokens[-self._max_tokens + 1 :], SEPARATOR))
-            if len(self._grams.tokens) > self._max_tokens:
-                kept = self._grams.tokens[-(self._max_tokens // 2) :]
-                self._grams = _Grams()
-                self._grams.extend(kept)
-
-    def guess(self, suffix: Sequence[int], max_tokens: int) -> Guess:
-        """What followed the longest match of the end of ``suffix``, up to its text's end."""
-        with self._lock:
-            end, length = self._grams.longest(suffix, own=False)
-            tokens = self._grams.tokens[end : end + max_tokens] if length else []
-        if SEPARATOR in tokens:
-            tokens = tokens[: tokens.index(SEPARATOR)]
-        return Guess(tuple(tokens), length) if tokens else NO_GUESS
+    tokens: tuple[int, ...] = ()
+    match_length: int = 0
+    stored: bool = False
 
 
 class TokenIndex:
-    """One request's text, to be looked up in itself.
+    """One request's text, prompt and output so far, ready to be looked up.
 
     Args:
-        tokens: the text so far.
-        store: searched too; the longer match counts, and of equal ones the text's own.
+        tokens: the prompt's ids.
+        store: texts of earlier requests. They count where the own text has no match, or one that
+            is shorter by ``STORE_HANDICAP`` or more.
+
+    Raises:
+        TypeError: a token is not an integer.
+        ValueError: a token is negative, or 2**31 or more.
     """
 
-    def __init__(self, tokens: Iterable[int] = (), *, store: LookupStore | None = None) -> None:
-        self._grams, self._store = _Grams(), store
+    def __init__(self, tokens: Iterable[int] = (), *, store: "LookupStore | None" = None) -> None:
+        self._text, self._store = _IndexedText(), store
         self.extend(tokens)
 
     def __len__(self) -> int:
-        return len(self._grams.tokens)
+        return len(self._text.tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Add to the text what was emitted."""
-        self._grams.extend(tokens)
+        """Add emitted tokens. O(1) each; if one is refused, none is added.
+
+        Raises:
+            TypeError: a token is not an integer.
+            ValueError: a token is negative, or 2**31 or more.
+        """
+        self._text.extend(_checked(tokens))
 
     def guess(self, max_tokens: int, ahead: Sequence[int] = ()) -> Guess:
-        """At most ``max_tokens`` that may follow the text and ``ahead``.
+        """What may come next: the continuation of the longest match, the newest of equals.
 
-        A match that runs up to the text's end goes on in what it guesses: periods repeat.
+        A match that reaches the text's end goes on with what it just guessed: a loop is continued
+        for as long as is asked.
 
         Args:
-            ahead: tokens taken to follow the text, which stays as it is.
+            max_tokens: most tokens to guess; fewer only if the match is in the store, at the end
+                of its text.
+            ahead: tokens taken to follow the text, such as a draft so far; not kept. Short ones:
+                the time grows with them.
         """
         if max_tokens < 1:
-            return NO_GUESS
-        text = self._grams.tokens
-        suffix = [*text[-LONGEST_MATCH:], *ahead] if ahead else text[-LONGEST_MATCH:]
-        end, length = self._grams.longest(suffix, own=not ahead)
-        if self._store is not None:
-            stored = self._store.guess(suffix, max_tokens)
-            if stored.match_length > length:
-                return stored
+            return Guess()
+        later = _checked(ahead)
+        tail = self._text.tokens[-LONGEST_MATCH:] + later
+        end, length = self._longest(tail, len(later))
+        needed = length + STORE_HANDICAP if length else 1
+        if self._store is not None and needed <= LONGEST_MATCH:
+            guess = self._store.guess(max_tokens, tail)
+            if guess.match_length >= needed:
+                return guess
         if not length:
-            return NO_GUESS
-        tokens: list[int] = []
-        for i in range(end, end + max_tokens):
-            beyond = i - len(text)
-            if beyond < 0:
-                tokens.append(text[i])
-            elif beyond < len(ahead):
-                tokens.append(ahead[beyond])
-            else:
-                tokens.append(tokens[beyond - len(ahead)])
-        return Guess(tuple(tokens), length)
+            return Guess()
+        text = self._text.tokens[end : end + max_tokens]
+        following = text + later[max(0, end - len(self)) :]
+        return Guess(tuple(islice(cycle(following), max_tokens)), length)
+
+    def _longest(self, tail: "array[int]", ahead: int) -> tuple[int, int]:
+        """End and length of the longest match in the text with its last ``ahead`` of ``tail``."""
+        best_end, best = 0, 0
+        for back in range(1, ahead + 1):  # these few are in no index
+            length = _match_length(tail, len(tail) - back, tail, best)
+            if length:
+                best_end, best = len(self) + ahead - back, length
+        end, length = self._text.longest(tail, best)
+        return (end, length) if length else (best_end, best)
+
+
+class LookupStore:
+    """Texts of earlier requests, to look up in. Requests and threads may share it.
+
+    Kept are the newest texts: between half of ``max_tokens`` and all of them, once so many were
+    added. Of a text longer than half of them its end is kept.
+
+    Args:
+        max_tokens: bound of the tokens kept, 2 at least.
+
+    Raises:
+        ValueError: ``max_tokens`` is less than 2.
+    """
+
+    def __init__(self, max_tokens: int = 1_000_000) -> None:
+        if max_tokens < 2:
+            raise ValueError(f"max_tokens must be at least 2, got {max_tokens}")
+        self.max_tokens = max_tokens
+        self._half = max_tokens // 2
+        # Two halves: to forget, the older is dropped whole.
+        self._newer, self._older = _IndexedText(), _IndexedText()
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        """Tokens kept, one between any two texts included."""
+        with self._lock:
+            return len(self._newer.tokens) + len(self._older.tokens)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Keep a finished request's text. Guesses wait meanwhile (under 1 us a token).
+
+        Raises:
+            TypeError: a token is not an integer.
+            ValueError: a token is negative, or 2**31 or more.
+        """
+        text = _checked(tokens)[-self._half :]
+        if not text:
+            return
+        with self._lock:
+            if len(self._newer.tokens) + 1 + len(text) > self._half:
+                self._newer, self._older = _IndexedText(), self._newer
+            self._newer.begin_another()
+            self._newer.extend(text)
+
+    def guess(self, max_tokens: int, tail: Sequence[int]) -> Guess:
+        """What followed the longest suffix of ``tail`` in a text kept, up to that text's end."""
+        if max_tokens < 1:
+            return Guess()
+        wanted = _checked(tail)
+        with self._lock:
+            text = self._newer
+            end, length = text.longest(wanted)
+            older_end, older_length = self._older.longest(wanted, length)
+            if older_length:
+                text, end, length = self._older, older_end, older_length
+            following = text.tokens[end : end + max_tokens]
+        if not length:
+            return Guess()
+        if SEPARATOR in following:
+            following = following[: following.index(SEPARATOR)]
+        return Guess(tuple(following), length, stored=True)
+
+
+class _IndexedText:
+    """Tokens, and where each pair of neighbours and each token stood before another one.
+
+    A place is named by its end, the number of tokens up to and with it; 0 is no place. The text's
+    own end is not indexed until a token follows it.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: array[int] = array("i")
+        self._last_single: dict[int, int] = {}
+        self._last_pair: dict[int, int] = {}
+        # At each place, the one before it of the same pair.
+        self._earlier: array[int] = array("i", [0])
+
+    def extend(self, tokens: "array[int]") -> None:
+        if not tokens:
+            return
+        pairs, singles, earlier = self._last_pair, self._last_single, self._earlier
+        end = len(self.tokens)
+        before, last = [SEPARATOR, SEPARATOR, *self.tokens[-2:]][-2:]
+        self.tokens.extend(tokens)
+        for token in tokens:
+            if end:
+                pair = (before << 32) + last
+                earlier.append(pairs.get(pair, 0))
+                pairs[pair] = singles[last] = end
+            before, last = last, token
+            end += 1
+
+    def begin_another(self) -> None:
+        """What follows is a text of its own."""
+        if self.tokens:
+            # Not through extend: the last token's place would be one that nothing follows.
+            self.tokens.append(SEPARATOR)
+            self._earlier.append(0)
+
+    def longest(self, tail: "array[int]", above: int = 0) -> tuple[int, int]:
+        """End and length of the longest match of a suffix of ``tail``.
+
+        (0, 0) if none is longer than ``above``.
+        """
+        best_end, best = 0, above
+        if not tail:
+            return 0, 0
+        end = self._last_pair.get((tail[-2] << 32) + tail[-1], 0) if len(tail) > 1 else 0
+        for _ in range(MOST_PLACES):
+            if not end or best >= LONGEST_MATCH:
+                break
+            length = _match_length(self.tokens, end, tail, best)
+            if length:
+                best_end, best = end, length
+            end = self._earlier[end]
+        if best == 0:
+            best_end = self._last_single.get(tail[-1], 0)
+            best = min(best_end, 1)
+        return (best_end, best) if best > above else (0, 0)
+
+
+def _match_length(text: "array[int]", end: int, tail: "array[int]", above: int) -> int:
+    """Tokens before ``end`` that equal the last of ``tail``; 0 if not more than ``above``."""
+    most = min(end, len(tail), LONGEST_MATCH)
+    length = above + 1
+    if length > most or text[end - length : end] != tail[len(tail) - length :]:
+        return 0
+    while length < most and text[end - length - 1] == tail[len(tail) - length - 1]:
+        length += 1
+    return length
+
+
+def _checked(tokens: Iterable[int]) -> "array[int]":
+    try:
+        ids = array("i", tokens)
+    except OverflowError:
+        raise ValueError("a token id must be from 0 to 2**31 - 1, got a larger one") from None
+    except TypeError as error:
+        raise TypeError(f"token ids must be integers: {error}") from None
+    if ids and min(ids) < 0:
+        raise ValueError(f"a token id must be from 0 to 2**31 - 1, got {min(ids)}")
+    return ids

@@ -1,135 +1,235 @@
-"""Look-ups against a naive search over random and periodic texts, and a store of texts."""
+"""Prompt lookup, against a search through the whole text, and the store of earlier texts."""
 
+import itertools
 import threading
+from dataclasses import FrozenInstanceError
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from layerskip.lookup import LONGEST_MATCH, MOST_TRIED, Guess, LookupStore, TokenIndex
+from layerskip.lookup import LONGEST_MATCH, MOST_PLACES, Guess, LookupStore, TokenIndex
 
-TEXTS = st.lists(st.integers(0, 2), max_size=40)
+RANDOM = st.lists(st.integers(0, 3), max_size=120)
+PERIODIC = st.builds(
+    lambda start, unit, times, end: start + unit * times + end,
+    st.lists(st.integers(0, 3), max_size=9),
+    st.lists(st.integers(0, 3), min_size=1, max_size=9),
+    st.integers(2, 30),
+    st.lists(st.integers(0, 3), max_size=5),
+)
+TEXTS = st.one_of(RANDOM, PERIODIC)
+AHEAD = st.lists(st.integers(0, 3), max_size=6)
 
 
-def naive(text, max_tokens):
-    """The longest suffix of two tokens or more that occurred before; the latest occurrence."""
-    best = (0, 0)
-    for end in range(len(text) - 1, 1, -1):
-        length = 0
-        while length < end and text[end - 1 - length] == text[-1 - length]:
-            length += 1
-        if length >= 2 and length > best[0]:
-            best = (length, end)
-    length, end = best
-    if not length:
+def common_suffix(left: list[int], right: list[int]) -> int:
+    pairs = zip(reversed(left), reversed(right), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda p: p[0] == p[1], pairs))
+
+
+def naive(text: list[int], max_tokens: int, ahead: list[int]) -> Guess:
+    """Every place compared; of the committed text's, the newest few that share two tokens count."""
+    whole = text + ahead
+    lengths = {end: common_suffix(whole[:end], whole) for end in range(1, len(whole))}
+    inside = [end for end in lengths if end < len(text)]
+    pairs = [end for end in reversed(inside) if lengths[end] >= 2][:MOST_PLACES]
+    singles = [end for end in reversed(inside) if lengths[end] >= 1][:1]
+    counted = [end for end in lengths if end >= len(text)] + pairs + ([] if pairs else singles)
+    best = max((min(lengths[end], LONGEST_MATCH) for end in counted), default=0)
+    if best == 0 or max_tokens == 0:
         return Guess((), 0)
-    longer = list(text)
-    for i in range(end, end + max_tokens):
-        longer.append(longer[i])
-    return Guess(tuple(longer[len(text) :]), length)
+    end = max(end for end in counted if min(lengths[end], LONGEST_MATCH) == best)
+    grown = list(whole)
+    for i in range(max_tokens):
+        grown.append(grown[end + i])
+    return Guess(tuple(grown[len(whole) :]), best)
 
 
-def tried(text, n):
-    """Earlier ends of the text's last n-gram."""
-    return sum(text[i : i + n] == text[-n:] for i in range(len(text) - n))
-
-
-@settings(max_examples=300, deadline=None)
-@given(TEXTS, st.integers(1, 12))
-def test_a_guess_is_what_a_naive_search_finds(text, max_tokens):
-    index = TokenIndex(text)
-    expected = naive(text, max_tokens)
-    if tried(text, 3) <= MOST_TRIED and tried(text, 2) <= MOST_TRIED:
-        assert index.guess(max_tokens) == expected
-    else:  # older occurrences are not compared: the match may be shorter
-        assert 2 <= index.guess(max_tokens).match_length <= expected.match_length
-
-
-@settings(max_examples=300, deadline=None)
-@given(TEXTS, TEXTS, st.integers(1, 12))
-def test_tokens_ahead_are_looked_up_as_if_they_were_text(text, ahead, max_tokens):
-    both = [*text, *ahead]
-    few = tried(both, 3) <= MOST_TRIED and tried(both, 2) <= MOST_TRIED
-    index = TokenIndex(text)
-    got = index.guess(max_tokens, ahead)
+@given(TEXTS, AHEAD, st.integers(0, 12), st.data())
+def test_a_guess_is_the_naive_one_however_the_text_came(text, ahead, max_tokens, data):
+    cut = data.draw(st.integers(0, len(text)))
+    index = TokenIndex(text[:cut])
+    index.guess(3, ahead)
+    index.extend(text[cut:])
     assert len(index) == len(text)
-    if ahead and few:  # occurrences that begin or end in `ahead` are not in the index
-        assert got.match_length <= naive(both, max_tokens).match_length
-        if got.match_length:
-            length = got.match_length
-            assert any(both[i : i + length] == both[-length:] for i in range(len(both) - length))
+    assert index.guess(max_tokens, ahead) == naive(text, max_tokens, ahead)
 
 
-@settings(max_examples=100, deadline=None)
-@given(TEXTS, TEXTS)
-def test_a_text_that_grows_is_one_that_was_given_whole(first, second):
-    index = TokenIndex(first)
-    index.extend(second)
-    assert index.guess(8) == TokenIndex([*first, *second]).guess(8)
+@given(TEXTS)
+def test_every_prefix_of_a_text_is_guessed_as_naively(text):
+    index = TokenIndex()
+    for i, token in enumerate(text):
+        assert index.guess(4) == naive(text[:i], 4, [])
+        index.extend([token])
 
 
-def test_periods_repeat_beyond_the_end():
-    assert TokenIndex([7, 1, 2, 3, 1, 2, 3, 1, 2]).guess(7).tokens == (3, 1, 2, 3, 1, 2, 3)
-    assert TokenIndex([5, 5, 5]).guess(4) == Guess((5, 5, 5, 5), 2)
+@given(st.lists(st.integers(0, 2), min_size=2, max_size=30), AHEAD)
+def test_in_a_short_text_no_suffix_that_matches_is_longer(text, ahead):
+    whole = text + ahead
+    longest = max(common_suffix(whole[:end], whole) for end in range(1, len(whole)))
+    assert TokenIndex(text).guess(1, ahead).match_length == longest
 
 
-def test_a_match_says_how_long_it_is():
-    text = list(range(100, 100 + LONGEST_MATCH + 9))
-    assert TokenIndex([*text, 1, *text]).guess(1) == Guess((1,), LONGEST_MATCH)
-    assert TokenIndex([1, 2, 9, 1, 2]).guess(2) == Guess((9, 1), 2)
-    assert TokenIndex([1, 2, 9, 3, 2]).guess(2) == Guess((), 0)
-    assert TokenIndex([1, 2, 9, 1, 2]).guess(0) == Guess((), 0)
+def test_the_newest_of_equal_matches_is_taken_and_the_longest_before_it():
+    assert TokenIndex([1, 2, 7, 1, 2, 8, 1, 2]).guess(3) == Guess((8, 1, 2), 2)
+    assert TokenIndex([5, 1, 2, 7, 1, 2, 8, 5, 1, 2]).guess(1) == Guess((7,), 3)
 
 
-def test_a_store_answers_where_the_text_does_not():
+def test_a_loop_goes_on_for_as_long_as_is_asked():
+    assert TokenIndex([9, 1, 2, 3, 1, 2, 3]).guess(8) == Guess((1, 2, 3, 1, 2, 3, 1, 2), 3)
+    assert TokenIndex([4, 4]).guess(3) == Guess((4, 4, 4), 1)
+
+
+def test_a_draft_ahead_is_matched_and_forgotten():
+    index = TokenIndex([1, 2, 3, 4, 5])
+    assert index.guess(2) == Guess()
+    assert index.guess(2, [1, 2]) == Guess((3, 4), 2)
+    assert index.guess(4, [7, 8, 7]) == Guess((8, 7, 8, 7), 1)
+    assert index.guess(2) == Guess()
+    assert len(index) == 5
+
+
+def test_only_the_newest_places_of_a_pair_are_compared():
+    far, near = [7, 1, 2, 5], [8, 1, 2, 6]
+    for places, expected in ((MOST_PLACES - 1, Guess((5,), 3)), (MOST_PLACES, Guess((6,), 2))):
+        text = far + near * places + [7, 1, 2]
+        assert TokenIndex(text).guess(1) == naive(text, 1, []) == expected
+
+
+def test_matches_longer_than_the_limit_are_equals():
+    unit = list(range(LONGEST_MATCH + 5))
+    index = TokenIndex([*unit, 900, *unit, 901, *unit[3:]])
+    assert index.guess(1) == Guess((901,), LONGEST_MATCH)
+    assert TokenIndex([*unit, 900]).guess(1, unit) == Guess((900,), LONGEST_MATCH)
+
+
+def test_a_text_of_one_token_over_and_over_costs_no_more():
+    index = TokenIndex([3] * 100_000)
+    assert index.guess(2) == Guess((3, 3), LONGEST_MATCH)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ([1, -1], ValueError, "got -1"),
+        ([1, 2**31], ValueError, "got a larger one"),
+        ([1, 2.0], TypeError, "must be integers"),
+        ([1, "2"], TypeError, "must be integers"),
+    ],
+)
+def test_what_is_no_token_id_is_refused_and_nothing_kept(tokens, error, message):
     store = LookupStore()
-    store.add([1, 2, 3, 4])
-    index = TokenIndex([9, 1, 2], store=store)
-    assert index.guess(9) == Guess((3, 4), 2)  # up to its text's end
-    assert TokenIndex([9, 3, 4], store=store).guess(3) == Guess((), 0)
-    own = TokenIndex([8, 1, 2, 7, 1, 2], store=store)
-    assert own.guess(1) == Guess((7,), 2)  # of equal matches the text's own
-    store.add([8, 7, 1, 2, 5])
-    assert own.guess(1) == Guess((5,), 3)
+    index = TokenIndex([1, 2, 1], store=store)
+    for call in (index.extend, store.add, lambda bad: index.guess(1, bad)):
+        with pytest.raises(error, match=message):
+            call(tokens)
+    assert len(index) == 3
+    assert len(store) == 0
+    assert index.guess(1) == Guess((2,), 1)
 
 
-def test_matches_do_not_reach_into_another_text_of_a_store():
+def test_a_guess_is_a_value():
+    with pytest.raises(FrozenInstanceError):
+        Guess((1,), 1).match_length = 2
+
+
+def stored(*tokens: int, match_length: int) -> Guess:
+    return Guess(tokens, match_length, stored=True)
+
+
+def test_a_store_counts_where_it_matches_much_more():
     store = LookupStore()
-    store.add([1])
-    store.add([2, 3])
-    assert TokenIndex([1, 2], store=store).guess(1) == Guess((), 0)
+    store.add([1, 2, 3, 4, 5, 6])
+    assert TokenIndex([3], store=store).guess(9) == stored(4, 5, 6, match_length=1)
+    assert TokenIndex([2], store=store).guess(2, [3]) == stored(4, 5, match_length=2)
+    assert TokenIndex([4, 9, 1, 2, 3, 4], store=store).guess(1) == stored(5, match_length=4)
+    assert TokenIndex([4, 9, 2, 3, 4], store=store).guess(1) == Guess((9,), 1)
+    assert TokenIndex([3, 4, 9, 1, 2, 3, 4], store=store).guess(1) == Guess((9,), 2)
+    assert TokenIndex([2, 3]).guess(1) == store.guess(0, [2, 3]) == Guess()
 
 
-def test_a_store_is_bounded_and_forgets_the_oldest():
-    store = LookupStore(max_tokens=100)
-    for i in range(200):
-        store.add([1000 + i, 2000 + i, 3000 + i])
-        assert len(store) <= 100
-    assert TokenIndex([1199, 2199], store=store).guess(1).tokens == (3199,)
-    assert TokenIndex([1000, 2000], store=store).guess(1).tokens == ()
-    store.add(range(5000))
-    assert TokenIndex([4997, 4998], store=store).guess(2).tokens == (4999,)
+def test_no_match_and_no_guess_of_a_store_crosses_texts():
+    store = LookupStore()
+    for text in ([1, 2], [3, 4], [5], [6, 7]):
+        store.add(text)
+    guesses = [store.guess(9, tail) for tail in ([1, 2], [2, 3], [2], [4], [5], [7])]
+    assert guesses == [Guess(), stored(4, match_length=1), *[Guess()] * 4]
 
 
-@pytest.mark.parametrize("size", [0, True, 2.5])
-def test_a_store_needs_a_size(size):
-    with pytest.raises(ValueError, match="max_tokens must be"):
-        LookupStore(size)
+@given(st.lists(RANDOM, max_size=4), RANDOM)
+def test_a_store_matches_as_the_naive_search_does(texts, tail):
+    store = LookupStore()
+    for text in texts:
+        store.add(text)
+    places = [(text, end) for text in texts for end in range(1, len(text))]
+    lengths = [min(common_suffix(text[:end], tail), LONGEST_MATCH) for text, end in places]
+    pairs = [i for i, length in enumerate(lengths) if length >= 2][-MOST_PLACES:]
+    counted = pairs or [i for i, length in enumerate(lengths) if length][-1:]
+    best = max(counted, key=lambda i: (lengths[i], i), default=None)
+    expected = Guess()
+    if best is not None:
+        text, end = places[best]
+        expected = stored(*text[end : end + 5], match_length=lengths[best])
+    assert store.guess(5, tail) == expected
+
+
+@pytest.mark.parametrize("bound", [16, 20])
+def test_a_store_forgets_the_oldest_and_stays_in_its_bound(bound):
+    store = LookupStore(max_tokens=bound)
+    for start in range(0, 400, 4):
+        store.add(range(start, start + 4))
+        assert len(store) <= bound
+        for kept in range(max(0, start - 4), start + 4, 4):
+            assert store.guess(1, [kept, kept + 1]) == stored(kept + 2, match_length=2)
+    assert store.guess(1, [0, 1]) == Guess()
+
+
+@pytest.mark.parametrize(
+    ("older", "newer", "expected"),
+    [
+        ([4, 2, 3, 9], [1, 2, 3, 8], stored(8, match_length=3)),
+        ([1, 2, 3, 9], [4, 2, 3, 8], stored(9, match_length=3)),
+        ([1, 2, 3, 9], [1, 2, 3, 8], stored(8, match_length=3)),
+    ],
+)
+def test_both_halves_of_a_store_are_asked_and_the_newer_first(older, newer, expected):
+    store = LookupStore(max_tokens=10)
+    for text in (older, newer):
+        store.add(text)
+    assert store.guess(1, [1, 2, 3]) == expected
+
+
+def test_of_a_text_too_long_a_store_keeps_the_end():
+    store = LookupStore(max_tokens=20)
+    for text in (range(100), range(200, 300)):
+        store.add(text)
+        assert store.guess(1, [text[-12], text[-11]]) == Guess()
+        assert store.guess(1, [text[-10], text[-9]]) == stored(text[-8], match_length=2)
+    store.add([])
+    assert len(store) == 20
+    assert store.guess(1, [95, 96]) == stored(97, match_length=2)
+
+
+def test_a_store_too_small_is_refused():
+    with pytest.raises(ValueError, match="max_tokens must be at least 2, got 1"):
+        LookupStore(max_tokens=1)
 
 
 def test_threads_share_a_store():
-    store, found = LookupStore(max_tokens=500), []
+    store, wrong = LookupStore(max_tokens=4_000), []
 
-    def work(base):
+    def work(first: int) -> None:
         for i in range(200):
-            store.add([base, base + 1, base + 2 + i % 3])
-            guess = TokenIndex([base, base + 1], store=store).guess(1)
-            found.append(guess.tokens in {(base + 2,), (base + 3,), (base + 4,), ()})
+            unit = list(range(first + 10 * i, first + 10 * i + 10))
+            store.add(unit)
+            guess = store.guess(3, unit[:4])
+            if guess not in (stored(*unit[4:7], match_length=4), Guess()):
+                wrong.append(guess)
 
-    threads = [threading.Thread(target=work, args=(1000 * i,)) for i in range(4)]
+    threads = [threading.Thread(target=work, args=(10_000 * i,)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 800
-    assert all(found)
+    assert not wrong
+    assert 1_900 <= len(store) <= 4_000
