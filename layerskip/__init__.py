@@ -7,20 +7,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from layerskip.api import SelfSpeculativeLM as SelfSpeculativeLM
     from layerskip.errors import UnsupportedModelError as UnsupportedModelError
+    from layerskip.lookup import LookupStore as LookupStore
     from layerskip.outputs import DecodeStats as DecodeStats
     from layerskip.outputs import GenerationOutput as GenerationOutput
     from layerskip.outputs import Round as Round
     from layerskip.params import SamplingParams as SamplingParams
     from layerskip.plan import DraftPlan as DraftPlan
+    from layerskip.plan import PlanFile as PlanFile
 
 _HOMES = {
     "SelfSpeculativeLM": "layerskip.api",
     "UnsupportedModelError": "layerskip.errors",
+    "LookupStore": "layerskip.lookup",
     "DecodeStats": "layerskip.outputs",
     "GenerationOutput": "layerskip.outputs",
     "Round": "layerskip.outputs",
     "SamplingParams": "layerskip.params",
     "DraftPlan": "layerskip.plan",
+    "PlanFile": "layerskip.plan",
 }
 __all__ = ["__version__", *_HOMES]
 

@@ -17,7 +17,7 @@ from layerskip.estimates import DEFAULT_ACCEPTANCE, Experience, RowState, surviv
 from layerskip.outputs import Drafter
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
-HYSTERESIS = 0.02
+HYSTERESIS = 0.03
 PROBE_SHARE = 0.01
 CONTEXT_STEP = 64
 SHORTEST = 1e-9  # seconds of a pass: nothing is divided by zero
@@ -33,6 +33,7 @@ class Ask:
         room: most tokens that may be drafted.
         num_guessed: tokens that a look-up offers.
         match_length: of the look-up.
+        stored: whether it is from a store.
     """
 
     state: RowState
@@ -40,6 +41,7 @@ class Ask:
     room: int
     num_guessed: int = 0
     match_length: int = 0
+    stored: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,12 @@ class Choice:
         source: of the drafted tokens.
         num_draft_tokens: most that are drafted.
         rate: tokens a second that the whole round expects.
-        draft_seconds: of one more draft pass, the row's share.
         verify_seconds: of one more row in the verify pass, by drafted tokens.
     """
 
     source: Drafter
     num_draft_tokens: int
     rate: float = 0.0
-    draft_seconds: float = 0.0
     verify_seconds: tuple[float, ...] = ()
 
 
@@ -68,7 +68,9 @@ class Stopper:
     """Whether a growing draft goes on; one for each row and round.
 
     Attributes:
+        confidences: of the tokens so far, as the drafter gave them.
         chances: of acceptance, of each token so far.
+        gain: tokens that one more is expected to add, less what verifying it costs.
         stopped: whether confidence ended the draft.
     """
 
@@ -77,21 +79,27 @@ class Stopper:
         self._survival = 1.0
         self.confidences: list[float] = []
         self.chances: list[float] = []
+        self.gain = 0.0
         self.stopped = False
 
     def goes_on(self, confidence: float) -> bool:
-        """After a token that was drafted with ``confidence``, and stays: is another worth it?"""
+        """After a token that was drafted with ``confidence``, and stays: is another worth a row
+        of the verify pass? ``Controller.pays`` weighs the draft pass, which rows share."""
         state, choice = self._state, self._choice
         chance = state.chance(confidence)
         self.confidences.append(confidence)
         self.chances.append(chance)
         self._survival *= chance
         done = len(self.chances)
-        gain = self._survival * state.acceptance(done)
         more = choice.verify_seconds[done] if done < len(choice.verify_seconds) else 0.0
-        if gain <= choice.rate * (choice.draft_seconds + more):
-            self.stopped = True
+        self.gain = self._survival * state.acceptance(done) - choice.rate * more
+        self.stopped = self.gain <= 0.0
         return not self.stopped
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second that the round expects."""
+        return self._choice.rate
 
 
 class Controller:
@@ -162,6 +170,16 @@ class Controller:
             width += 1
         return width
 
+    def pays(self, stoppers: Sequence[Stopper], context: int) -> bool:
+        """Whether rows that would go on gain more than a draft pass of them all costs; where not,
+        their drafts are stopped."""
+        seconds = self.draft_seconds(len(stoppers), context)
+        if sum(s.gain for s in stoppers) > stoppers[0].rate * seconds:
+            return True
+        for stopper in stoppers:
+            stopper.stopped = True
+        return False
+
     def choose(
         self, asks: Sequence[Ask], *, drafts: bool, fixed: Sequence[int] = ()
     ) -> list[Choice]:
@@ -179,11 +197,13 @@ class Controller:
         ]
         lookups = [0 if p else n for n, p in zip(offers, probing, strict=True)]
         gains = [
-            survivals([a.state.acceptance(i) for i in range(_most(a))]) if drafts and not n else []
+            survivals([a.state.acceptance(i) for i in range(_most_drafted(a))])
+            if drafts and not n
+            else []
             for a, n in zip(asks, lookups, strict=True)
         ]
         tokens = float(len(asks)) + sum(
-            n and _expected([a.state.lookup_acceptance(a.match_length)] * n)
+            n and _expected([a.state.lookup_acceptance(a.match_length, a.stored)] * n)
             for a, n in zip(asks, lookups, strict=True)
         )
         counts, rate = _fill(pace, gains, tokens, [*lookups, *fixed])
@@ -195,8 +215,8 @@ class Controller:
             if looked_up:
                 choices.append(Choice("lookup", looked_up, rate))
             elif settled:
-                most = 1 if a.state.probing else _most(a)
-                choices.append(Choice("early_exit", most, rate, pace.draft_share, pace.steps))
+                most = 1 if a.state.probing else _most_drafted(a)
+                choices.append(Choice("early_exit", most, rate, pace.steps))
             else:
                 choices.append(PLAIN)
         return choices
@@ -204,7 +224,7 @@ class Controller:
     def _offer(self, ask: Ask, pace: "Pace", drafts: bool) -> int:
         """Looked-up tokens that go straight to the verify pass; 0 where an early exit is better."""
         best, rate = 0, 1.0 / pace.verify_share(1)
-        a = ask.state.lookup_acceptance(ask.match_length)
+        a = ask.state.lookup_acceptance(ask.match_length, ask.stored)
         for n in range(1, min(ask.num_guessed, _most(ask)) + 1):
             got = (1.0 + _expected([a] * n)) / pace.verify_share(n + 1)
             if got > rate:
@@ -318,7 +338,7 @@ class Pace:
 def _exit_rate(ask: Ask, guessed: float, pace: Pace) -> float:
     """Tokens a second with an early exit; looked-up tokens that it confirms save passes."""
     best, tokens, survival, saved = 0.0, 1.0, 1.0, 0.0
-    for k in range(1, _most(ask) + 1):
+    for k in range(1, _most_drafted(ask) + 1):
         survival *= ask.state.acceptance(k - 1)
         tokens += survival
         if 1 < k <= ask.num_guessed + 1:
@@ -366,6 +386,11 @@ def _fill(
 
 def _most(ask: Ask) -> int:
     return min(ask.room, MAX_AUTO_DRAFT_TOKENS)
+
+
+def _most_drafted(ask: Ask) -> int:
+    """By an early exit: few while nothing is known of it."""
+    return min(_most(ask), ask.state.shared.most)
 
 
 def _followed(ratio: float, measured: float) -> float:

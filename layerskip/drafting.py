@@ -80,15 +80,24 @@ class EarlyExitDrafter:
         self._rest = plan.layers[plan.shared_depth :]
 
     def draft(
-        self, requests: Sequence[DraftRequest], cache: KVCache, head: DraftHead | None = None
+        self,
+        requests: Sequence[DraftRequest],
+        cache: KVCache,
+        head: DraftHead | None = None,
+        pays: Callable[[Sequence[int]], bool] | None = None,
     ) -> list[Draft]:
         """One draft per request. Writes scratch slots only.
 
         Args:
             head: over the draft vocabulary and all requests' ``own_ids``; None: the model's own.
+            pays: asked before each pass but the first with the places of the requests that would
+                take part; False ends all drafts.
         """
         growing = [_Growing(request) for request in requests]
-        while asking := [g for g in growing if not g.done]:
+        while places := [i for i, g in enumerate(growing) if not g.done]:
+            asking = [growing[i] for i in places]
+            if pays is not None and asking[0].num_passes and not pays(places):
+                break
             self._grow(asking, cache, head)
         return [g.draft() for g in growing]
 

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
 DEFAULT_ACCEPTANCE = 0.7
-ROW_DISCOUNT, SHARED_DISCOUNT, CALIBRATION_DISCOUNT = 0.93, 0.99, 0.998
-ROW_WEIGHT, CONFIDENCE_WEIGHT = 2.0, 8.0  # of "like the others", in expected successes
-POSITION_WEIGHT, SHARED_WEIGHT, CALIBRATION_WEIGHT = 6.0, 8.0, 4.0  # of a prior, in trials
+ROW_DISCOUNT, SHARED_DISCOUNT, CALIBRATION_DISCOUNT = 0.97, 0.99, 0.998
+ROW_WEIGHT, CONFIDENCE_WEIGHT = 3.0, 8.0  # of "like the others", in expected successes
+POSITION_WEIGHT, SHARED_WEIGHT, CALIBRATION_WEIGHT = 20.0, 6.0, 4.0  # of a prior, in trials
 PRIOR_FLOOR = 0.3  # drafts are right more often than they are sure
 LARGEST = 0.995  # of an estimate: nothing is certain
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 MATCH_EDGES = (2, 3, 5, 9, 17)
+LOOKUP_PRIORS = (0.3, 0.5, 0.65, 0.75, 0.82, 0.87)  # after matches between the edges
+FIRST_TOKENS = 4
 NUM_ERROR_BINS = 10
 
 
@@ -97,13 +99,24 @@ class Experience:
 
     prior: tuple[float, ...]
     positions: list[Share] = field(default_factory=lambda: _shares(MAX_AUTO_DRAFT_TOKENS))
-    lookups: list[Share] = field(default_factory=lambda: _shares(len(MATCH_EDGES) + 1))
+    lookups: dict[tuple[bool, int], Share] = field(default_factory=dict)
     calibration: Calibration = field(default_factory=Calibration)
+    num_judged: int = 0
 
     def acceptance(self, i: int) -> float:
         """Of drafted token ``i`` (from 0) once those before it are accepted."""
         prior = self.prior[min(i, len(self.prior) - 1)]
         return self.positions[min(i, MAX_AUTO_DRAFT_TOKENS - 1)].mean(prior, SHARED_WEIGHT)
+
+    @property
+    def most(self) -> int:
+        """Tokens that may be drafted at once on so little experience."""
+        return FIRST_TOKENS + int(self.num_judged)
+
+    def lookup(self, match_length: int, stored: bool) -> Share:
+        """Of looked-up tokens; a match in a store says less than one in the text itself."""
+        key = (stored, bisect_right(MATCH_EDGES, match_length))
+        return self.lookups.setdefault(key, Share())
 
 
 def _shares(count: int) -> list[Share]:
@@ -136,10 +149,10 @@ class RowState:
         chance = self.shared.calibration.chance(confidence)
         return min(LARGEST, chance * self._confidence_ratio.value)
 
-    def lookup_acceptance(self, match_length: int) -> float:
+    def lookup_acceptance(self, match_length: int, stored: bool) -> float:
         """Of each looked-up token after a match this long."""
-        share = self.shared.lookups[bisect_right(MATCH_EDGES, match_length)]
-        prior = 1.0 - 0.5 ** (1 + bisect_right(MATCH_EDGES, match_length) / 2)
+        share = self.shared.lookup(match_length, stored)
+        prior = LOOKUP_PRIORS[bisect_right(MATCH_EDGES, match_length)] / (1 + stored)
         return min(LARGEST, share.mean(prior, SHARED_WEIGHT) * self._lookup_ratio.value)
 
     def add_draft(self, accepted: Sequence[bool], confidences: Sequence[float]) -> None:
@@ -148,15 +161,16 @@ class RowState:
             self._ratio.add(success, self.shared.acceptance(i))
             self._positions[i].add(success, ROW_DISCOUNT)
             self.shared.positions[i].add(success, SHARED_DISCOUNT)
+        self.shared.num_judged += len(accepted)
         calibration = self.shared.calibration
         for success, confidence in zip(accepted, confidences, strict=False):
             told = self.chance(confidence)
             self._confidence_ratio.add(success, calibration.chance(confidence))
             calibration.add(confidence, told, success)
 
-    def add_lookup(self, match_length: int, hits: Sequence[bool]) -> None:
+    def add_lookup(self, match_length: int, hits: Sequence[bool], *, stored: bool) -> None:
         """Looked-up tokens beside the text: right ones, and the first that was not."""
-        share = self.shared.lookups[bisect_right(MATCH_EDGES, match_length)]
+        share = self.shared.lookup(match_length, stored)
         for success in hits:
             self._lookup_ratio.add(success, max(share.mean(0.5, SHARED_WEIGHT), 0.05))
             share.add(success, SHARED_DISCOUNT)

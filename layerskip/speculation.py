@@ -1,6 +1,6 @@
 """What each row drafts in a round, and what is learnt from how it went."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +9,11 @@ from layerskip.cache import KVCache
 from layerskip.controller import PLAIN, Ask, Choice, Controller, Stopper
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
-from layerskip.lookup import NO_GUESS, Guess, LookupStore, TokenIndex
+from layerskip.lookup import Guess, LookupStore, TokenIndex
 from layerskip.params import AUTO, MAX_NUM_DRAFT_TOKENS, most_draft_tokens
 from layerskip.row import Row
+
+NO_GUESS = Guess()
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +84,7 @@ class Speculator:
             self._request(row, c, s, width)
             for row, c, s in zip(rows, choices, stoppers, strict=True)
         ]
-        drafts = self._drafts(requests, choices, guesses, cache)
+        drafts = self._drafts(requests, choices, guesses, stoppers, cache)
         return [
             Attempt(*parts)
             for parts in zip(requests, choices, drafts, guesses, stoppers, strict=True)
@@ -94,7 +96,11 @@ class Speculator:
             return NO_GUESS
         if row.index is None:
             row.index = TokenIndex(row.context, store=self.store)
-        return row.index.guess(min(room, most_draft_tokens(wanted)))
+        guess = row.index.guess(min(room, most_draft_tokens(wanted)))
+        ends = [i for i, token in enumerate(guess.tokens) if token in row.spec.eos_ids]
+        if not ends:  # nothing is emitted after an end of sequence
+            return guess
+        return Guess(guess.tokens[: ends[0] + 1], guess.match_length, guess.stored)
 
     def _choices(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> list[Choice]:
         choices: dict[int, Choice] = {}
@@ -104,7 +110,9 @@ class Speculator:
                 choices[i] = self._fixed(row, guess)
             else:
                 count = len(guess.tokens)
-                asks[i] = Ask(row.state, row.length, _room(row), count, guess.match_length)
+                asks[i] = Ask(
+                    row.state, row.length, _room(row), count, guess.match_length, guess.stored
+                )
         if asks:
             assert self.controller is not None
             chosen = self.controller.choose(
@@ -158,6 +166,7 @@ class Speculator:
         requests: Sequence[DraftRequest],
         choices: Sequence[Choice],
         guesses: Sequence[Guess],
+        stoppers: Sequence[Stopper | None],
         cache: KVCache,
     ) -> list[Draft]:
         drafts = [NO_DRAFT] * len(requests)
@@ -165,7 +174,8 @@ class Speculator:
         if exits:
             assert self.drafter is not None
             asked = [requests[i] for i in exits]
-            made = self.drafter.draft(asked, cache, self._head_of(asked))
+            pays = self._pays([stoppers[i] for i in exits], max(r.length for r in asked))
+            made = self.drafter.draft(asked, cache, self._head_of(asked), pays)
             for i, draft in zip(exits, made, strict=True):
                 drafts[i] = draft
         for i, choice in enumerate(choices):
@@ -173,6 +183,20 @@ class Speculator:
                 tokens = guesses[i].tokens[: choice.num_draft_tokens]
                 drafts[i] = _looked_up(requests[i], tokens)
         return drafts
+
+    def _pays(
+        self, stoppers: Sequence[Stopper | None], context: int
+    ) -> Callable[[Sequence[int]], bool]:
+        """Whether another draft pass is worth it; a row with a fixed number always has it."""
+
+        def pays(places: Sequence[int]) -> bool:
+            asking = [stoppers[i] for i in places]
+            judging = [s for s in asking if s is not None]
+            if len(judging) < len(asking) or self.controller is None:
+                return True
+            return self.controller.pays(judging, context)
+
+        return pays
 
     def _head_of(self, requests: Sequence[DraftRequest]) -> DraftHead | None:
         """The trimmed head with what these rows' texts hold beside."""
@@ -219,7 +243,8 @@ class Speculator:
         if row.state is None or self.controller is None:
             return
         guess, stopper = attempt.guess, attempt.stopper
-        row.state.add_lookup(guess.match_length, judged(guess.tokens, emitted))
+        right = judged(guess.tokens, emitted)
+        row.state.add_lookup(guess.match_length, right, stored=guess.stored)
         drafted = len(attempt.draft.tokens)
         if stopper is None or not drafted:
             self.controller.observe_plain(row.state, row.length)

@@ -49,6 +49,28 @@ class Request:
 
 
 @dataclass
+class Growing:
+    """One row's draft: which tokens are right."""
+
+    request: Request
+    choice: Choice
+    stopper: Stopper
+    right: list[bool] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.ended or len(self.right) >= self.choice.num_draft_tokens
+
+    def grow(self, random: Random, *, stops: bool) -> None:
+        chance = self.request.acceptance(self.request.emitted)
+        self.right.append(random.random() < chance)
+        sure = 0.98 if self.right[-1] else 0.15
+        confidence = sure if self.request.telling else max(self.request.boast, chance)
+        self.ended = stops and not self.stopper.goes_on(confidence)
+
+
+@dataclass
 class Paper:
     """A decoder that only counts.
 
@@ -79,27 +101,36 @@ class Paper:
         for r in going:
             r.state = r.state or self.controller.row("greedy")
         choices = self._choices(going)
-        drafts = [self._draft(r, c) for r, c in zip(going, choices, strict=True)]
-        counts = [len(right) for right, _ in drafts]
+        drafts = [Growing(r, c, Stopper(r.state, c)) for r, c in zip(going, choices, strict=True)]
         cost = self.controller.cost
-        for i in range(max(counts)):
-            drafting = sum(n > i for n in counts)
-            self.seconds += cost.draft_pass(drafting, CONTEXT, sequences=drafting)
-        verified = sum(counts) + len(going)
+        while asking := [d for d in drafts if not d.done]:
+            first = not asking[0].right
+            stoppers = [d.stopper for d in asking]
+            if self.fixed is None and not first and not self.controller.pays(stoppers, CONTEXT):
+                break
+            self.seconds += cost.draft_pass(len(asking), CONTEXT, sequences=len(asking))
+            for d in asking:
+                d.grow(self.random, stops=self.fixed is None)
+        counts = [len(d.right) for d in drafts]
         self.seconds += cost.verify_pass(
-            verified, CONTEXT, sequences=len(going), longest=max(counts) + 1
+            sum(counts) + len(going), CONTEXT, sequences=len(going), longest=max(counts) + 1
         )
-        for r, (right, confidences) in zip(going, drafts, strict=True):
-            accepted = right[: right.index(False) + 1] if False in right else right
-            if right:
-                self.controller.observe_draft(r.state, CONTEXT, accepted, confidences)
-            else:
-                self.controller.observe_plain(r.state, CONTEXT)
-            new = min(sum(accepted) + 1, r.tokens - r.emitted)
-            r.emitted += new
-            self.emitted += new
+        for d in drafts:
+            self._judge(d)
         self.num_rounds += 1
         self.chosen.append(max(counts))
+
+    def _judge(self, draft: "Growing") -> None:
+        r, right = draft.request, draft.right
+        accepted = right[: right.index(False) + 1] if False in right else right
+        if right:
+            confidences = draft.stopper.confidences
+            self.controller.observe_draft(r.state, CONTEXT, accepted, confidences)
+        else:
+            self.controller.observe_plain(r.state, CONTEXT)
+        new = min(sum(accepted) + 1, r.tokens - r.emitted)
+        r.emitted += new
+        self.emitted += new
 
     def _choices(self, going: Sequence[Request]) -> list[Choice]:
         rooms = [r.tokens - r.emitted - 1 for r in going]
@@ -107,19 +138,6 @@ class Paper:
             return [Choice("early_exit", min(self.fixed, room)) for room in rooms]
         asks = [Ask(r.state, CONTEXT, room) for r, room in zip(going, rooms, strict=True)]
         return self.controller.choose(asks, drafts=True)
-
-    def _draft(self, r: Request, choice: Choice) -> tuple[list[bool], list[float]]:
-        """Which of the drafted tokens are right, and their confidences."""
-        right: list[bool] = []
-        stopper = Stopper(r.state, choice)
-        while len(right) < choice.num_draft_tokens:
-            chance = r.acceptance(r.emitted)
-            right.append(self.random.random() < chance)
-            sure = 0.98 if right[-1] else 0.15
-            confidence = sure if r.telling else max(r.boast, chance)
-            if self.fixed is None and not stopper.goes_on(confidence):
-                break
-        return right, stopper.confidences
 
     @property
     def rate(self) -> float:

@@ -80,9 +80,9 @@ def test_drafting_happens_and_can_be_switched_off(model, exit_lm, monkeypatch):
     drafted = []
     draft = exit_lm._drafter.draft
 
-    def spy(requests, cache, head):
+    def spy(requests, *rest):
         drafted.append(max(r.num_draft_tokens for r in requests))
-        return draft(requests, cache, head)
+        return draft(requests, *rest)
 
     monkeypatch.setattr(exit_lm._drafter, "draft", spy)
     custom = {"custom_generate": exit_lm.custom_generate}

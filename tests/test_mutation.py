@@ -89,7 +89,7 @@ class Vandal(EarlyExitDrafter):
         self.spoil = spoil
 
     def draft(
-        self, requests: Sequence[DraftRequest], cache: KVCache, head: None = None
+        self, requests: Sequence[DraftRequest], cache: KVCache, head: None = None, pays: None = None
     ) -> list[Draft]:
         drafts = super().draft(requests, cache)
         if self.spoil is not None:

@@ -1,0 +1,260 @@
+"""The controller on paper: counted passes times a cost table, so every bound is deterministic."""
+
+from random import Random
+
+import pytest
+from controlling import CONTEXT, Paper, Request, paper, steady, table
+
+from layerskip.controller import Ask, Choice, Controller, Stopper
+from layerskip.estimates import LARGEST, Calibration, Experience, RowState
+from layerskip.params import MAX_AUTO_DRAFT_TOKENS
+
+COSTS = {
+    "padded": table(),
+    "flat": table(slope=0.0),
+    "sloping": table(0.15, quantum=1, slope=0.01),
+}
+FIXED = (0, 1, 2, 3, 4, 5, 7, 9, 12, 16)
+
+
+def plain_rate(cost) -> float:
+    return 1.0 / cost.verify_pass(1, CONTEXT)
+
+
+def against_plain(run: Paper) -> float:
+    return run.rate / plain_rate(run.controller.cost)
+
+
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+@pytest.mark.parametrize("boast", [0.1, 0.5, 0.98])
+@pytest.mark.parametrize("requests", [1, 10])
+def test_a_drafter_that_is_never_right_costs_three_percent_at_most(cost, boast, requests):
+    run = paper(cost).run(steady(0.0, count=requests, boast=boast))
+    assert 0.97 <= against_plain(run) < 1.0
+
+
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+def test_a_measured_prior_is_unlearnt_within_the_bound(cost):
+    run = paper(cost, prior=(0.9, 0.9)).run(steady(0.0, count=10, boast=0.98))
+    assert against_plain(run) >= 0.97
+
+
+@pytest.mark.parametrize("chance", [0.02, 0.1])
+def test_a_random_drafter_costs_three_percent_at_most(chance):
+    assert against_plain(paper(table()).run(steady(chance, count=10))) >= 0.97
+
+
+def test_probes_alone_cost_one_percent():
+    run = paper(table()).run(steady(0.0, count=1))  # learns
+    before, run.seconds, run.emitted = run.num_rounds, 0.0, 0
+    run.run(steady(0.0, count=20))
+    probes = sum(n > 0 for n in run.chosen[before:])
+    assert probes > 10
+    assert against_plain(run) >= 0.985
+
+
+@pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+def test_automatic_is_near_the_best_fixed_number_where_confidence_tells_nothing(cost, acceptance):
+    auto = paper(cost).run(steady(acceptance, count=16)).rate
+    best = max(paper(cost, k).run(steady(acceptance, count=16)).rate for k in FIXED)
+    assert auto >= 0.95 * best
+
+
+@pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+def test_automatic_beats_every_fixed_number_where_confidence_tells(cost, acceptance):
+    auto = paper(cost).run(steady(acceptance, count=8, telling=True)).rate
+    best = max(paper(cost, k).run(steady(acceptance, count=8)).rate for k in FIXED)
+    assert auto >= 1.05 * best
+
+
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+def test_over_a_bimodal_stream_automatic_beats_every_fixed_number(cost):
+    def stream() -> list[Request]:
+        return [r for i in range(12) for r in steady(0.95 if i % 2 else 0.05, count=1)]
+
+    best = max(paper(cost, k).run(stream()).rate for k in FIXED)
+    assert paper(cost).run(stream()).rate >= 1.1 * best
+
+
+def test_short_outputs_of_an_ordinary_drafter_gain():
+    assert against_plain(paper(table()).run(steady(0.7, count=20, tokens=16))) >= 1.2
+
+
+def test_short_outputs_lose_two_percent_at_most_once_the_drafter_is_known():
+    run = paper(table()).run(steady(0.05, count=4))
+    run.seconds, run.emitted = 0.0, 0
+    run.run(steady(0.05, count=20, tokens=16))
+    assert against_plain(run) >= 0.98
+
+
+def test_drafting_comes_back_when_it_pays_again():
+    request = Request(600, lambda emitted: 0.0 if emitted < 200 else 0.95, boast=0.5)
+    run = paper(table()).run([request])
+    off = next(i for i, n in enumerate(run.chosen) if n == 0)
+    first = next(i for i in range(off, len(run.chosen)) if run.chosen[i] > 1)
+    assert sum(run.chosen[off:first]) <= 30  # probes on the way
+    assert run.num_rounds < 420  # 600 plain rounds without
+    assert max(run.chosen[-20:]) >= 4
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 32])
+@pytest.mark.parametrize("acceptance", [0.0, 0.8])
+def test_batches_of_any_size_are_never_slower_than_plain(rows, acceptance):
+    cost = table(slope=0.02)
+    auto = paper(cost).run(steady(acceptance, count=64, tokens=64), rows=rows)
+    plain = paper(cost, 0).run(steady(acceptance, count=64, tokens=64), rows=rows)
+    assert auto.seconds <= 1.03 * plain.seconds
+    if acceptance and rows <= 8:
+        assert auto.seconds <= 0.85 * plain.seconds
+
+
+def test_a_ramp_of_the_batch_is_never_slower_than_plain():
+    def ramp(run: Paper) -> Paper:
+        for rows in (1, 2, 4, 8, 16, 32, 16, 8, 4, 2, 1):
+            run.run(steady(0.7, count=rows, tokens=48), rows=rows)
+        return run
+
+    cost = table(slope=0.03)
+    auto, plain = ramp(paper(cost)), ramp(paper(cost, 0))
+    assert auto.seconds < 0.9 * plain.seconds
+
+
+def test_where_verifying_is_dear_large_batches_do_not_draft():
+    dear = table(0.3, quantum=1, slope=1.0)  # compute-bound: every row costs a pass
+    run = paper(dear).run(steady(0.5, count=64, tokens=64), rows=32)
+    assert sum(n > 0 for n in run.chosen) <= 0.3 * run.num_rounds
+    assert (
+        run.seconds <= 1.03 * paper(dear, 0).run(steady(0.5, count=64, tokens=64), rows=32).seconds
+    )
+
+
+def test_the_choice_is_the_largest_of_the_formula():
+    controller = Controller(table(0.25, slope=0.0), (0.8,), follows_clock=False)
+    state = controller.row("greedy")
+    state.shared.num_judged = 100
+    choice = controller.choose([Ask(state, 0, MAX_AUTO_DRAFT_TOKENS)], drafts=True)[0]
+    expected = {  # DESIGN 6: at c = 0.25 and a = 0.8 the best k is 3, 1.64 times plain
+        k: sum(0.8**i for i in range(k + 1)) / (0.25 * k + 1.0) for k in range(17)
+    }
+    assert max(expected, key=expected.get) == 3
+    assert choice.rate == pytest.approx(expected[3], rel=1e-6)
+    assert choice.rate == pytest.approx(1.64, abs=0.05)
+
+
+def test_nothing_is_drafted_where_there_is_no_room_or_no_drafter():
+    controller = Controller(table(), follows_clock=False)
+    state = controller.row("greedy")
+    assert controller.choose([Ask(state, 0, 0)], drafts=True)[0].num_draft_tokens == 0
+    assert controller.choose([Ask(state, 0, 9)], drafts=False)[0].source == "none"
+
+
+def test_a_long_match_goes_straight_to_verify_and_a_poor_one_to_the_draft():
+    controller = Controller(table(slope=0.2), follows_clock=False)
+    state = controller.row("greedy")
+    good = controller.choose([Ask(state, 0, 16, 10, 20)], drafts=True)[0]
+    assert (good.source, good.num_draft_tokens) == ("lookup", 7)  # as many rows as cost nothing
+    poor = controller.choose([Ask(state, 0, 16, 10, 1)], drafts=True)[0]
+    assert poor.source == "early_exit"
+    for _ in range(40):
+        state.add_lookup(20, [False], stored=False)
+    again = controller.choose([Ask(state, 0, 16, 10, 20)], drafts=True)[0]
+    assert again.source == "early_exit"
+
+
+def test_free_rows_of_a_draft_pass_take_guesses():
+    controller = Controller(table(0.2, slope=0.2), follows_clock=False)  # 8 rows as one
+    assert controller.guesses(1, CONTEXT) == 7
+    assert controller.guesses(2, CONTEXT) == 3
+    assert controller.guesses(8, CONTEXT) == 0
+
+
+def test_a_stopper_counts_survival_against_the_rate():
+    state = RowState(Experience((0.8,)))
+    choice = Choice("early_exit", 8, rate=1.5, verify_seconds=(0.2,) * 8)
+    sure, unsure = Stopper(state, choice), Stopper(state, choice)
+    assert sure.goes_on(0.99)
+    assert sure.gain == pytest.approx(sure.chances[0] * 0.8 - 1.5 * 0.2)
+    assert not sure.stopped
+    assert not unsure.goes_on(0.0)
+    assert unsure.stopped
+    assert sure.chances[0] > unsure.chances[0]
+
+
+def test_rows_share_a_draft_pass_or_none_of_them_goes_on():
+    controller = Controller(table(0.4, slope=0.0), follows_clock=False)
+    choice = Choice("early_exit", 8, rate=2.0)
+
+    def stopper() -> Stopper:
+        made = Stopper(RowState(Experience((0.8,))), choice)
+        assert made.goes_on(0.9)
+        return made
+
+    alone = [stopper()]
+    assert 0.0 < alone[0].gain < 2.0 * 0.4
+    assert not controller.pays(alone, CONTEXT)
+    assert alone[0].stopped
+    together = [stopper() for _ in range(4)]
+    assert controller.pays(together, CONTEXT)
+    assert not any(s.stopped for s in together)
+
+
+def test_calibration_learns_what_confidence_means():
+    calibration, random = Calibration(), Random(0)
+    for _ in range(3000):
+        for confidence, chance in ((0.15, 0.5), (0.55, 0.75), (0.99, 0.9)):
+            accepted = random.random() < chance
+            calibration.add(confidence, calibration.chance(confidence), accepted)
+    assert calibration.chance(0.15) == pytest.approx(0.5, abs=0.05)
+    assert calibration.chance(0.99) == pytest.approx(0.9, abs=0.05)
+    assert calibration.error < 0.03
+    assert 0.5 < calibration.chance(0.35) < 0.75 + 0.1  # between what is known
+
+
+def test_calibration_error_is_the_gap_between_told_and_true():
+    calibration = Calibration()
+    for i in range(100):
+        calibration.add(0.9, 0.9, i % 2 == 0)
+    assert calibration.error == pytest.approx(0.4)
+    assert Calibration().error == 0.0
+
+
+def test_estimates_start_from_what_requests_have_in_common_and_depart_from_it():
+    shared = Experience((0.6,))
+    poor, other = RowState(shared), RowState(shared)
+    assert poor.acceptance(0) == pytest.approx(0.6)
+    for _ in range(30):
+        poor.add_draft([False], [])
+    assert poor.acceptance(0) < 0.1
+    assert poor.acceptance(0) < other.acceptance(0) < 0.6
+    for _ in range(300):
+        other.add_draft([True] * 4, [])
+    assert 0.9 < other.acceptance(2) <= LARGEST
+
+
+def test_seconds_that_were_measured_correct_the_table():
+    cost = table()
+    for follows, ratio in ((True, 2.0), (False, 1.0)):
+        controller = Controller(cost, follows_clock=follows)
+        before = controller.draft_seconds(1, CONTEXT)
+        for _ in range(400):
+            expected = controller.draft_seconds(1, CONTEXT), controller.verify_seconds(1, CONTEXT)
+            verify = cost.verify_pass(1, CONTEXT)
+            controller.observe_seconds(2.0 * before, expected[0], verify, expected[1])
+        assert controller.draft_seconds(1, CONTEXT) == pytest.approx(ratio * before, rel=0.02)
+
+
+def test_one_stalled_round_changes_little():
+    controller = Controller(table())
+    expected = controller.verify_seconds(1, CONTEXT)
+    controller.observe_seconds(0.0, 0.0, 1000.0 * expected, expected)
+    assert controller.verify_seconds(1, CONTEXT) <= 1.05 * expected
+
+
+def test_kinds_of_requests_learn_apart():
+    controller = Controller(table(), follows_clock=False)
+    for _ in range(50):
+        controller.row("greedy").add_draft([False], [0.5])
+    assert controller.row("greedy").acceptance(0) < 0.2 < controller.row("coupled").acceptance(0)
+    assert controller.calibration_error("greedy") > 0.0 == controller.calibration_error("block")

@@ -1,0 +1,345 @@
+"""Drafts chosen from round to round on the real engine: the text never depends on them."""
+
+import itertools
+import threading
+
+import pytest
+import torch
+from decoding import PROMPT, SAMPLED, join
+from toys import PLANS, VOCAB_SIZE, make_model, random_ids
+
+from layerskip import DraftPlan, LookupStore, SamplingParams, SelfSpeculativeLM
+from layerskip.controller import PLAIN, Choice, Controller
+from layerskip.cost import CostTable, Curve
+from layerskip.decode import Decoder
+from layerskip.drafting import EarlyExitDrafter
+from layerskip.plan import PlanFile
+from layerskip.speculation import judged
+
+FREE = Curve((1,), (0,), ((0.0,),))
+REPEATING = [*random_ids(12), *random_ids(12), *random_ids(7)]
+NEW = 40
+GREEDY = SamplingParams()
+WITH_RULES = SamplingParams(temperature=0.8, top_p=0.9, seed=3, repetition_penalty=1.2)
+
+
+def cost_of(c: float) -> CostTable:
+    draft, verify = (Curve((8, 64), (0,), ((unit, 2 * unit),)) for unit in (c, 1.0))
+    return CostTable(draft, FREE, verify, 0.0, 8, {})
+
+
+class Scripted(Controller):
+    """Chooses what a test says, round after round."""
+
+    def __init__(self, *choices: Choice) -> None:
+        super().__init__(cost_of(0.1), follows_clock=False)
+        self.choices = itertools.cycle(choices)
+
+    def choose(self, asks, *, drafts, fixed=()):
+        return [next(self.choices) for _ in asks]
+
+
+@pytest.fixture(scope="module")
+def lm(toy) -> SelfSpeculativeLM:
+    lm = SelfSpeculativeLM(toy(), None, PLANS["exit"])
+    lm._controller = Controller(cost_of(0.1), follows_clock=False)
+    return lm
+
+
+@pytest.fixture(scope="module")
+def plain(toy) -> SelfSpeculativeLM:
+    return SelfSpeculativeLM(toy(), None, num_draft_tokens=0)
+
+
+def run(lm, prompt=REPEATING, **settings):
+    return lm.generate(prompt, **{"max_new_tokens": NEW} | settings)
+
+
+def store_of(*texts) -> LookupStore:
+    store = LookupStore()
+    for text in texts:
+        store.add(text)
+    return store
+
+
+def with_controller(toy, controller, plan="exit", **settings) -> SelfSpeculativeLM:
+    lm = SelfSpeculativeLM(toy(), None, PLANS[plan] if plan else None, **settings)
+    lm._controller = controller
+    return lm
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, WITH_RULES], ids=["greedy", "0.8", "rules"])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("c", [0.01, 0.3])
+def test_automatic_text_is_plain_text(toy, plain, sampling, plan, c):
+    lm = with_controller(toy, Controller(cost_of(c), follows_clock=False), plan)
+    for prompt in (REPEATING, PROMPT):
+        assert run(lm, prompt, sampling=sampling).token_ids == (
+            run(plain, prompt, sampling=sampling).token_ids
+        )
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "0.8"])
+def test_switching_every_round_changes_no_token(toy, plain, sampling):
+    exits = [Choice("early_exit", k) for k in (4, 1, 16)]
+    script = [exits[0], PLAIN, Choice("lookup", 5), exits[1], exits[2], Choice("lookup", 1)]
+    expected = run(plain, sampling=sampling).token_ids
+    known = store_of([*REPEATING, *expected])
+    out = run(with_controller(toy, Scripted(*script), lookup=known), sampling=sampling)
+    assert out.token_ids == expected
+    assert {r.drafter for r in out.rounds} == {"none", "early_exit", "lookup"}
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_looked_up_tokens_can_be_judged_by_distributions(toy, plain, verification):
+    """One token that is certain: p is one-hot, so every mode must give plain text."""
+    certain = SamplingParams(temperature=0.001, seed=1)
+    lm = with_controller(toy, Scripted(Choice("lookup", 6)))
+    out = run(lm, sampling=certain, verification=verification)
+    assert out.token_ids == run(plain, sampling=certain).token_ids
+    assert out.stats.num_lookup_rounds > 0
+
+
+def test_guesses_change_no_drafted_token_and_save_passes(toy, plain):
+    known = store_of([*REPEATING, *run(plain).token_ids])
+    without, guessed = (
+        run(SelfSpeculativeLM(toy(), None, PLANS["exit"], num_draft_tokens=5, lookup=lookup))
+        for lookup in (False, known)
+    )
+    assert guessed.token_ids == without.token_ids
+    for name in ("num_draft_tokens", "num_accepted_tokens", "num_rounds"):
+        assert getattr(guessed.stats, name) == getattr(without.stats, name)
+    assert without.stats.num_draft_passes == without.stats.num_draft_tokens
+    assert guessed.stats.num_draft_passes < 0.9 * without.stats.num_draft_passes
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_guesses_change_no_sampled_draft_either(toy, verification):
+    sampling, outs, known = SamplingParams(temperature=0.3, seed=5), [], False
+    for _ in range(2):
+        lm = SelfSpeculativeLM(toy(), None, PLANS["exit"], num_draft_tokens=5, lookup=known)
+        outs.append(run(lm, sampling=sampling, verification=verification))
+        known = store_of([*REPEATING, *outs[0].token_ids])
+    assert outs[0].token_ids == outs[1].token_ids
+    assert outs[1].stats.num_draft_passes < outs[0].stats.num_draft_passes
+
+
+def test_wrong_guesses_are_counted_among_the_positions(toy):
+    lm = SelfSpeculativeLM(toy(), None, PLANS["exit"], num_draft_tokens=4)
+    stack, plan = lm.stack, PLANS["exit"]
+    decoder = Decoder(stack, EarlyExitDrafter(stack, plan), plan, looks_up=True)
+    row = join(decoder, REPEATING, num_draft_tokens=4)
+    decoder.step()
+    (record,) = decoder.step()
+    assert record.positions >= record.num_draft_tokens + 1
+    assert record.num_draft_passes <= record.num_draft_tokens
+    assert row.index is not None
+    assert len(row.index) == len(REPEATING) + len(row.token_ids)
+
+
+def test_without_a_plan_a_number_looks_up_alone(toy, plain):
+    known = store_of(random_ids(9), [*REPEATING[5:], *run(plain).token_ids])
+    out = run(SelfSpeculativeLM(toy(), None, num_draft_tokens=6, lookup=known))
+    assert out.token_ids == run(plain).token_ids
+    assert out.stats.num_draft_passes == 0
+    assert out.stats.num_lookup_rounds > 0 < out.stats.num_accepted_tokens
+    off = SelfSpeculativeLM(toy(), None, num_draft_tokens=6, lookup=False)
+    assert run(off).stats.num_draft_tokens == 0
+
+
+def test_a_store_helps_the_next_request(toy, plain):
+    store = LookupStore()
+    lm = SelfSpeculativeLM(toy(), None, num_draft_tokens=6, lookup=store)
+    first, second = (run(lm, PROMPT) for _ in range(2))
+    assert first.token_ids == second.token_ids == run(plain, PROMPT).token_ids
+    assert len(store) >= len(PROMPT) + NEW
+    assert second.stats.num_rounds <= 0.5 * first.stats.num_rounds
+
+
+def test_rows_of_a_batch_choose_for_themselves(toy, plain):
+    lm = with_controller(toy, Controller(cost_of(0.05), follows_clock=False))
+    prompts = [REPEATING, PROMPT, random_ids(30, 3), random_ids(5, 4)]
+    numbers = ["auto", 0, 3, "auto"]
+    batch = lm.open_batch(max_new_tokens=NEW)
+    rows = [batch.add(p, num_draft_tokens=n) for p, n in zip(prompts, numbers, strict=True)]
+    while batch.unfinished:
+        batch.step()
+    outs = [batch.remove(row) for row in rows]
+    assert [o.token_ids for o in outs] == [run(plain, p).token_ids for p in prompts]
+    assert outs[1].stats.num_draft_tokens == 0
+    assert {r.num_draft_tokens for r in outs[2].rounds[1:-3]} == {3}
+    assert outs[0].stats.num_draft_tokens > 0
+
+
+def test_a_dear_draft_is_given_up_and_the_response_says_so(toy):
+    out = run(with_controller(toy, Controller(cost_of(5.0), follows_clock=False), lookup=False))
+    assert out.stats.num_plain_rounds == out.stats.num_rounds == NEW - 1
+
+
+def test_confidence_stops_drafts_and_chances_are_told(lm):
+    out = run(lm, PROMPT)
+    drafted = [r for r in out.rounds if r.drafter == "early_exit"]
+    assert drafted
+    assert all(len(r.chances) == r.num_draft_tokens for r in drafted)
+    assert all(0.0 <= chance <= 1.0 for r in drafted for chance in r.chances)
+    assert any(r.stopped for r in drafted)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, WITH_RULES], ids=["greedy", "0.8", "rules"])
+@pytest.mark.parametrize("size", [8, 64, VOCAB_SIZE])
+def test_a_trimmed_vocabulary_changes_no_token(toy, plain, sampling, size):
+    kept = tuple(range(0, VOCAB_SIZE, VOCAB_SIZE // size))[:size]
+    known = PlanFile(PLANS["exit"], draft_vocabulary=kept)
+    lm = SelfSpeculativeLM(toy(), None, known, num_draft_tokens=4)
+    outs = lm.generate([REPEATING, PROMPT], max_new_tokens=NEW, sampling=sampling)
+    for out, prompt in zip(outs, (REPEATING, PROMPT), strict=True):
+        assert out.token_ids == run(plain, prompt, sampling=sampling).token_ids
+        assert out.stats.num_uncovered_tokens == sum(t not in kept for t in out.token_ids)
+    assert lm.coverage_meter.coverage == pytest.approx(
+        1 - sum(o.stats.num_uncovered_tokens for o in outs) / sum(len(o.token_ids) for o in outs)
+    )
+
+
+def test_trimmed_drafts_take_kept_tokens_and_those_of_the_row(toy):
+    kept = (3, 50, 99)
+    known = PlanFile(PLANS["exit"], draft_vocabulary=kept)
+    lm = SelfSpeculativeLM(toy(), None, known, num_draft_tokens=4, lookup=False)
+    taken = []
+    draft = lm._drafter.draft
+
+    def spy(requests, *rest):
+        drafts = draft(requests, *rest)
+        taken.extend((r.own_ids, d.tokens) for r, d in zip(requests, drafts, strict=True))
+        return drafts
+
+    lm._drafter.draft = spy
+    lm.generate([PROMPT], max_new_tokens=12, sampling=SAMPLED, verification="token")
+    assert taken
+    assert all(set(tokens) <= own | set(kept) for own, tokens in taken)
+    assert set(PROMPT) - set(kept) <= taken[0][0]
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_sampled_texts_over_a_trimmed_vocabulary_do_not_depend_on_neighbours(toy, verification):
+    known = PlanFile(PLANS["exit"], draft_vocabulary=tuple(range(40)))
+    lm = SelfSpeculativeLM(toy(), None, known, num_draft_tokens=3, lookup=False)
+    settings = {"max_new_tokens": 24, "sampling": SAMPLED, "verification": verification}
+    prompts = [PROMPT, random_ids(20, 5), random_ids(9, 6)]
+    together = lm.generate(prompts, **settings)
+    assert [o.token_ids for o in together] == [
+        lm.generate(p, **settings).token_ids for p in prompts
+    ]
+
+
+def test_a_vocabulary_beyond_the_model_is_refused(toy):
+    known = PlanFile(PLANS["exit"], draft_vocabulary=(1, VOCAB_SIZE))
+    with pytest.raises(ValueError, match=f"names token id {VOCAB_SIZE}; the model's vocabulary"):
+        SelfSpeculativeLM(toy(), None, known)
+
+
+def test_a_poor_vocabulary_raises_the_alarm(toy, caplog):
+    known = PlanFile(PLANS["exit"], draft_vocabulary=(0,))
+    lm = SelfSpeculativeLM(toy(), None, known, num_draft_tokens=2)
+    run(lm, PROMPT)
+    assert "the draft vocabulary covers" in caplog.text
+
+
+def test_new_weights_reach_the_trimmed_head():
+    model = make_model()
+    known = PlanFile(PLANS["exit"], draft_vocabulary=tuple(range(VOCAB_SIZE)))
+    lm = SelfSpeculativeLM(model, None, known, num_draft_tokens=4, lookup=False)
+    run(lm, PROMPT)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    trimmed = run(lm, PROMPT)
+    whole = run(
+        SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4, lookup=False), PROMPT
+    )
+    assert trimmed.token_ids == whole.token_ids
+    assert trimmed.stats.num_accepted_tokens == whole.stats.num_accepted_tokens
+
+
+def test_a_plan_file_brings_cost_and_prior(toy, tmp_path, caplog):
+    lm = SelfSpeculativeLM(toy(), None, PLANS["exit"])
+    cost = lm.controller.cost
+    known = PlanFile(PLANS["exit"], cost=cost, acceptance=(0.9, 0.8))
+    known.save(tmp_path / "plan.json")
+    again = SelfSpeculativeLM(toy(), None, PlanFile.load(tmp_path / "plan.json"))
+    assert again.controller.cost == cost
+    assert again.controller.row("greedy").acceptance(1) == pytest.approx(0.8)
+    assert not caplog.text
+    other = SelfSpeculativeLM(make_model(shape="odd"), None, known)
+    assert other.controller.cost != cost
+    assert "measured" in caplog.text
+
+
+def test_no_plan_that_pays_means_look_ups_alone(toy, plain):
+    lm = SelfSpeculativeLM(toy(), None, PlanFile(None))
+    out = run(lm)
+    assert lm.plan is None
+    assert out.token_ids == run(plain).token_ids
+    assert out.stats.num_draft_passes == 0
+
+
+def test_threads_share_a_controller(toy, plain):
+    lm = with_controller(toy, Controller(cost_of(0.1)), lookup=LookupStore())
+    prompts = [REPEATING, PROMPT, random_ids(21, 8)]
+    expected = [run(plain, p).token_ids for p in prompts]
+    found = {}
+
+    def work(i):
+        found[i] = run(lm, prompts[i]).token_ids
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(3)] == expected
+
+
+def test_a_failing_pass_leaves_nothing_behind(toy, plain, monkeypatch):
+    lm = with_controller(toy, Controller(cost_of(0.05), follows_clock=False))
+    batch = lm.open_batch(max_new_tokens=NEW)
+    row = batch.add(REPEATING)
+    for _ in range(3):
+        batch.step()
+    before = batch._rows.row(row).context
+    logits = lm.stack.logits
+
+    def fails(hidden):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(lm.stack, "logits", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        batch.step()
+    assert batch._rows.row(row).context == before
+    monkeypatch.setattr(lm.stack, "logits", logits)
+    while batch.unfinished:
+        batch.step()
+    assert batch.remove(row).token_ids == run(plain).token_ids
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"num_draft_tokens": "some"},
+            ValueError,
+            "must be 'auto' or between 0 and 32, got 'some'",
+        ),
+        ({"num_draft_tokens": 33}, ValueError, "between 0 and 32, got 33"),
+        ({"num_draft_tokens": True}, TypeError, "must be an int, got True"),
+        ({"lookup": "yes"}, TypeError, "lookup must be a bool or a LookupStore, got 'yes'"),
+        ({"plan": DraftPlan(9, (0,))}, ValueError, "for a model of 9 layers; this one has 6"),
+    ],
+)
+def test_bad_settings_are_refused(toy, arguments, error, message):
+    with pytest.raises(error, match=message):
+        SelfSpeculativeLM(toy(), None, **arguments)
+
+
+def test_judging_guesses_ends_at_the_first_wrong_one():
+    assert judged([1, 2, 3], [1, 2, 9, 4]) == [True, True, False]
+    assert judged([1, 2, 3], [1]) == [True]
+    assert judged([], [1]) == []
