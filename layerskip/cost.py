@@ -7,7 +7,10 @@ with a plan, and read by the controller and the simulator. Pure numbers: nothing
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from layerskip.files import read_json, write_json
 
 COST_VERSION = 1
 
@@ -73,6 +76,9 @@ class CostTable:
         sampling: of one row, draft or target.
         row_quantum: passes are padded to a multiple of this many rows.
         key: what the table is of: fingerprint of the model, plan, device, dtype, threads, versions.
+        tiles: positions of a sequence that attention takes at once, where fewer rows than a
+            quantum are rounded up to one of these; empty: to the quantum.
+        draft_sequence, verify_sequence: of each further sequence in a pass, before its context.
     """
 
     draft_layers: Curve
@@ -81,19 +87,74 @@ class CostTable:
     sampling: float
     row_quantum: int
     key: Mapping[str, str | int]
+    tiles: tuple[int, ...] = ()
+    draft_sequence: float = 0.0
+    verify_sequence: float = 0.0
 
-    def draft_pass(self, rows: int, context: float) -> float:
-        """One draft pass over ``rows`` tokens, with its head and sampling."""
-        padded = self._padded(rows)
-        layers, head = self.draft_layers.at(padded, context), self.draft_head.at(padded, 0)
-        return layers + head + rows * self.sampling
+    def draft_pass(self, rows: int, context: float, *, sequences: int = 1) -> float:
+        """One draft pass over ``rows`` tokens, with its head and sampling.
 
-    def verify_pass(self, rows: int, context: float) -> float:
-        """One full-depth pass over ``rows`` tokens, with sampling; of one row: a plain pass."""
-        return self.verify.at(self._padded(rows), context) + rows * self.sampling
+        Args:
+            rows: tokens, of all sequences together.
+            context: slots that the longest sequence holds.
+            sequences: that the tokens are of, equally many each.
+        """
+        longest = -(-rows // sequences)
+        layers = self._layers(
+            self.draft_layers, rows, context, sequences, longest, self.draft_sequence
+        )
+        return layers + self.draft_head.at(self._padded(rows), 0) + rows * self.sampling
+
+    def verify_pass(
+        self, rows: int, context: float, *, sequences: int = 1, longest: int | None = None
+    ) -> float:
+        """One full-depth pass over ``rows`` tokens, with sampling; of one row: a plain pass.
+
+        Args:
+            rows: tokens, of all sequences together.
+            context: slots that the longest sequence holds.
+            sequences: that the tokens are of.
+            longest: tokens of the sequence that has the most in this pass; None if all have
+                equally many. A ragged pass attends as if all had as many.
+        """
+        longest = -(-rows // sequences) if longest is None else longest
+        layers = self._layers(self.verify, rows, context, sequences, longest, self.verify_sequence)
+        return layers + rows * self.sampling
+
+    def _layers(
+        self,
+        curve: Curve,
+        rows: int,
+        context: float,
+        sequences: int,
+        longest: int,
+        another: float,
+    ) -> float:
+        """Layers over several sequences, from what one takes: products over all rows at once,
+        attention over each sequence's own context."""
+        if sequences == 1:
+            return curve.at(self._padded(rows), context)
+        each = curve.at(self._padded(longest), context) - curve.at(self._padded(longest), 0)
+        total = curve.at(self._padded(rows), 0) + sequences * max(0.0, each)
+        return total + (sequences - 1) * another
 
     def _padded(self, rows: int) -> int:
+        if rows < self.row_quantum:
+            return next((t for t in self.tiles if t >= rows), self.row_quantum)
         return -(-rows // self.row_quantum) * self.row_quantum
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as a JSON file."""
+        write_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "CostTable":
+        """Read a table written by ``save``."""
+        content = read_json(path, "cost table")
+        try:
+            return cls.from_dict(content)
+        except ValueError as error:
+            raise ValueError(f"{path} is not a cost table ({error})") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON; ``from_dict`` reads it."""
@@ -117,8 +178,11 @@ class CostTable:
                 float(content["sampling"]),
                 int(content["row_quantum"]),
                 dict(content["key"]),
+                tuple(content["tiles"]),
+                float(content["draft_sequence"]),
+                float(content["verify_sequence"]),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"the cost table is not complete ({error!r})") from None
 
 

@@ -1,12 +1,16 @@
-"""Which layers draft: one frozen value that passes everywhere as an argument."""
+"""Which layers draft, one frozen value that passes everywhere as an argument; and its file."""
 
-import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, Literal
 
-from layerskip.params import check_integer
+from layerskip.cost import CostTable
+from layerskip.files import read_json, write_json
+from layerskip.params import check_integer, check_num_draft_tokens, check_number
 
-PLAN_VERSION = 1
+PLAN_VERSION, PLAN_FILE_VERSION = 1, 2
 
 
 @dataclass(frozen=True)
@@ -64,24 +68,123 @@ class DraftPlan:
             "num_layers": self.num_layers,
             "draft_layers": list(self.layers),
         }
-        Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
+        write_json(path, content)
 
     @classmethod
     def load(cls, path: str | Path) -> "DraftPlan":
-        """Read a plan written by ``save``."""
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"plan file {path} cannot be read: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not a plan file ({error!r})") from None
+        """The plan in a file written by ``save`` or ``PlanFile.save``.
+
+        Raises:
+            ValueError: the file can't be read, is no plan file, or says that no plan pays.
+        """
+        plan = PlanFile.load(path).plan
+        if plan is None:
+            raise ValueError(f"plan file {path} holds no plan: none was found to pay")
+        return plan
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """A plan, and what it was chosen with: what ``layerskip search`` writes and ``--plan`` reads.
+
+    Attributes:
+        plan: which layers draft; None: it was searched for, and no plan pays.
+        num_draft_tokens: drafted per round, or "auto".
+        draft_vocabulary: ids that the draft's head knows, ascending; None for all.
+        cost: of the plan's passes, on the machine that it says.
+        fingerprint: of the checkpoint that it was chosen on.
+        acceptance: measured, by draft position: the share that is accepted of what is verified
+            after accepted tokens only. What a controller begins with.
+        measurements: what the choice was made by; ready for JSON.
+    """
+
+    plan: DraftPlan | None
+    num_draft_tokens: int | Literal["auto"] = "auto"
+    draft_vocabulary: tuple[int, ...] | None = None
+    cost: CostTable | None = None
+    fingerprint: str | None = None
+    acceptance: tuple[float, ...] = ()
+    measurements: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.num_draft_tokens != "auto":
+            check_num_draft_tokens(self.num_draft_tokens)
+        if self.draft_vocabulary is not None:
+            _check_vocabulary(self.draft_vocabulary)
+        for share in self.acceptance:
+            check_number("an acceptance", share, 0.0, 1.0)
+        if self.fingerprint is not None and not isinstance(self.fingerprint, str):
+            raise TypeError(f"fingerprint must be text, got {self.fingerprint!r}")
+        if not isinstance(self.measurements, Mapping):
+            raise TypeError(f"measurements must be a mapping, got {self.measurements!r}")
+
+    def save(self, path: str | Path) -> None:
+        """Write the file, whole or not at all.
+
+        Raises:
+            ValueError: it cannot be written, or the measurements are not JSON.
+        """
+        plan, vocabulary = self.plan, self.draft_vocabulary
+        content = {
+            "version": PLAN_FILE_VERSION,
+            "num_layers": None if plan is None else plan.num_layers,
+            "draft_layers": None if plan is None else list(plan.layers),
+            "num_draft_tokens": self.num_draft_tokens,
+            "draft_vocabulary": None if vocabulary is None else list(vocabulary),
+            "fingerprint": self.fingerprint,
+            "acceptance": list(self.acceptance),
+            "measurements": dict(self.measurements),
+            "cost": None if self.cost is None else self.cost.to_dict(),
+        }
+        write_json(path, content)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "PlanFile":
+        """Read a file written by ``save``, or one of version 1, which holds less.
+
+        Raises:
+            ValueError: it can't be read, or is no plan file.
+        """
+        content = read_json(path, "plan file")
         # The version first: another one may name its fields otherwise.
         if not isinstance(content, dict) or "version" not in content:
             raise ValueError(f"{path} is not a plan file (it has no version)")
         version = content["version"]
-        if version != PLAN_VERSION or isinstance(version, bool):
-            raise ValueError(f"{path} has plan version {version}; this layerskip reads version 1")
+        known = (PLAN_VERSION, PLAN_FILE_VERSION)
+        if isinstance(version, bool) or version not in known:
+            raise ValueError(
+                f"{path} has plan version {version}; this layerskip reads versions 1 and 2"
+            )
         try:
-            return cls(content["num_layers"], tuple(content["draft_layers"]))
+            return _from_dict(content)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a plan file ({error!r})") from None
+
+
+def _from_dict(content: Mapping[str, Any]) -> PlanFile:
+    later = content["version"] == PLAN_FILE_VERSION
+    layers = content["draft_layers"]
+    plan = None
+    if layers is not None or not later:  # a file that was not searched for has a plan
+        plan = DraftPlan(content["num_layers"], tuple(layers))
+    wanted = content["num_draft_tokens"] if later else content.get("num_draft_tokens")
+    settings: dict[str, Any] = {}
+    if later:
+        vocabulary, cost = content["draft_vocabulary"], content["cost"]
+        settings = {
+            "draft_vocabulary": None if vocabulary is None else tuple(vocabulary),
+            "cost": None if cost is None else CostTable.from_dict(cost),
+            "fingerprint": content["fingerprint"],
+            "acceptance": tuple(content["acceptance"]),
+            "measurements": content["measurements"],
+        }
+    return PlanFile(plan, "auto" if wanted is None else wanted, **settings)
+
+
+def _check_vocabulary(ids: object) -> None:
+    if not isinstance(ids, tuple):
+        raise TypeError(f"draft_vocabulary must be a tuple of token ids or None, got {ids!r}")
+    for token in ids:
+        check_integer("a token id of draft_vocabulary", token, 0)
+    if not ids or any(a >= b for a, b in pairwise(ids)):
+        raise ValueError("draft_vocabulary must be one or more strictly increasing token ids")

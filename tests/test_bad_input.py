@@ -58,8 +58,9 @@ SAMPLING = [
     ({"top_p": -LARGE}, ValueError, "top_p must be finite and between 0 and 1, got -1000"),
 ]
 FILES = [
-    ('{"version": 2, "draft_depth": 3}', "has plan version 2; this layerskip reads version 1"),
-    ('{"version": "x"}', "has plan version x; this layerskip reads version 1"),
+    ('{"version": 2, "draft_depth": 3}', "is not a plan file (KeyError('draft_layers'))"),
+    ('{"version": 3}', "has plan version 3; this layerskip reads versions 1 and 2"),
+    ('{"version": "x"}', "has plan version x; this layerskip reads versions 1 and 2"),
     ('{"version": true, "num_layers": 6, "draft_layers": [0]}', "has plan version True; this lay"),
     ('{"num_layers": 6, "draft_layers": [0]}', "is not a plan file (it has no version)"),
     ('{"version": 1, "num_layers": 6, "draft_layers": "ab"}', "is not a plan file (TypeError("),

@@ -1,6 +1,7 @@
 """The cost table: between, beyond and before what was measured; to JSON and back."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -12,8 +13,17 @@ TABLE = CostTable(CURVE, Curve((8, 16), (0,), ((0.5, 0.5),)), CURVE, 0.01, 8, {"
 
 @pytest.mark.parametrize(
     ("rows", "context", "seconds"),
-    [(8, 0, 1.0), (16, 100, 6.0), (12, 0, 1.5), (8, 50, 2.0), (12, 50, 3.0), (24, 0, 3.0)]
-    + [(8, 200, 5.0), (1, 0, 1.0), (8, -5, 1.0)],
+    [
+        (8, 0, 1.0),
+        (16, 100, 6.0),
+        (12, 0, 1.5),
+        (8, 50, 2.0),
+        (12, 50, 3.0),
+        (24, 0, 3.0),
+        (8, 200, 5.0),
+        (1, 0, 1.0),
+        (8, -5, 1.0),
+    ],
 )
 def test_a_curve_is_linear_inside_and_beyond_and_flat_before(rows, context, seconds):
     assert CURVE.at(rows, context) == pytest.approx(seconds)
@@ -31,6 +41,36 @@ def test_passes_are_padded_and_sampled():
     assert TABLE.draft_pass(2, 100) == pytest.approx(3.0 + 0.5 + 0.02)
 
 
+def test_fewer_rows_than_a_quantum_are_rounded_up_to_a_tile():
+    curve = Curve((1, 4, 8, 16), (0,), ((1.0, 2.0, 4.0, 8.0),))
+    table = CostTable(curve, curve, curve, 0.0, 8, {}, tiles=(1, 4))
+    assert [table.verify_pass(n, 0) for n in (1, 2, 4, 5, 8, 9)] == [1.0, 2.0, 2.0, 4.0, 4.0, 8.0]
+
+
+def test_sequences_share_products_but_not_attention():
+    """Products 1, 2 s for 8, 16 rows; attention 3 s for 8 rows of one sequence at 100 slots."""
+    table = replace(TABLE, verify=Curve((8, 16), (0, 100), ((1.0, 2.0), (4.0, 8.0))))
+    table = replace(table, sampling=0.0, draft_sequence=0.25, verify_sequence=0.5)
+    assert table.verify_pass(16, 100, sequences=2) == pytest.approx(2.0 + 2 * 3.0 + 0.5)
+    assert table.verify_pass(9, 100, sequences=2, longest=8) == pytest.approx(2.0 + 6.0 + 0.5)
+    assert table.verify_pass(16, 100, sequences=2, longest=12) == pytest.approx(2.0 + 12.0 + 0.5)
+    assert table.draft_pass(2, 100, sequences=2) == pytest.approx(1.0 + 2 * 2.0 + 0.25 + 0.5)
+
+
+def test_a_table_is_saved_and_read_back(tmp_path):
+    table = replace(TABLE, tiles=(1, 2, 4), draft_sequence=0.1, verify_sequence=0.2)
+    table.save(tmp_path / "cost.json")
+    assert CostTable.load(tmp_path / "cost.json") == table
+    assert [f.name for f in tmp_path.iterdir()] == ["cost.json"]
+
+
+@pytest.mark.parametrize("content", ["{}", "[", "[]", '{"version": 1, "verify": 3}'])
+def test_other_files_are_no_cost_tables(tmp_path, content):
+    (tmp_path / "cost.json").write_text(content)
+    with pytest.raises(ValueError, match=r"cost\.json is not a cost table \("):
+        CostTable.load(tmp_path / "cost.json")
+
+
 def test_a_table_survives_json():
     assert CostTable.from_dict(json.loads(json.dumps(TABLE.to_dict()))) == TABLE
 
@@ -41,6 +81,8 @@ def test_a_table_survives_json():
         ({"version": 2}, "version 1 was expected, got 2"),
         ({"verify": {"rows": [8]}}, "not complete"),
         ({"sampling": None}, "not complete"),
+        ({"sampling": 10**400}, "not complete"),
+        ({"tiles": 3}, "not complete"),
     ],
 )
 def test_what_is_no_table_is_refused(change, message):

@@ -11,7 +11,7 @@ import pytest
 import layerskip
 
 PACKAGE = Path(layerskip.__file__).parent
-VALUES = {"cost", "errors", "families", "params", "outputs", "plan", "text"}
+VALUES = {"cost", "errors", "families", "files", "params", "outputs", "plan", "text"}
 # From the bottom up: a module may import what stands in the lines before its own.
 ENGINE = [
     {"cache", "sampling"},

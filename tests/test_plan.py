@@ -1,10 +1,16 @@
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import layerskip
 from layerskip import DraftPlan
+from layerskip.cost import CostTable, Curve
+from layerskip.plan import PlanFile
+
+PACKAGE = Path(layerskip.__file__).parent
 
 
 def test_exit_drafts_with_the_first_layers():
@@ -102,6 +108,147 @@ def test_a_missing_plan_file_is_named(tmp_path):
 
 def test_a_plan_of_a_later_version_is_refused(tmp_path):
     path = tmp_path / "plan.json"
-    path.write_text('{"version": 2, "num_layers": 6, "draft_layers": [0]}')
-    with pytest.raises(ValueError, match="plan version 2; this layerskip reads version 1"):
-        DraftPlan.load(path)
+    path.write_text('{"version": 3, "num_layers": 6, "draft_layers": [0]}')
+    for kind in (DraftPlan, PlanFile):
+        with pytest.raises(ValueError, match="plan version 3; this layerskip reads versions 1 and"):
+            kind.load(path)
+
+
+CURVE = Curve((1, 8), (0,), ((1.0, 2.0),))
+FILE = PlanFile(
+    DraftPlan(6, (0, 2)),
+    num_draft_tokens=3,
+    draft_vocabulary=(0, 5, 9),
+    cost=CostTable(CURVE, CURVE, CURVE, 0.5, 8, {"device": "cpu", "threads": 2}, (1, 2)),
+    fingerprint="abc",
+    acceptance=(0.8, 0.5),
+    measurements={"plans": [{"draft_layers": [0], "speedup": 1.25}]},
+)
+
+
+@pytest.mark.parametrize("file", [FILE, PlanFile(None), PlanFile(DraftPlan(6, (0,)))])
+def test_a_saved_plan_file_is_read_back(tmp_path, file):
+    file.save(tmp_path / "plan.json")
+    assert PlanFile.load(tmp_path / "plan.json") == file
+    assert [f.name for f in tmp_path.iterdir()] == ["plan.json"]  # nothing temporary is left
+
+
+def test_a_bare_plan_is_a_plan_file_too(tmp_path):
+    plan = DraftPlan(6, (0, 2))
+    plan.save(tmp_path / "plan.json")
+    assert PlanFile.load(tmp_path / "plan.json") == PlanFile(plan, "auto")
+
+
+def test_the_built_in_checkpoint_s_plan_file_loads():
+    file = PlanFile.load(PACKAGE / "checkpoints" / "small" / "layerskip.json")
+    assert file == PlanFile(DraftPlan(16, (0, 1)), file.num_draft_tokens)
+
+
+def test_a_plan_is_read_out_of_a_plan_file(tmp_path):
+    FILE.save(tmp_path / "plan.json")
+    assert DraftPlan.load(tmp_path / "plan.json") == FILE.plan
+
+
+def test_a_file_that_says_that_no_plan_pays_holds_no_plan(tmp_path):
+    PlanFile(None).save(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match=r"plan\.json holds no plan: none was found to pay"):
+        DraftPlan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_draft_tokens": "many"},
+        {"num_draft_tokens": 33},
+        {"num_draft_tokens": True},
+        {"draft_vocabulary": [3, 3]},
+        {"draft_vocabulary": []},
+        {"draft_vocabulary": ["a"]},
+        {"draft_vocabulary": 7},
+        {"draft_layers": [9]},
+        {"num_layers": None},
+        {"fingerprint": 3},
+        {"acceptance": [1.5]},
+        {"acceptance": 0.5},
+        {"acceptance": [10**400]},
+        {"measurements": []},
+        {"cost": {}},
+        {"cost": []},
+        {"version": 1, "draft_layers": None},
+    ],
+)
+def test_a_damaged_plan_file_is_refused(tmp_path, change):
+    FILE.save(tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text()) | change
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"plan\.json is not a plan file \("):
+        PlanFile.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "num_layers",
+        "draft_layers",
+        "num_draft_tokens",
+        "draft_vocabulary",
+        "fingerprint",
+        "acceptance",
+        "measurements",
+        "cost",
+    ],
+)
+def test_a_plan_file_that_lacks_something_is_refused(tmp_path, name):
+    FILE.save(tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    del content[name]
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"not a plan file \(KeyError\('{name}'\)\)"):
+        PlanFile.load(tmp_path / "plan.json")
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    path = tmp_path / "plan.json"
+    FILE.save(path)
+    before = path.read_bytes()
+    for unwritable in (float("nan"), {1, 2}):
+        with pytest.raises(ValueError, match=r"plan\.json cannot be written: not JSON"):
+            PlanFile(FILE.plan, measurements={"speedup": unwritable}).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_broken_move_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    FILE.save(path)
+    before = path.read_bytes()
+    broken = OSError(28, "No space left on device")
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(broken))
+    with pytest.raises(ValueError, match="cannot be written: No space left on device"):
+        PlanFile(None).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_where_no_file_can_be_is_said(tmp_path):
+    with pytest.raises(ValueError, match="is a folder; give the name of a file"):
+        FILE.save(tmp_path)
+    with pytest.raises(ValueError, match=r"there is no folder .*none"):
+        FILE.save(tmp_path / "none" / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"num_draft_tokens": 40}, ValueError, "num_draft_tokens must be between 0 and 32, got 40"),
+        ({"num_draft_tokens": "all"}, TypeError, "num_draft_tokens must be an int, got 'all'"),
+        ({"draft_vocabulary": (2, 1)}, ValueError, "strictly increasing token ids"),
+        ({"draft_vocabulary": [1]}, TypeError, r"must be a tuple of token ids or None, got \[1\]"),
+        ({"acceptance": (2.0,)}, ValueError, "an acceptance must be finite and between 0 and 1"),
+        ({"fingerprint": 1}, TypeError, "fingerprint must be text, got 1"),
+        ({"measurements": 3}, TypeError, "measurements must be a mapping, got 3"),
+    ],
+)
+def test_a_plan_file_checks_what_it_is_given(settings, error, message):
+    with pytest.raises(error, match=message):
+        PlanFile(FILE.plan, **settings)

@@ -1,0 +1,66 @@
+"""Small JSON files: read with one clear sentence for each mistake, written whole or not at all."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def read_json(path: str | Path, what: str) -> Any:
+    """The content of a JSON file.
+
+    Args:
+        what: the file should be, as "plan file".
+
+    Raises:
+        ValueError: it cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{what} {path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a {what} ({error!r})") from None
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise unless a file can be written there: to be asked before work that it would lose."""
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written: folder {path.parent} is not writable")
+
+
+def write_json(path: str | Path, content: Any) -> None:
+    """Write a JSON file in one move: whoever reads it meets the old content or the new one.
+
+    Raises:
+        ValueError: the content is no JSON, or the file cannot be written; an older one is left.
+    """
+    check_writable(path)
+    try:
+        text = json.dumps(content, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be written: not JSON ({error})") from None
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        # mkstemp's files are for their owner alone.
+        Path(temporary).chmod(0o666 & ~_umask())
+        Path(temporary).replace(path)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _umask() -> int:
+    """The process's mask of file rights; there is no way to read it but to set it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,335 @@
+"""Measure what passes take: bare, interleaved, and in a bounded time whatever the model's size."""
+
+import hashlib
+import logging
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import torch
+from torch import Tensor
+
+from layerskip import __version__
+from layerskip.cache import Segment
+from layerskip.cost import CostTable, Curve
+from layerskip.exactness import MAX_PASS_ROWS
+from layerskip.fingerprint import device_name, fingerprint
+from layerskip.model import DecoderStack
+from layerskip.params import SamplingParams
+from layerskip.plan import DraftPlan, PlanFile
+from layerskip.sampling import Sampler
+
+logger = logging.getLogger(__name__)
+
+QUICK_SECONDS = 0.3
+MAX_SWEEPS, QUICK_SWEEPS = 25, 5
+MAX_CONTEXT, QUICK_CONTEXT = 4096, 1024
+MAX_CACHE_BYTES = 2**29
+NUM_SEQUENCES = 4
+RESERVE = 0.85  # of the time, for passes; the rest is for what comes before and after them
+FREE = Curve((1,), (0,), ((0.0,),))
+
+Point = tuple[str, int, int]  # kind of pass, rows, context
+Head = Callable[[Tensor], Tensor]
+
+SAID = {
+    "fingerprint": "of another checkpoint",
+    "device": "on another device",
+    "dtype": "in another dtype",
+    "threads": "with another number of threads",
+    "draft_layers": "with other draft layers",
+    "draft_vocabulary": "with another draft vocabulary",
+    "row_quantum": "with passes padded to another number of rows",
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is measured: sizes of passes, and slots that they attend to."""
+
+    rows: tuple[int, ...]
+    contexts: tuple[int, ...]
+
+    def points(self, *, drafts: bool, sequences: bool) -> list[Point]:
+        """Every pass of a sweep."""
+        kinds = ("verify", "draft") if drafts else ("verify",)
+        points = [(kind, r, c) for kind in kinds for r in self.rows for c in self.contexts]
+        if drafts:
+            points += [("head", r, 0) for r in self.rows]
+        if sequences:
+            points += [(f"{kind} sequences", NUM_SEQUENCES, 0) for kind in kinds]
+            points += [(kind, NUM_SEQUENCES, 0) for kind in kinds]
+        return list(dict.fromkeys([*points, ("sampling", 1, 0)]))
+
+
+def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
+    """Grids to choose from, the finest first; the last one is what a table can't do without."""
+    quantum = _quantum(stack)
+    most = max(1, min(MAX_PASS_ROWS, stack.max_positions // 2))
+    few, all_rows = max(quantum, 8), {t for t in stack.exactness.tiles if t < quantum}
+    all_rows |= {quantum * 2**i for i in range(7)} | {1}
+    fine = tuple(sorted(r for r in all_rows if r <= most))
+    coarse = tuple(r for r in (1, few, 2 * few) if r <= most)
+    longest = QUICK_CONTEXT if quick else MAX_CONTEXT
+    fitting = MAX_CACHE_BYTES // stack.kv_bytes_per_token
+    top = max(0, min(stack.max_positions, longest, fitting) - max(fine))
+    contexts = tuple(sorted({0, top // 2, top} | ({512} if top >= 2048 else set())))
+    ends = tuple(sorted({0, top}))
+    one_by_one = stack.exactness.wanted and not stack.exactness.holds
+    full = [Grid(coarse if one_by_one else fine, contexts)] if not quick else []
+    return [*full, Grid(coarse, ends), Grid(coarse[:2], (0,))]
+
+
+def _quantum(stack: DecoderStack) -> int:
+    """Rows that a pass is padded to; where no size is proven, tokens run one by one instead."""
+    exactness = stack.exactness
+    return exactness.row_quantum if exactness.holds else 1
+
+
+class Passes:
+    """The passes of one decoder, bare, each timed by itself.
+
+    Args:
+        stack: runs them.
+        plan: layers of a draft pass.
+        head: the draft's, ``(rows, hidden)`` -> ``(rows, draft vocabulary)``.
+        largest: rows and context of the largest pass.
+    """
+
+    def __init__(
+        self, stack: DecoderStack, plan: DraftPlan | None, head: Head, largest: tuple[int, int]
+    ) -> None:
+        self.stack, self.head = stack, head
+        self.draft_layers = plan.layers if plan is not None else ()
+        self.cache = stack.new_cache(num_rows=1, num_slots=sum(largest))
+        self.many = stack.new_cache(num_rows=NUM_SEQUENCES, num_slots=NUM_SEQUENCES)
+        self.sampler = Sampler(SamplingParams(temperature=1.0), 0, stack.vocab_size)
+        self.logits = stack.logits(stack.embed([1]))[:1]
+        self.drawn = 0
+
+    def seconds(self, point: Point) -> float:
+        """One timing of one pass."""
+        kind, rows, context = point
+        kind, _, several = kind.partition(" ")
+        segments = [Segment(0, context, rows)]
+        if several:
+            segments = [Segment(i, 0, 1) for i in range(rows)]
+        if kind == "verify":
+            return self._timed(lambda: self._verify(rows, segments))
+        if kind == "draft":  # drafts follow each other: the second finds its weights in the cache
+            return self._timed(lambda: self._draft(rows, segments), times=2)
+        if kind == "head":
+            hidden = self.stack.embed([1] * rows)
+            return self._timed(lambda: self._draft_head(hidden, rows), times=2)
+        return self._timed(self._sample)
+
+    def _verify(self, rows: int, segments: Sequence[Segment]) -> None:
+        stack = self.stack
+        cache = self.cache if len(segments) == 1 else self.many
+        hidden = stack.embed([1] * rows)
+        stack.logits(stack.run_layers(hidden, range(stack.num_layers), cache, segments))
+
+    def _draft(self, rows: int, segments: Sequence[Segment]) -> None:
+        cache = self.cache if len(segments) == 1 else self.many
+        hidden = self.stack.embed([1] * rows)
+        hidden = self.stack.run_layers(hidden, self.draft_layers, cache, segments)
+        self._draft_head(hidden, rows)
+
+    def _draft_head(self, hidden: Tensor, rows: int) -> None:
+        self.head(hidden)[:rows].float().softmax(-1).amax(-1).tolist()
+
+    def _sample(self) -> None:
+        self.drawn += 1  # its noise is new
+        self.sampler.pick(self.logits, self.drawn)
+
+    def _timed(self, run: Callable[[], None], times: int = 1) -> float:
+        self._wait()
+        began = time.perf_counter()
+        for _ in range(times):
+            run()
+        self._wait()
+        return (time.perf_counter() - began) / times
+
+    def _wait(self) -> None:
+        if self.stack.device.type == "cuda":
+            torch.cuda.synchronize(self.stack.device)
+
+
+@torch.inference_mode()
+def measure_cost(
+    stack: DecoderStack,
+    plan: DraftPlan | None,
+    *,
+    draft_vocabulary: Sequence[int] | None = None,
+    head: Head | None = None,
+    seconds: float = 20.0,
+    quick: bool = False,
+    on_progress: Callable[[float], None] = lambda share: None,
+) -> CostTable:
+    """Time bare passes over a grid of rows and contexts, medians of interleaved sweeps.
+
+    Every sweep runs all passes once in a new order, so that what else the machine does hits all
+    alike. Rounds add their own overhead: it counts against predictions made from the table.
+
+    Args:
+        stack: the model, on its device, with this thread's number of cores.
+        plan: draft layers. None: drafts run no layer and no head and cost nothing, as looked-up
+            ones do.
+        draft_vocabulary: ids that the draft's head knows, None for all; goes into the key.
+        head: the draft's own, ``(rows, hidden)`` -> ``(rows, vocab)`` logits; None: the model's.
+        seconds: upper bound, unless the few passes that a table needs at least take longer.
+        quick: a coarse table in about half a second, or from a handful of passes.
+        on_progress: called with the share done, 0 to 1.
+
+    Returns:
+        The table, its key filled in. Times in seconds.
+    """
+    began = time.perf_counter()
+    key = cost_key(stack, plan, draft_vocabulary)
+    budget = min(seconds, QUICK_SECONDS) if quick else RESERVE * seconds
+    candidates = grids(stack, quick=quick)
+    largest = max(candidates[0].rows), max(candidates[0].contexts)
+    passes = Passes(stack, plan, head or stack.logits, largest)
+    plain = [passes.seconds(("verify", 1, 0)) for _ in range(2)][-1]
+    draft_share = 2 * len(passes.draft_layers) / stack.num_layers
+    afford = (1.0 if quick else seconds) / 2
+    grid = next(
+        (g for g in candidates[:-1] if _sweep(g, plain, draft_share) * 2 < afford), candidates[-1]
+    )
+    least = grid is candidates[-1]
+    points = grid.points(drafts=plan is not None, sequences=not quick and not least)
+    if not least:
+        for point in points:
+            passes.seconds(point)
+    times: dict[Point, list[float]] = {p: [] for p in points}
+    order = random.Random(0)
+    for sweep in range(QUICK_SWEEPS if quick else MAX_SWEEPS):
+        for point in order.sample(points, len(points)):
+            spent = time.perf_counter() - began
+            if sweep and spent > budget:
+                return _table(stack, key, grid, times)
+            on_progress(min(1.0, max(spent / budget, sweep / MAX_SWEEPS)))
+            times[point].append(passes.seconds(point))
+    return _table(stack, key, grid, times)
+
+
+def _sweep(grid: Grid, plain: float, draft_share: float) -> float:
+    """Seconds of a sweep, guessed from a plain pass: rows are not free."""
+    rows = sum(1 + r / 16 for r in grid.rows)
+    return plain * rows * len(grid.contexts) * (1.1 + draft_share)
+
+
+def _table(
+    stack: DecoderStack, key: dict[str, str | int], grid: Grid, times: dict[Point, list[float]]
+) -> CostTable:
+    medians = {point: statistics.median(values) for point, values in times.items()}
+    heads = {r: medians.get(("head", r, 0), 0.0) for r in grid.rows}
+    drafts = ("draft", grid.rows[0], grid.contexts[0]) in medians
+
+    def curve(kind: str, less: dict[int, float]) -> Curve:
+        seconds = tuple(
+            tuple(max(0.0, medians[kind, r, c] - less.get(r, 0.0)) for r in grid.rows)
+            for c in grid.contexts
+        )
+        return Curve(grid.rows, grid.contexts, seconds)
+
+    def another(kind: str) -> float:
+        together = medians.get((f"{kind} sequences", NUM_SEQUENCES, 0))
+        if together is None:
+            return 0.0
+        apart = together - medians[kind, NUM_SEQUENCES, 0]
+        return max(0.0, apart) / (NUM_SEQUENCES - 1)
+
+    quantum = _quantum(stack)
+    return CostTable(
+        draft_layers=curve("draft", heads) if drafts else FREE,
+        draft_head=Curve(grid.rows, (0,), (tuple(heads.values()),)) if drafts else FREE,
+        verify=curve("verify", {}),
+        sampling=medians["sampling", 1, 0],
+        row_quantum=quantum,
+        key=key,
+        tiles=tuple(t for t in stack.exactness.tiles if t < quantum),
+        draft_sequence=another("draft"),
+        verify_sequence=another("verify"),
+    )
+
+
+def cost_key(
+    stack: DecoderStack, plan: DraftPlan | None, draft_vocabulary: Sequence[int] | None = None
+) -> dict[str, str | int]:
+    """All that a cost table depends on."""
+    return {
+        "fingerprint": fingerprint(stack),
+        "device": device_name(stack.device),
+        "dtype": str(stack.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "layerskip": __version__,
+        "backend": stack.backend,
+        "row_quantum": _quantum(stack),
+        "draft_layers": "none" if plan is None else ",".join(map(str, plan.layers)),
+        "draft_vocabulary": _described(draft_vocabulary),
+    }
+
+
+def _described(draft_vocabulary: Sequence[int] | None) -> str:
+    if draft_vocabulary is None:
+        return "all"
+    digest = hashlib.sha256(",".join(map(str, draft_vocabulary)).encode()).hexdigest()
+    return f"{len(draft_vocabulary)} ids, {digest[:8]}"
+
+
+def mismatch(
+    table: CostTable,
+    stack: DecoderStack,
+    plan: DraftPlan | None,
+    draft_vocabulary: Sequence[int] | None = None,
+) -> str | None:
+    """One sentence that says what a table was measured with and is not now; None if it fits."""
+    now = cost_key(stack, plan, draft_vocabulary)
+    differing = [
+        f"{SAID.get(name, f'with another {name}')} ({table.key.get(name, 'unknown')}, now {value})"
+        for name, value in now.items()
+        if table.key.get(name) != value
+    ]
+    return f"the cost table was measured {', '.join(differing)}" if differing else None
+
+
+def fitting_cost(
+    stack: DecoderStack,
+    plan: DraftPlan | None,
+    saved: CostTable | None = None,
+    *,
+    draft_vocabulary: Sequence[int] | None = None,
+    head: Head | None = None,
+) -> CostTable:
+    """The saved table if it is of this model, plan and machine; else a quick one, with a warning.
+
+    Args:
+        saved: from a plan file or ``layerskip profile``; None measures quickly, and silently.
+        stack, plan, draft_vocabulary, head: as in ``measure_cost``.
+    """
+    if saved is not None:
+        difference = mismatch(saved, stack, plan, draft_vocabulary)
+        if difference is None:
+            return saved
+        logger.warning("%s: a quick measurement is used; run layerskip profile again", difference)
+    return measure_cost(stack, plan, draft_vocabulary=draft_vocabulary, head=head, quick=True)
+
+
+def warn_of_another_checkpoint(file: PlanFile, stack: DecoderStack) -> None:
+    """Log it if a plan was chosen on other weights: it still works, less well perhaps."""
+    if file.fingerprint is None:
+        return
+    own = fingerprint(stack)
+    if own != file.fingerprint:
+        logger.warning(
+            "the plan was chosen on another checkpoint (fingerprint %s, this one has %s); "
+            "run layerskip search again",
+            file.fingerprint,
+            own,
+        )
