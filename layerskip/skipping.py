@@ -1,6 +1,10 @@
-"""Which layers a draft can do without: skip sets by dynamic programming on hidden states."""
+"""Which layers a draft can do without: skip sets by dynamic programming on hidden states, and the
+plans next to one."""
 
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -64,3 +68,16 @@ def closest_skip_sets(calibration: Calibration, *, max_skipped: int) -> dict[int
 
 def _cosine(path: _Path, target: Tensor) -> float:
     return F.cosine_similarity(path.hidden.float(), target.float(), dim=-1).mean().item()
+
+
+def neighbours(plan: DraftPlan, rng: random.Random) -> Iterator[DraftPlan]:
+    """Plans with one layer less, one more, or another, each kind in random order; layer 0 stays."""
+    depth, layers = plan.num_layers, set(plan.layers)
+    inside = [i for i in plan.layers if i]
+    outside = [i for i in range(depth) if i not in layers]
+    fewer = [layers - {i} for i in inside]
+    more = [layers | {i} for i in outside if len(layers) < depth - 1]
+    other = [layers - {i} | {j} for i, j in product(inside, outside)]
+    for kind in (fewer, more, other):
+        for changed in rng.sample(kind, len(kind)):
+            yield DraftPlan(depth, tuple(sorted(changed)))
