@@ -1,4 +1,4 @@
-"""The command line: generate, compare, info, demo.
+"""The command line: generate, compare, info, demo, and the commands of ``layerskip.commands``.
 
 Heavy imports happen inside the commands, so that ``--help`` is quick.
 """
@@ -15,13 +15,14 @@ from rich.progress import Progress
 from rich.table import Table
 
 from layerskip import __version__
+from layerskip.commands import tuning
+from layerskip.commands.options import chosen_plan, load, model_options, quiet
 from layerskip.params import VERIFICATIONS
 
 if TYPE_CHECKING:
     from layerskip.api import SelfSpeculativeLM
     from layerskip.outputs import GenerationOutput
     from layerskip.params import SamplingParams
-    from layerskip.plan import DraftPlan
     from layerskip.prompts import Example
 
 STYLES = {
@@ -86,26 +87,13 @@ def parser() -> Parser:
     _model_options(info)
     demo = commands.add_parser("demo", help="complete held-out code and compare four decoders")
     _model_options(demo)
+    tuning.add_parsers(commands)
     return top
 
 
 def _model_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "model", nargs="?", default="builtin", help="folder, hub id or 'builtin' (the default)"
-    )
-    plan = command.add_mutually_exclusive_group()
-    plan.add_argument("--exit-layer", type=int, help="draft with this many leading layers")
-    plan.add_argument("--plan", help="draft with the plan in this JSON file")
+    model_options(command)
     command.add_argument("--num-draft-tokens", type=int, help="drafted per round; 0 is plain")
-    command.add_argument("--dtype", help="bfloat16, float16, float32; default: the checkpoint's")
-    command.add_argument("--device", default="auto", help="cpu, cuda or auto")
-    command.add_argument(
-        "--exact",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="whether a row's bits may not depend on drafts and batch (the default)",
-    )
-    command.add_argument("--json", action="store_true", help="one JSON document as last line")
 
 
 def _sampling_options(command: argparse.ArgumentParser) -> None:
@@ -138,9 +126,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; bad input is one sentence on stderr and exit code 2."""
     args = parser().parse_args(argv)
     console = Console(stderr=args.json)
-    run = {"generate": _generate, "compare": _compare, "info": _info, "demo": _demo}[args.command]
+    run = {
+        "generate": _generate,
+        "compare": _compare,
+        "info": _info,
+        "demo": _demo,
+        "profile": tuning.run_profile,
+    }
     try:
-        document = run(args, console)
+        document = run[args.command](args, console)
     except (ValueError, TypeError) as error:
         print(f"layerskip: {error}", file=sys.stderr)
         return 2
@@ -150,34 +144,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(document))
     return 0
-
-
-def _quiet() -> None:
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
-
-def _plan(args: argparse.Namespace) -> "DraftPlan | None":
-    from layerskip.plan import DraftPlan
-
-    return DraftPlan.load(args.plan) if args.plan else None
-
-
-def _load(args: argparse.Namespace) -> "SelfSpeculativeLM":
-    _quiet()
-    from layerskip.api import SelfSpeculativeLM
-
-    return SelfSpeculativeLM.from_pretrained(
-        args.model,
-        exit_layer=args.exit_layer,
-        plan=_plan(args),
-        num_draft_tokens=args.num_draft_tokens,
-        dtype=args.dtype,
-        device=args.device,
-        exact=args.exact,
-    )
 
 
 def _sampling(args: argparse.Namespace) -> "SamplingParams":
@@ -198,7 +164,7 @@ def _generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     sampling = _sampling(args)
     prompt = read_text(args.prompt_file) if args.prompt_file else args.prompt
     messages = [{"role": "user", "content": args.chat}] if args.chat is not None else None
-    lm = _load(args)
+    lm = load(args)
     batch = lm.open_batch(
         max_new_tokens=args.max_new_tokens,
         sampling=sampling,
@@ -250,7 +216,7 @@ def _examples(args: argparse.Namespace, limit: int) -> "list[Example]":
 
 
 def _compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    _quiet()
+    quiet()
     from layerskip.compare import MODES, compare, teacher_forced
 
     modes = tuple(args.modes.split(","))
@@ -262,7 +228,7 @@ def _compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             raise ValueError(f"--{name} must be at least 1, got {value}")
     sampling, examples = _sampling(args), _examples(args, args.limit)
     if args.teacher_forced:
-        lm = _load(args)
+        lm = load(args)
         document = teacher_forced(
             lm,
             examples,
@@ -313,7 +279,7 @@ def _comparison(args: argparse.Namespace, sampling: "SamplingParams", tokens: in
     model, tokenizer, plan, num_draft_tokens = SelfSpeculativeLM.load_parts(
         args.model,
         exit_layer=args.exit_layer,
-        plan=_plan(args),
+        plan=chosen_plan(args),
         num_draft_tokens=args.num_draft_tokens,
         dtype=args.dtype,
         device=args.device,
@@ -375,7 +341,7 @@ def _info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     from layerskip.ops.build import description
 
     try:
-        lm = _load(args)
+        lm = load(args)
     except UnsupportedModelError as error:
         refused = {"model": args.model, "supported": False, "reason": str(error)}
         console.print(_facts_table(refused))
@@ -419,7 +385,7 @@ def _demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     from layerskip.compare import compare
     from layerskip.params import SamplingParams
 
-    _quiet()
+    quiet()
     examples = _examples(args, DEMO_PROMPTS)
     comparison = _comparison(args, SamplingParams(), DEMO_TOKENS)
     legend = ", ".join(f"[{STYLES[o]}]{o}[/]" for o in ("accepted", "recovered", "bonus"))

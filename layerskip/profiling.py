@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,12 +23,15 @@ from layerskip.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
-QUICK_SECONDS = 0.3
-MAX_SWEEPS, QUICK_SWEEPS = 25, 5
+QUICK_SECONDS, QUICK_MOST = 0.3, 1.0
+MAX_SWEEPS, QUICK_SWEEPS = 40, 5
+LARGE_ROWS, LARGE_EVERY = 16, 4  # passes of more rows are rarely run, and take long to measure
 MAX_CONTEXT, QUICK_CONTEXT = 4096, 1024
 MAX_CACHE_BYTES = 2**29
 NUM_SEQUENCES = 4
+DRAFTS_IN_A_ROW = 4  # as in a round: those after the first find their weights in the caches
 RESERVE = 0.85  # of the time, for passes; the rest is for what comes before and after them
+PLAIN = ("verify", 1, 0)
 FREE = Curve((1,), (0,), ((0.0,),))
 
 Point = tuple[str, int, int]  # kind of pass, rows, context
@@ -104,10 +106,13 @@ class Passes:
     ) -> None:
         self.stack, self.head = stack, head
         self.draft_layers = plan.layers if plan is not None else ()
+        self.drafts_in_a_row = DRAFTS_IN_A_ROW
         self.cache = stack.new_cache(num_rows=1, num_slots=sum(largest))
         self.many = stack.new_cache(num_rows=NUM_SEQUENCES, num_slots=NUM_SEQUENCES)
         self.sampler = Sampler(SamplingParams(temperature=1.0), 0, stack.vocab_size)
-        self.logits = stack.logits(stack.embed([1]))[:1]
+        draw = random.Random(0)
+        self.ids = [draw.randrange(stack.vocab_size) for _ in range(MAX_PASS_ROWS)]
+        self.logits = stack.logits(stack.embed(self.ids[:1]))[:1]
         self.drawn = 0
 
     def seconds(self, point: Point) -> float:
@@ -119,22 +124,22 @@ class Passes:
             segments = [Segment(i, 0, 1) for i in range(rows)]
         if kind == "verify":
             return self._timed(lambda: self._verify(rows, segments))
-        if kind == "draft":  # drafts follow each other: the second finds its weights in the cache
-            return self._timed(lambda: self._draft(rows, segments), times=2)
+        if kind == "draft":
+            return self._timed(lambda: self._draft(rows, segments), self.drafts_in_a_row)
         if kind == "head":
-            hidden = self.stack.embed([1] * rows)
-            return self._timed(lambda: self._draft_head(hidden, rows), times=2)
+            hidden = self.stack.embed(self.ids[:rows])
+            return self._timed(lambda: self._draft_head(hidden, rows), self.drafts_in_a_row)
         return self._timed(self._sample)
 
     def _verify(self, rows: int, segments: Sequence[Segment]) -> None:
         stack = self.stack
         cache = self.cache if len(segments) == 1 else self.many
-        hidden = stack.embed([1] * rows)
+        hidden = stack.embed(self.ids[:rows])
         stack.logits(stack.run_layers(hidden, range(stack.num_layers), cache, segments))
 
     def _draft(self, rows: int, segments: Sequence[Segment]) -> None:
         cache = self.cache if len(segments) == 1 else self.many
-        hidden = self.stack.embed([1] * rows)
+        hidden = self.stack.embed(self.ids[:rows])
         hidden = self.stack.run_layers(hidden, self.draft_layers, cache, segments)
         self._draft_head(hidden, rows)
 
@@ -169,9 +174,9 @@ def measure_cost(
     quick: bool = False,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> CostTable:
-    """Time bare passes over a grid of rows and contexts, medians of interleaved sweeps.
+    """Time bare passes over a grid of rows and contexts, in interleaved sweeps.
 
-    Every sweep runs all passes once in a new order, so that what else the machine does hits all
+    A sweep runs the passes in a new order each time, so that what else the machine does hits all
     alike. Rounds add their own overhead: it counts against predictions made from the table.
 
     Args:
@@ -193,21 +198,19 @@ def measure_cost(
     candidates = grids(stack, quick=quick)
     largest = max(candidates[0].rows), max(candidates[0].contexts)
     passes = Passes(stack, plan, head or stack.logits, largest)
-    plain = [passes.seconds(("verify", 1, 0)) for _ in range(2)][-1]
-    draft_share = 2 * len(passes.draft_layers) / stack.num_layers
-    afford = (1.0 if quick else seconds) / 2
-    grid = next(
-        (g for g in candidates[:-1] if _sweep(g, plain, draft_share) * 2 < afford), candidates[-1]
-    )
+    grid = _affordable(passes, candidates, QUICK_MOST if quick else seconds / 2)
     least = grid is candidates[-1]
     points = grid.points(drafts=plan is not None, sequences=not quick and not least)
-    if not least:
-        for point in points:
+    if least:
+        passes.drafts_in_a_row = 1
+    else:
+        for point in points:  # the first of its kind proves bits and fills buffers
             passes.seconds(point)
     times: dict[Point, list[float]] = {p: [] for p in points}
     order = random.Random(0)
     for sweep in range(QUICK_SWEEPS if quick else MAX_SWEEPS):
-        for point in order.sample(points, len(points)):
+        due = [p for p in points if p[1] <= LARGE_ROWS or sweep % LARGE_EVERY == 0]
+        for point in order.sample(due, len(due)):
             spent = time.perf_counter() - began
             if sweep and spent > budget:
                 return _table(stack, key, grid, times)
@@ -216,31 +219,39 @@ def measure_cost(
     return _table(stack, key, grid, times)
 
 
-def _sweep(grid: Grid, plain: float, draft_share: float) -> float:
-    """Seconds of a sweep, guessed from a plain pass: rows are not free."""
-    rows = sum(1 + r / 16 for r in grid.rows)
-    return plain * rows * len(grid.contexts) * (1.1 + draft_share)
+def _affordable(passes: Passes, candidates: Sequence[Grid], seconds: float) -> Grid:
+    """The finest grid that can be gone over twice, once to warm up; if there is none, the last."""
+    first = passes.seconds(PLAIN)
+    # More if they are cheap: one slow pass must not make the table of a small model a coarse one.
+    once = min(passes.seconds(PLAIN) for _ in range(5 if first < seconds / 50 else 2))
+    share = len(passes.draft_layers) / passes.stack.num_layers
+    for grid in candidates[:-1]:
+        rows = sum(1 + r / 16 for r in grid.rows)  # a guess: rows are cheap, but not free
+        passes_of_a_point = 1.1 + DRAFTS_IN_A_ROW * share
+        if 2 * once * rows * len(grid.contexts) * passes_of_a_point < seconds:
+            return grid
+    return candidates[-1]
 
 
 def _table(
     stack: DecoderStack, key: dict[str, str | int], grid: Grid, times: dict[Point, list[float]]
 ) -> CostTable:
-    medians = {point: statistics.median(values) for point, values in times.items()}
-    heads = {r: medians.get(("head", r, 0), 0.0) for r in grid.rows}
-    drafts = ("draft", grid.rows[0], grid.contexts[0]) in medians
+    typical = {point: _typical(values) for point, values in times.items()}
+    heads = {r: typical.get(("head", r, 0), 0.0) for r in grid.rows}
+    drafts = ("draft", grid.rows[0], grid.contexts[0]) in typical
 
     def curve(kind: str, less: dict[int, float]) -> Curve:
         seconds = tuple(
-            tuple(max(0.0, medians[kind, r, c] - less.get(r, 0.0)) for r in grid.rows)
+            tuple(max(0.0, typical[kind, r, c] - less.get(r, 0.0)) for r in grid.rows)
             for c in grid.contexts
         )
         return Curve(grid.rows, grid.contexts, seconds)
 
     def another(kind: str) -> float:
-        together = medians.get((f"{kind} sequences", NUM_SEQUENCES, 0))
+        together = typical.get((f"{kind} sequences", NUM_SEQUENCES, 0))
         if together is None:
             return 0.0
-        apart = together - medians[kind, NUM_SEQUENCES, 0]
+        apart = together - typical[kind, NUM_SEQUENCES, 0]
         return max(0.0, apart) / (NUM_SEQUENCES - 1)
 
     quantum = _quantum(stack)
@@ -248,13 +259,18 @@ def _table(
         draft_layers=curve("draft", heads) if drafts else FREE,
         draft_head=Curve(grid.rows, (0,), (tuple(heads.values()),)) if drafts else FREE,
         verify=curve("verify", {}),
-        sampling=medians["sampling", 1, 0],
+        sampling=typical["sampling", 1, 0],
         row_quantum=quantum,
         key=key,
         tiles=tuple(t for t in stack.exactness.tiles if t < quantum),
         draft_sequence=another("draft"),
         verify_sequence=another("verify"),
     )
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    """The lower quartile: whatever else a machine does makes a pass slower, never faster."""
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def cost_key(

@@ -1,0 +1,1 @@
+"""Commands of the command line that are not in ``layerskip.cli``."""

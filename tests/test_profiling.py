@@ -1,0 +1,305 @@
+"""Cost tables by a clock of our own: what is measured is known exactly. Fingerprints and keys."""
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from toys import NUM_LAYERS, PLANS, VOCAB_SIZE, make_model
+
+import layerskip.profiling as profiling
+from layerskip.cost import CostTable
+from layerskip.exactness import SWITCHED_OFF, Exactness
+from layerskip.fingerprint import fingerprint
+from layerskip.model import DecoderStack, pack_model
+from layerskip.plan import PlanFile
+from layerskip.profiling import fitting_cost, measure_cost, mismatch, warn_of_another_checkpoint
+
+PLAN = PLANS["exit"]
+PADDED = Exactness(True, 8, 128, "", (1, 2, 4, 8))
+LAYER, PER_ROW, PER_SLOT, ANOTHER, HEAD, SAMPLE = 1e-3, 1e-5, 1e-7, 2e-4, 3e-4, 5e-5
+
+
+class Machine:
+    """A stack that computes nothing, and a clock that says how long it took."""
+
+    def __init__(self, stack: DecoderStack, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.speed, self.passes = 0.0, 1.0, []
+        self.delay: Callable[[], float] = lambda: 0.0
+        monkeypatch.setattr(stack, "exactness", PADDED)
+        monkeypatch.setattr(stack, "run_layers", self.run_layers)
+        monkeypatch.setattr(stack, "logits", self.logits)
+        monkeypatch.setattr(profiling.Sampler, "pick", self.pick)
+        clock = SimpleNamespace(perf_counter=lambda: self.now)
+        monkeypatch.setattr(profiling, "time", clock)
+
+    def run_layers(self, hidden, layers, cache, segments):
+        rows, count = sum(s.count for s in segments), len(tuple(layers))
+        context = max(s.start for s in segments)
+        self.passes.append((count, rows, context, len(segments)))
+        self.now += self.speed * count * layer_seconds(rows, context, len(segments))
+        self.now += self.delay()
+        return hidden
+
+    def logits(self, hidden):
+        self.now += HEAD * self.speed
+        return torch.zeros(len(hidden), VOCAB_SIZE)
+
+    def pick(self, logits, position):
+        assert position not in self.__dict__.setdefault("picked", set()), "its noise is known"
+        self.picked.add(position)
+        self.now += SAMPLE * self.speed
+        return [0]
+
+
+def layer_seconds(rows: int, context: int, sequences: int = 1) -> float:
+    padded = next((t for t in (1, 2, 4, 8) if t >= rows), -(-rows // 8) * 8)
+    return LAYER + PER_ROW * padded + PER_SLOT * context * padded + ANOTHER * (sequences - 1)
+
+
+@pytest.fixture
+def stack() -> DecoderStack:
+    return DecoderStack(make_model())
+
+
+@pytest.fixture
+def machine(stack: DecoderStack, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(stack, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def quick(toy: Callable) -> tuple[DecoderStack, CostTable]:
+    """A table by the real clock."""
+    stack = DecoderStack(toy())
+    return stack, measure_cost(stack, PLAN, quick=True)
+
+
+def test_the_table_says_what_passes_take(stack, machine):
+    table = measure_cost(stack, PLAN)
+    assert table.verify.rows == (1, 2, 4, 8, 16, 32, 64)
+    assert table.verify.contexts == (0, 268, 536)
+    assert table.sampling == pytest.approx(SAMPLE)
+    for rows in (1, 3, 8, 11, 64):
+        for context in (0, 100, 536):
+            full, draft = (n * layer_seconds(rows, context) for n in (NUM_LAYERS, 2))
+            sampled = rows * SAMPLE
+            if rows != 11:  # not in the grid: between 8 and 16, as 16
+                assert table.verify_pass(rows, context) == pytest.approx(full + HEAD + sampled)
+                assert table.draft_pass(rows, context) == pytest.approx(draft + HEAD + sampled)
+    assert table.verify_pass(11, 0) - 11 * SAMPLE == pytest.approx(
+        table.verify_pass(16, 0) - 16 * SAMPLE
+    )
+    assert table.draft_head.at(1, 0) == pytest.approx(HEAD)
+    assert table.verify_sequence == pytest.approx(NUM_LAYERS * ANOTHER)
+    assert table.draft_sequence == pytest.approx(2 * ANOTHER)
+
+
+def test_passes_are_interleaved_and_small_ones_are_run_more_often(stack, machine):
+    measure_cost(stack, None)
+    verify = [p for p in machine.passes if p[3] == 1]
+    small, large = ([p for p in verify if (p[1] > 16) == is_large] for is_large in (False, True))
+    # 15 small and 6 large points: after a probe of six, a warm-up and 40 sweeps.
+    assert len(small) == 6 + 15 * (1 + 40)
+    assert len(large) == 6 * (1 + 40 / 4)
+    sweeps = [tuple(small[i : i + 15]) for i in range(21, len(small), 15)]
+    assert len(set(sweeps)) == 40, "the order is the same in every sweep"
+    assert all(len(set(s)) == 15 for s in sweeps), "a pass is missing from a sweep"
+
+
+def test_what_else_the_machine_does_is_not_in_the_table(stack, machine):
+    calm = measure_cost(stack, PLAN)
+    draw = random.Random(0)
+    machine.delay = lambda: 0.05 if draw.random() < 0.3 else 0.0
+    machine.picked = set()
+    noisy = measure_cost(stack, PLAN)
+    for rows in calm.verify.rows:
+        assert noisy.verify_pass(rows, 100) == pytest.approx(calm.verify_pass(rows, 100))
+
+
+@pytest.mark.parametrize("speed", [0.01, 1.0, 10.0, 100.0, 300.0])
+def test_measuring_ends_in_time_whatever_a_pass_takes(stack, machine, speed):
+    """From 0.06 ms to 2 s for a plain pass."""
+    machine.speed = speed
+    table = measure_cost(stack, PLAN)
+    assert machine.now < 20.0
+    assert table.verify_pass(1, 0) == pytest.approx(
+        speed * (NUM_LAYERS * layer_seconds(1, 0) + HEAD + SAMPLE)
+    )
+
+
+@pytest.mark.parametrize(("speed", "seconds"), [(0.1, 0.5), (1.0, 0.5), (10.0, 2.0)])
+def test_a_quick_table_takes_no_longer(stack, machine, speed, seconds):
+    machine.speed = speed
+    table = measure_cost(stack, PLAN, quick=True)
+    assert machine.now < seconds
+    assert table.verify.contexts == (0, 536) if speed <= 1 else (0,)
+    for rows in (1, 8):
+        assert table.verify_pass(rows, 0) == pytest.approx(
+            speed * (NUM_LAYERS * layer_seconds(rows, 0) + HEAD + rows * SAMPLE)
+        )
+
+
+def test_a_quick_table_of_a_huge_model_is_a_handful_of_passes(stack, machine):
+    machine.speed = 1000.0  # 6 s for a plain pass
+    measure_cost(stack, PLAN, quick=True)
+    full = [p for p in machine.passes if p[0] == NUM_LAYERS]
+    assert len(full) == 5  # three of one row, then one of one row and one of eight
+    assert len(machine.passes) - len(full) == 2  # drafts of the same sizes
+
+
+def test_without_a_plan_drafts_are_free_and_not_measured(stack, machine):
+    table = measure_cost(stack, None, quick=True)
+    assert {p[0] for p in machine.passes} == {NUM_LAYERS}
+    assert table.draft_pass(8, 100) == pytest.approx(8 * SAMPLE)
+    assert table.verify_pass(8, 0) > 6 * LAYER
+
+
+def test_a_draft_s_own_head_is_what_is_measured(stack, machine):
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        machine.now += 0.04
+        return torch.zeros(len(hidden), 3)
+
+    table = measure_cost(stack, PLAN, draft_vocabulary=[1, 5, 9], head=head)
+    assert table.draft_head.at(8, 0) == pytest.approx(0.04)
+    assert table.draft_layers.at(8, 0) == pytest.approx(2 * layer_seconds(8, 0))
+    assert table.verify.at(8, 0) == pytest.approx(6 * layer_seconds(8, 0) + HEAD)
+    assert str(table.key["draft_vocabulary"]).startswith("3 ids, ")
+
+
+def test_progress_grows_to_the_end(stack, machine):
+    shares: list[float] = []
+    measure_cost(stack, PLAN, on_progress=shares.append)
+    assert shares == sorted(shares)
+    assert shares[0] < 0.1
+    assert 0.9 < shares[-1] <= 1.0
+
+
+def test_passes_of_one_row_each_are_measured_as_such(stack, machine, monkeypatch):
+    """Where nothing is padded, and where rows run one by one: no rows are rounded up."""
+    for exactness in (SWITCHED_OFF, replace(PADDED, holds=False)):
+        monkeypatch.setattr(stack, "exactness", exactness)
+        machine.picked = set()
+        table = measure_cost(stack, PLAN, quick=True)
+        assert (table.row_quantum, table.tiles) == (1, ())
+        assert table.verify.rows == (1, 8, 16)
+
+
+def test_a_real_measurement_leaves_the_model_as_it_was(quick, toy):
+    stack, table = quick
+    assert mismatch(table, stack, PLAN) is None
+    assert 0.0 < table.draft_pass(1, 100) < table.verify_pass(1, 100) < 1.0
+    assert CostTable.from_dict(table.to_dict()) == table
+    assert fingerprint(stack) == fingerprint(DecoderStack(toy()))
+
+
+def test_contexts_fit_the_model_and_memory(stack, monkeypatch):
+    for limit in (1, 20, 100, 600):
+        monkeypatch.setattr(stack, "max_positions", limit)
+        for grid in profiling.grids(stack, quick=False):
+            assert max(grid.rows) + max(grid.contexts) <= limit
+            assert grid.rows[0] == 1
+    monkeypatch.setattr(stack, "max_positions", 10**6)
+    assert profiling.grids(stack, quick=False)[0].contexts == (0, 512, 2016, 4032)
+    monkeypatch.setattr(profiling, "MAX_CACHE_BYTES", 1000 * stack.kv_bytes_per_token)
+    assert profiling.grids(stack, quick=False)[0].contexts[-1] == 936
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("fingerprint", "0" * 16, "of another checkpoint (0000000000000000, now "),
+        ("device", "abacus", "on another device (abacus, now "),
+        ("dtype", "bfloat16", "in another dtype (bfloat16, now float32)"),
+        ("threads", 99, "with another number of threads (99, now "),
+        ("torch", "1.0", "with another torch (1.0, now "),
+        ("transformers", "1.0", "with another transformers (1.0, now "),
+        ("layerskip", "0.0", "with another layerskip (0.0, now "),
+        ("draft_layers", "0", "with other draft layers (0, now 0,1)"),
+        ("draft_vocabulary", "3 ids", "with another draft vocabulary (3 ids, now all)"),
+        ("row_quantum", 64, "with passes padded to another number of rows (64, now "),
+    ],
+)
+def test_a_table_of_something_else_is_told(quick, name, value, words):
+    stack, table = quick
+    other = replace(table, key=dict(table.key) | {name: value})
+    sentence = mismatch(other, stack, PLAN)
+    assert sentence is not None
+    assert sentence.startswith(f"the cost table was measured {words}")
+
+
+def test_another_plan_and_another_vocabulary_are_told(quick):
+    stack, table = quick
+    assert "other draft layers (0,1, now none)" in str(mismatch(table, stack, None))
+    assert "draft layers (0,1, now 1,3)" in str(mismatch(table, stack, PLANS["without-layer-0"]))
+    trimmed = replace(table, key=profiling.cost_key(stack, PLAN, (1, 2)))
+    assert mismatch(trimmed, stack, PLAN, (1, 2)) is None
+    assert "draft vocabulary (2 ids, " in str(mismatch(trimmed, stack, PLAN, (1, 3)))
+    assert mismatch(replace(table, key={}), stack, PLAN) is not None
+
+
+def test_a_saved_table_that_fits_is_used(quick, monkeypatch, caplog):
+    stack, table = quick
+    monkeypatch.setattr(profiling, "measure_cost", lambda *_, **__: pytest.fail("measured"))
+    assert fitting_cost(stack, PLAN, table) is table
+    assert caplog.text == ""
+
+
+def test_a_saved_table_that_does_not_fit_is_replaced_and_said(quick, monkeypatch, caplog):
+    stack, table = quick
+    saved, asked = replace(table, key=dict(table.key) | {"threads": 99}), {}
+    monkeypatch.setattr(
+        profiling, "measure_cost", lambda *args, **settings: asked.update(settings) or table
+    )
+    assert fitting_cost(stack, PLAN, saved, draft_vocabulary=None) is table
+    assert asked["quick"]
+    assert "with another number of threads (99, now" in caplog.text
+    assert "run layerskip profile again" in caplog.text
+    caplog.clear()
+    assert fitting_cost(stack, PLAN) is table
+    assert caplog.text == ""
+
+
+def test_a_plan_of_another_checkpoint_is_said(quick, caplog):
+    stack = quick[0]
+    for known in (None, fingerprint(stack)):
+        warn_of_another_checkpoint(PlanFile(PLAN, fingerprint=known), stack)
+    assert caplog.text == ""
+    warn_of_another_checkpoint(PlanFile(PLAN, fingerprint="abc"), stack)
+    assert "the plan was chosen on another checkpoint (fingerprint abc, this one" in caplog.text
+
+
+def test_a_fingerprint_is_of_the_values_alone():
+    model = make_model(dtype="bfloat16")
+    expected = fingerprint(DecoderStack(model))
+    assert fingerprint(DecoderStack(make_model(dtype="bfloat16"))) == expected
+    for dtype in (torch.float32, torch.float16):
+        cast = copy.deepcopy(model).to(dtype)
+        assert fingerprint(DecoderStack(cast)) == expected
+    pack_model(model)
+    assert fingerprint(DecoderStack(model)) == expected
+
+
+def test_a_fingerprint_moves_with_every_weight_and_the_config():
+    model = make_model(dtype="bfloat16")
+    seen = {fingerprint(DecoderStack(model))}
+    names = ("model.embed_tokens", "model.layers.5.mlp.down_proj", "model.norm", "lm_head")
+    for name in names:
+        with torch.no_grad():
+            model.get_submodule(name).weight.mul_(1.01)
+        seen.add(fingerprint(DecoderStack(model)))
+    assert len(seen) == 1 + len(names)
+    seen.add(fingerprint(DecoderStack(make_model(dtype="bfloat16", rms_norm_eps=1e-4))))
+    assert len(seen) == 2 + len(names)
+
+
+def test_a_step_of_training_moves_the_fingerprint():
+    model = make_model()
+    before = fingerprint(DecoderStack(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    ids = torch.arange(2, 40)[None]
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    assert fingerprint(DecoderStack(model.eval())) != before
