@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+VERSION = 1
+
 T = TypeVar("T")
 
 
@@ -26,19 +28,30 @@ class Journal:
     def __init__(self, path: str | Path | None, subject: Mapping[str, str | int | float]) -> None:
         self.path = None if path is None else Path(path)
         self._known: dict[str, Any] = {}
-        first = {"journal": 1, **subject}
-        if self.path is None:
-            return
-        lines = self._whole_lines()
-        if not lines:
-            self._append(first)
-            return
-        _check_subject(self.path, self._parsed(lines[0], 1), first)
+        if self.path is not None:
+            self._open(self.path, {"journal": VERSION, **subject})
+
+    def _open(self, path: Path, first: Mapping[str, Any]) -> None:
+        """Read what is there; nothing is written before it is known to be this search's."""
+        try:
+            content = path.read_bytes() if path.exists() else b""
+        except OSError as error:
+            raise self._unwritable(error) from None
+        whole = content.rfind(b"\n") + 1
+        lines = content[:whole].splitlines()
+        if not lines and not _line(first).startswith(content):
+            raise self._damaged("line 1")
+        if lines:
+            _check_subject(path, self._parsed(lines[0], 1), first)
         for number, line in enumerate(lines[1:], 2):
             entry = self._parsed(line, number)
             if entry.keys() != {"what", "result"} or not isinstance(entry["what"], str):
                 raise self._damaged(f"line {number}")
             self._known[entry["what"]] = entry["result"]
+        if whole < len(content):
+            os.truncate(path, whole)
+        if not lines:
+            self._append(first)
 
     def once(self, what: str, measure: Callable[[], Any], read: Callable[[Any], T]) -> T:
         """What ``measure`` gave, now or before the interruption, as ``read`` takes it.
@@ -59,34 +72,6 @@ class Journal:
                 raise
             raise self._damaged(f"the entry {what!r}") from None
 
-    def knows(self, what: str) -> bool:
-        """Whether this was measured before."""
-        return what in self._known
-
-    def close(self) -> None:
-        """Remove the file: nothing is left to go on with."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
-    def _whole_lines(self) -> list[bytes]:
-        """Lines of the file; what follows the last whole one is cut off."""
-        assert self.path is not None
-        try:
-            with self.path.open("a+b") as file:
-                file.seek(0)
-                content = file.read()
-                whole = content.rfind(b"\n") + 1
-                # A kill leaves the beginning of a line of ours; anything else is somebody's file.
-                if whole < len(content) and not content[whole:].startswith(b"{"):
-                    raise self._damaged("its end")
-                file.truncate(whole)
-        except OSError as error:
-            raise ValueError(
-                f"journal {self.path} cannot be written: {error.strerror}; "
-                "give --out another folder"
-            ) from None
-        return content[:whole].splitlines()
-
     def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
         try:
             entry = json.loads(line)
@@ -99,10 +84,16 @@ class Journal:
     def _append(self, entry: Mapping[str, Any]) -> None:
         if self.path is None:
             return
-        with self.path.open("ab") as file:
-            file.write(json.dumps(entry, allow_nan=False).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with self.path.open("ab") as file:
+                file.write(_line(entry))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> ValueError:
+        return ValueError(f"journal {self.path} cannot be written: {error.strerror}")
 
     def _damaged(self, where: str) -> ValueError:
         return ValueError(
@@ -110,13 +101,17 @@ class Journal:
         )
 
 
+def _line(entry: Mapping[str, Any]) -> bytes:
+    return json.dumps(entry, allow_nan=False).encode() + b"\n"
+
+
 def _check_subject(path: Path, found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     if found.get("journal") != own["journal"]:
-        raise ValueError(f"{path} is not a journal of this layerskip; give --out another name")
+        raise ValueError(f"{path} is not a journal of this layerskip; give another name")
     differing = [name for name in own if found.get(name) != own[name]]
     if differing:
         name = differing[0]
         raise ValueError(
             f"{path} is the journal of a search with another {name.replace('_', ' ')} "
-            f"({found.get(name)}, now {own[name]}); delete it or give --out another name"
+            f"({found.get(name)}, now {own[name]}); delete it or give another name"
         )

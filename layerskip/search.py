@@ -13,8 +13,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from layerskip.api import SelfSpeculativeLM
@@ -27,7 +28,7 @@ from layerskip.fingerprint import fingerprint
 from layerskip.journal import Journal
 from layerskip.model import DecoderStack
 from layerskip.params import MAX_NUM_DRAFT_TOKENS, SamplingParams, check_integer
-from layerskip.plan import DraftPlan, PlanFile
+from layerskip.plan import DraftPlan, PlanFile, ranges
 from layerskip.prediction import Counts, count, draft_costs, predict
 from layerskip.profiling import cost_key, measure_cost
 from layerskip.prompts import Example
@@ -78,6 +79,8 @@ class Tried:
         c: a drafted token's pass in units of a plain one.
         num_draft_tokens: the best number; 0 if none beats plain decoding.
         predicted: speed-up with that many, ``mean_accepted_length / (k c + v)``.
+        measured: the speed-up that decoding showed, and the ends of its 95 % interval; None where
+            it was not timed.
     """
 
     plan: DraftPlan
@@ -86,6 +89,7 @@ class Tried:
     c: float
     num_draft_tokens: int
     predicted: float
+    measured: tuple[float, float, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -98,6 +102,8 @@ class Tried:
             "c": self.c,
             "num_draft_tokens": self.num_draft_tokens,
             "predicted_speedup": self.predicted,
+            "measured_speedup": None if self.measured is None else self.measured[0],
+            "measured_speedup_ci95": None if self.measured is None else list(self.measured[1:]),
         }
 
 
@@ -108,14 +114,11 @@ class SearchResult:
     Attributes:
         file: to be saved; without a plan, and with 0 draft tokens, if none pays.
         tried: every plan that was measured, the best prediction first.
-        measured: speed-up of the best plan against plain decoding, with its 95 % interval; None if
-            no plan was worth timing.
         verdict: one sentence.
     """
 
     file: PlanFile
     tried: tuple[Tried, ...]
-    measured: tuple[float, float, float] | None
     verdict: str
 
 
@@ -157,7 +160,7 @@ def search(
     examples: Sequence[Example],
     *,
     settings: SearchSettings | None = None,
-    journal: str | None = None,
+    journal: str | Path | None = None,
     on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> SearchResult:
     """Find the layers to draft with.
@@ -166,8 +169,8 @@ def search(
         lm: the model; its own plan is not looked at.
         examples: prompts, with their continuations where those are known.
         settings: how much is measured; None is the default.
-        journal: a file that keeps what was measured, until the search ends: a search that was
-            interrupted goes on where it was.
+        journal: a file that keeps every measurement as soon as it is made: a search that was
+            interrupted goes on where it was. To be removed when the result is safe.
         on_progress: called with steps done, steps, and what comes next.
 
     Raises:
@@ -179,10 +182,7 @@ def search(
         "set_of_prompts": hashlib.sha256(work.encode()).hexdigest()[:16],
         "setting": repr(settings),
     }
-    running = _Search(lm, examples, settings, Journal(journal, subject), on_progress)
-    result = running.run()
-    running.journal.close()
-    return result
+    return _Search(lm, examples, settings, Journal(journal, subject), on_progress).run()
 
 
 class _Search:
@@ -200,13 +200,13 @@ class _Search:
         self.stack, self.depth = lm.stack, lm.stack.num_layers
         self.journal, self.on_progress = journal, on_progress
         self.tried: dict[tuple[int, ...], Tried] = {}
+        self.texts: list[Text] = []
         self.done = 0
         self.steps = 6 + self.depth + settings.refinements
 
     def run(self) -> SearchResult:
         if self.depth < 2:
             return self._off("no plan pays: a model of one layer has no layers to leave out")
-        self._say("reading the texts")
         self._prepare()
         self._say("exits")
         self._exits()
@@ -219,6 +219,7 @@ class _Search:
 
     def _prepare(self) -> None:
         """Texts and costs, measured or remembered."""
+        self._say("reading the texts")
         self.texts = self.journal.once("texts", self._read_texts, _texts)
         self.context = statistics.fmean(t.start + t.window / 2 for t in self.texts)
         self._say("costs of passes")
@@ -334,22 +335,24 @@ class _Search:
         self._say(f"costs of {name}")
         table = self._own_costs(best.plan)
         self._say("decoding with the best plan and without, in turn")
-        measured = self._time(best)
+        speed, low, high = self._time(best)
+        best = replace(best, measured=(speed, low, high))
+        self.tried[best.plan.layers] = best
         said = (
             f"{name} with {best.num_draft_tokens} tokens a round: "
             f"{best.predicted:.2f} times the speed of plain decoding predicted, "
-            f"{measured[0]:.2f} ({measured[1]:.2f} to {measured[2]:.2f}) measured"
+            f"{speed:.2f} ({low:.2f} to {high:.2f}) measured"
         )
-        if measured[1] <= 1.0:
-            return self._off(f"{said}: not confirmed, so speculation is left off", measured)
+        if low <= 1.0:
+            return self._off(f"{said}: not confirmed, so speculation is left off")
         file = PlanFile(
             best.plan,
             cost=table,
             fingerprint=fingerprint(self.stack),
             acceptance=best.counts.acceptance,
-            measurements=self._measurements(said, measured) | {"chosen": best.to_dict()},
+            measurements=self._measurements(said) | {"chosen": best.to_dict()},
         )
-        return SearchResult(file, self._ranked(), measured, said)
+        return SearchResult(file, self._ranked(), said)
 
     def _own_costs(self, plan: DraftPlan) -> CostTable:
         return self.journal.once(
@@ -374,38 +377,23 @@ class _Search:
         low, high = bootstrap_interval(ratios)
         return statistics.median(ratios), low, high
 
-    def _off(
-        self, verdict: str, measured: tuple[float, float, float] | None = None
-    ) -> SearchResult:
-        measurements = self._measurements(verdict, measured)
+    def _off(self, verdict: str) -> SearchResult:
+        measurements = self._measurements(verdict)
         file = PlanFile(None, 0, fingerprint=fingerprint(self.stack), measurements=measurements)
-        return SearchResult(file, self._ranked(), measured, verdict)
+        return SearchResult(file, self._ranked(), verdict)
 
     def _ranked(self) -> tuple[Tried, ...]:
         return tuple(sorted(self.tried.values(), key=lambda t: -t.predicted))
 
-    def _measurements(
-        self, verdict: str, measured: tuple[float, float, float] | None
-    ) -> dict[str, Any]:
-        texts = self.texts if self.tried else []
+    def _measurements(self, verdict: str) -> dict[str, Any]:
         return {
             "verdict": verdict,
-            "texts": len(texts),
-            "positions": sum(t.window for t in texts),
+            "texts": len(self.texts),
+            "positions": sum(t.window for t in self.texts),
             "temperature": self.settings.sampling.temperature,
-            "measured_speedup": None if measured is None else measured[0],
-            "measured_speedup_ci95": None if measured is None else list(measured[1:]),
             "tried": [t.to_dict() for t in self._ranked()],
         }
 
 
 def _texts(entry: Sequence[Any]) -> list[Text]:
     return [Text(tuple(ids), start, seed) for ids, start, seed in entry]
-
-
-def ranges(layers: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` as "0-2, 5"."""
-    starts = [i for i in layers if i - 1 not in layers]
-    ends = [i for i in layers if i + 1 not in layers]
-    pairs = zip(starts, ends, strict=True)
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)
