@@ -1,13 +1,19 @@
-"""What a measurement is of: the checkpoint, by its values, and the machine that runs it."""
+"""What a measurement is of: the checkpoint, by its values, the plan, and what runs them."""
 
 import hashlib
 import json
 import platform
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from layerskip import __version__
+from layerskip.cost import CostTable
+from layerskip.plan import DraftPlan
 
 if TYPE_CHECKING:
     from layerskip.model import DecoderStack
@@ -25,6 +31,17 @@ NOT_OF_THE_MODEL = {
     "torch_dtype",
     "transformers_version",
     "use_cache",
+}
+
+# How a sentence names what differs; other names are said as they are.
+SAID = {
+    "fingerprint": "of another checkpoint",
+    "device": "on another device",
+    "dtype": "in another dtype",
+    "threads": "with another number of threads",
+    "draft_layers": "with other draft layers",
+    "draft_vocabulary": "with another draft vocabulary",
+    "row_quantum": "with passes padded to another number of rows",
 }
 
 
@@ -63,3 +80,51 @@ def device_name(device: torch.device) -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()
+
+
+def row_quantum(stack: "DecoderStack") -> int:
+    """Rows that a pass is padded to; where no size is proven, tokens run one by one instead."""
+    exactness = stack.exactness
+    return exactness.row_quantum if exactness.holds else 1
+
+
+def cost_key(
+    stack: "DecoderStack", plan: DraftPlan | None, draft_vocabulary: Sequence[int] | None = None
+) -> dict[str, str | int]:
+    """All that a cost table depends on."""
+    return {
+        "fingerprint": fingerprint(stack),
+        "device": device_name(stack.device),
+        "dtype": str(stack.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "layerskip": __version__,
+        "backend": stack.backend,
+        "row_quantum": row_quantum(stack),
+        "draft_layers": "none" if plan is None else ",".join(map(str, plan.layers)),
+        "draft_vocabulary": _described(draft_vocabulary),
+    }
+
+
+def _described(draft_vocabulary: Sequence[int] | None) -> str:
+    if draft_vocabulary is None:
+        return "all"
+    digest = hashlib.sha256(",".join(map(str, draft_vocabulary)).encode()).hexdigest()
+    return f"{len(draft_vocabulary)} ids, {digest[:8]}"
+
+
+def mismatch(
+    table: CostTable,
+    stack: "DecoderStack",
+    plan: DraftPlan | None,
+    draft_vocabulary: Sequence[int] | None = None,
+) -> str | None:
+    """One sentence that says what a table was measured with and is not now; None if it fits."""
+    now = cost_key(stack, plan, draft_vocabulary)
+    differing = [
+        f"{SAID.get(name, f'with another {name}')} ({table.key.get(name, 'unknown')}, now {value})"
+        for name, value in now.items()
+        if table.key.get(name) != value
+    ]
+    return f"the cost table was measured {', '.join(differing)}" if differing else None

@@ -1,21 +1,19 @@
 """Measure what passes take: bare, interleaved, and in a bounded time whatever the model's size."""
 
-import hashlib
 import logging
+import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 
 import torch
 from torch import Tensor
 
-from layerskip import __version__
 from layerskip.cache import Segment
 from layerskip.cost import CostTable, Curve
 from layerskip.exactness import MAX_PASS_ROWS
-from layerskip.fingerprint import device_name, fingerprint
+from layerskip.fingerprint import cost_key, fingerprint, mismatch, row_quantum
 from layerskip.model import DecoderStack
 from layerskip.params import SamplingParams
 from layerskip.plan import DraftPlan, PlanFile
@@ -23,7 +21,7 @@ from layerskip.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
-QUICK_SECONDS, QUICK_MOST = 0.3, 1.0
+QUICK_SECONDS, QUICK_MOST = 0.3, 1.5
 MAX_SWEEPS, QUICK_SWEEPS = 40, 5
 LARGE_ROWS, LARGE_EVERY = 16, 4  # passes of more rows are rarely run, and take long to measure
 MAX_CONTEXT, QUICK_CONTEXT = 4096, 1024
@@ -31,21 +29,13 @@ MAX_CACHE_BYTES = 2**29
 NUM_SEQUENCES = 4
 DRAFTS_IN_A_ROW = 4  # as in a round: those after the first find their weights in the caches
 RESERVE = 0.85  # of the time, for passes; the rest is for what comes before and after them
+UNDISTURBED, BUSY = 0.95, 0.7
 PLAIN = ("verify", 1, 0)
 FREE = Curve((1,), (0,), ((0.0,),))
 
 Point = tuple[str, int, int]  # kind of pass, rows, context
+Timing = tuple[float, float]  # seconds that went by, and that this thread was at work
 Head = Callable[[Tensor], Tensor]
-
-SAID = {
-    "fingerprint": "of another checkpoint",
-    "device": "on another device",
-    "dtype": "in another dtype",
-    "threads": "with another number of threads",
-    "draft_layers": "with other draft layers",
-    "draft_vocabulary": "with another draft vocabulary",
-    "row_quantum": "with passes padded to another number of rows",
-}
 
 
 @dataclass(frozen=True)
@@ -69,7 +59,7 @@ class Grid:
 
 def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     """Grids to choose from, the finest first; the last one is what a table can't do without."""
-    quantum = _quantum(stack)
+    quantum = row_quantum(stack)
     most = max(1, min(MAX_PASS_ROWS, stack.max_positions // 2))
     few, all_rows = max(quantum, 8), {t for t in stack.exactness.tiles if t < quantum}
     all_rows |= {quantum * 2**i for i in range(7)} | {1}
@@ -83,12 +73,6 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     one_by_one = stack.exactness.wanted and not stack.exactness.holds
     full = [Grid(coarse if one_by_one else fine, contexts)] if not quick else []
     return [*full, Grid(coarse, ends), Grid(coarse[:2], (0,))]
-
-
-def _quantum(stack: DecoderStack) -> int:
-    """Rows that a pass is padded to; where no size is proven, tokens run one by one instead."""
-    exactness = stack.exactness
-    return exactness.row_quantum if exactness.holds else 1
 
 
 class Passes:
@@ -115,7 +99,7 @@ class Passes:
         self.logits = stack.logits(stack.embed(self.ids[:1]))[:1]
         self.drawn = 0
 
-    def seconds(self, point: Point) -> float:
+    def timing(self, point: Point) -> Timing:
         """One timing of one pass."""
         kind, rows, context = point
         kind, _, several = kind.partition(" ")
@@ -150,13 +134,13 @@ class Passes:
         self.drawn += 1  # its noise is new
         self.sampler.pick(self.logits, self.drawn)
 
-    def _timed(self, run: Callable[[], None], times: int = 1) -> float:
+    def _timed(self, run: Callable[[], None], times: int = 1) -> Timing:
         self._wait()
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.thread_time()
         for _ in range(times):
             run()
         self._wait()
-        return (time.perf_counter() - began) / times
+        return (time.perf_counter() - began) / times, (time.thread_time() - worked) / times
 
     def _wait(self) -> None:
         if self.stack.device.type == "cuda":
@@ -177,7 +161,8 @@ def measure_cost(
     """Time bare passes over a grid of rows and contexts, in interleaved sweeps.
 
     A sweep runs the passes in a new order each time, so that what else the machine does hits all
-    alike. Rounds add their own overhead: it counts against predictions made from the table.
+    alike; on a processor the thread's own clock is read, which stands still while others run.
+    Rounds add their own overhead: it counts against predictions made from the table.
 
     Args:
         stack: the model, on its device, with this thread's number of cores.
@@ -194,36 +179,49 @@ def measure_cost(
     """
     began = time.perf_counter()
     key = cost_key(stack, plan, draft_vocabulary)
-    budget = min(seconds, QUICK_SECONDS) if quick else RESERVE * seconds
+    ends = began + (min(seconds, QUICK_SECONDS) if quick else RESERVE * seconds)
+    bearable = min(seconds, QUICK_MOST) if quick else seconds / 2
     candidates = grids(stack, quick=quick)
     largest = max(candidates[0].rows), max(candidates[0].contexts)
     passes = Passes(stack, plan, head or stack.logits, largest)
-    grid = _affordable(passes, candidates, QUICK_MOST if quick else seconds / 2)
-    least = grid is candidates[-1]
-    points = grid.points(drafts=plan is not None, sequences=not quick and not least)
-    if least:
-        passes.drafts_in_a_row = 1
-    else:
-        for point in points:  # the first of its kind proves bits and fills buffers
-            passes.seconds(point)
-    times: dict[Point, list[float]] = {p: [] for p in points}
+    grid, least = _affordable(passes, candidates, bearable), candidates[-1]
+    first: dict[Point, Timing] = {}
+    if grid is not least:
+        points = grid.points(drafts=plan is not None, sequences=not quick)
+        first = _warmed(passes, points, began + bearable)
+    if not first:  # of a huge model, or because the machine has become slower
+        grid, passes.drafts_in_a_row = least, 1
+        points = least.points(drafts=plan is not None, sequences=False)
+    times: dict[Point, list[Timing]] = {p: [] for p in points}
     order = random.Random(0)
     for sweep in range(QUICK_SWEEPS if quick else MAX_SWEEPS):
         due = [p for p in points if p[1] <= LARGE_ROWS or sweep % LARGE_EVERY == 0]
         for point in order.sample(due, len(due)):
-            spent = time.perf_counter() - began
-            if sweep and spent > budget:
-                return _table(stack, key, grid, times)
-            on_progress(min(1.0, max(spent / budget, sweep / MAX_SWEEPS)))
-            times[point].append(passes.seconds(point))
-    return _table(stack, key, grid, times)
+            now = time.perf_counter()
+            if now > ends and (sweep or first):
+                break
+            on_progress(min(1.0, max((now - began) / (ends - began), sweep / MAX_SWEEPS)))
+            times[point].append(passes.timing(point))
+    _say_if_busy(stack, times, logging.INFO if quick else logging.WARNING)
+    return _table(stack, key, grid, {p: timings or [first[p]] for p, timings in times.items()})
+
+
+def _warmed(passes: Passes, points: Sequence[Point], ends: float) -> dict[Point, Timing]:
+    """The first pass of each kind, which proves bits and fills buffers: it counts where time
+    leaves no other. Empty if not even these are done in time."""
+    first = {}
+    for point in points:
+        if time.perf_counter() > ends:
+            return {}
+        first[point] = passes.timing(point)
+    return first
 
 
 def _affordable(passes: Passes, candidates: Sequence[Grid], seconds: float) -> Grid:
     """The finest grid that can be gone over twice, once to warm up; if there is none, the last."""
-    first = passes.seconds(PLAIN)
+    first = passes.timing(PLAIN)[0]
     # More if they are cheap: one slow pass must not make the table of a small model a coarse one.
-    once = min(passes.seconds(PLAIN) for _ in range(5 if first < seconds / 50 else 2))
+    once = min(passes.timing(PLAIN)[0] for _ in range(5 if first < seconds / 50 else 2))
     share = len(passes.draft_layers) / passes.stack.num_layers
     for grid in candidates[:-1]:
         rows = sum(1 + r / 16 for r in grid.rows)  # a guess: rows are cheap, but not free
@@ -233,10 +231,23 @@ def _affordable(passes: Passes, candidates: Sequence[Grid], seconds: float) -> G
     return candidates[-1]
 
 
+def _say_if_busy(stack: DecoderStack, times: Mapping[Point, Sequence[Timing]], level: int) -> None:
+    """Log it if this thread was kept waiting: with several threads that can't be corrected."""
+    passed, worked = (sum(t[i] for timings in times.values() for t in timings) for i in (0, 1))
+    if _has_own_clock(stack) and worked < BUSY * passed:
+        logger.log(
+            level,
+            "the machine was busy: passes had a processor for %.0f %% of their time, and the cost "
+            "table may be off; measure again when nothing else runs",
+            100 * worked / passed,
+        )
+
+
 def _table(
-    stack: DecoderStack, key: dict[str, str | int], grid: Grid, times: dict[Point, list[float]]
+    stack: DecoderStack, key: dict[str, str | int], grid: Grid, times: dict[Point, list[Timing]]
 ) -> CostTable:
-    typical = {point: _typical(values) for point, values in times.items()}
+    clock = _clock(stack, [timing for timings in times.values() for timing in timings])
+    typical = {point: _typical([t[clock] for t in timings]) for point, timings in times.items()}
     heads = {r: typical.get(("head", r, 0), 0.0) for r in grid.rows}
     drafts = ("draft", grid.rows[0], grid.contexts[0]) in typical
 
@@ -254,7 +265,7 @@ def _table(
         apart = together - typical[kind, NUM_SEQUENCES, 0]
         return max(0.0, apart) / (NUM_SEQUENCES - 1)
 
-    quantum = _quantum(stack)
+    quantum = row_quantum(stack)
     return CostTable(
         draft_layers=curve("draft", heads) if drafts else FREE,
         draft_head=Curve(grid.rows, (0,), (tuple(heads.values()),)) if drafts else FREE,
@@ -268,51 +279,26 @@ def _table(
     )
 
 
+def _clock(stack: DecoderStack, timings: Sequence[Timing]) -> int:
+    """Which of a timing's two clocks to believe: the thread's own on a processor, if a pass keeps
+    the thread at work as long as it takes.
+
+    On a busy machine a long pass is interrupted and a short one is not: by the time that went by, a
+    draft looked five times as cheap as it is (measured).
+    """
+    if not _has_own_clock(stack):
+        return 0
+    return int(max(worked / max(passed, 1e-9) for passed, worked in timings) >= UNDISTURBED)
+
+
+def _has_own_clock(stack: DecoderStack) -> bool:
+    """Whether passes are the work of this thread, and its clock is fine enough: on POSIX it is."""
+    return stack.device.type == "cpu" and os.name == "posix"
+
+
 def _typical(seconds: Sequence[float]) -> float:
-    """The lower quartile: whatever else a machine does makes a pass slower, never faster."""
+    """The lower quartile: what else a machine does makes a pass slower, hardly ever faster."""
     return sorted(seconds)[len(seconds) // 4]
-
-
-def cost_key(
-    stack: DecoderStack, plan: DraftPlan | None, draft_vocabulary: Sequence[int] | None = None
-) -> dict[str, str | int]:
-    """All that a cost table depends on."""
-    return {
-        "fingerprint": fingerprint(stack),
-        "device": device_name(stack.device),
-        "dtype": str(stack.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "layerskip": __version__,
-        "backend": stack.backend,
-        "row_quantum": _quantum(stack),
-        "draft_layers": "none" if plan is None else ",".join(map(str, plan.layers)),
-        "draft_vocabulary": _described(draft_vocabulary),
-    }
-
-
-def _described(draft_vocabulary: Sequence[int] | None) -> str:
-    if draft_vocabulary is None:
-        return "all"
-    digest = hashlib.sha256(",".join(map(str, draft_vocabulary)).encode()).hexdigest()
-    return f"{len(draft_vocabulary)} ids, {digest[:8]}"
-
-
-def mismatch(
-    table: CostTable,
-    stack: DecoderStack,
-    plan: DraftPlan | None,
-    draft_vocabulary: Sequence[int] | None = None,
-) -> str | None:
-    """One sentence that says what a table was measured with and is not now; None if it fits."""
-    now = cost_key(stack, plan, draft_vocabulary)
-    differing = [
-        f"{SAID.get(name, f'with another {name}')} ({table.key.get(name, 'unknown')}, now {value})"
-        for name, value in now.items()
-        if table.key.get(name) != value
-    ]
-    return f"the cost table was measured {', '.join(differing)}" if differing else None
 
 
 def fitting_cost(

@@ -24,13 +24,13 @@ from layerskip.compare import bootstrap_interval
 from layerskip.cost import CostTable
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
-from layerskip.fingerprint import fingerprint
+from layerskip.fingerprint import cost_key, fingerprint
 from layerskip.journal import Journal
 from layerskip.model import DecoderStack
 from layerskip.params import MAX_NUM_DRAFT_TOKENS, SamplingParams, check_integer
 from layerskip.plan import DraftPlan, PlanFile, ranges
 from layerskip.prediction import Counts, count, draft_costs, predict
-from layerskip.profiling import cost_key, measure_cost
+from layerskip.profiling import measure_cost
 from layerskip.prompts import Example
 from layerskip.row import RowSpec
 from layerskip.sampling import Sampler

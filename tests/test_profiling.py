@@ -13,10 +13,10 @@ from toys import NUM_LAYERS, PLANS, VOCAB_SIZE, make_model
 import layerskip.profiling as profiling
 from layerskip.cost import CostTable
 from layerskip.exactness import SWITCHED_OFF, Exactness
-from layerskip.fingerprint import fingerprint
+from layerskip.fingerprint import cost_key, fingerprint, mismatch
 from layerskip.model import DecoderStack, pack_model
 from layerskip.plan import PlanFile
-from layerskip.profiling import fitting_cost, measure_cost, mismatch, warn_of_another_checkpoint
+from layerskip.profiling import fitting_cost, measure_cost, warn_of_another_checkpoint
 
 PLAN = PLANS["exit"]
 PADDED = Exactness(True, 8, 128, "", (1, 2, 4, 8))
@@ -29,29 +29,36 @@ class Machine:
     def __init__(self, stack: DecoderStack, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.speed, self.passes = 0.0, 1.0, []
         self.delay: Callable[[], float] = lambda: 0.0
+        self.interruption: Callable[[], float] = lambda: 0.0
         monkeypatch.setattr(stack, "exactness", PADDED)
         monkeypatch.setattr(stack, "run_layers", self.run_layers)
         monkeypatch.setattr(stack, "logits", self.logits)
         monkeypatch.setattr(profiling.Sampler, "pick", self.pick)
-        clock = SimpleNamespace(perf_counter=lambda: self.now)
+        self.worked = -5.0
+        clock = SimpleNamespace(perf_counter=lambda: self.now, thread_time=lambda: self.worked)
         monkeypatch.setattr(profiling, "time", clock)
 
     def run_layers(self, hidden, layers, cache, segments):
         rows, count = sum(s.count for s in segments), len(tuple(layers))
         context = max(s.start for s in segments)
         self.passes.append((count, rows, context, len(segments)))
-        self.now += self.speed * count * layer_seconds(rows, context, len(segments))
-        self.now += self.delay()
+        self.work(count * layer_seconds(rows, context, len(segments)))
+        self.work(self.delay() / self.speed)
+        self.now += self.interruption()
         return hidden
 
+    def work(self, seconds: float) -> None:
+        self.now += seconds * self.speed
+        self.worked += seconds * self.speed
+
     def logits(self, hidden):
-        self.now += HEAD * self.speed
+        self.work(HEAD)
         return torch.zeros(len(hidden), VOCAB_SIZE)
 
     def pick(self, logits, position):
         assert position not in self.__dict__.setdefault("picked", set()), "its noise is known"
         self.picked.add(position)
-        self.now += SAMPLE * self.speed
+        self.work(SAMPLE)
         return [0]
 
 
@@ -119,6 +126,43 @@ def test_what_else_the_machine_does_is_not_in_the_table(stack, machine):
         assert noisy.verify_pass(rows, 100) == pytest.approx(calm.verify_pass(rows, 100))
 
 
+def test_passes_that_are_interrupted_are_timed_by_the_thread_s_own_clock(stack, machine, caplog):
+    """Long passes always, drafts never: what the time that goes by says is wrong."""
+    measure_cost(stack, PLAN)
+    assert caplog.text == ""
+    machine.picked = set()
+    machine.interruption = lambda: 0.06 if machine.passes[-1][0] == NUM_LAYERS else 0.0
+    table = measure_cost(stack, PLAN)
+    assert table.verify.at(1, 0) == pytest.approx(NUM_LAYERS * layer_seconds(1, 0) + HEAD)
+    assert "the machine was busy: passes had a processor for" in caplog.text
+
+
+def test_a_thread_that_only_waits_has_no_clock_to_go_by():
+    processor, gpu = (SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda"))
+    assert profiling._clock(processor, [(2.0, 0.5), (1.0, 0.99)]) == 1
+    assert profiling._clock(processor, [(2.0, 0.5), (1.0, 0.6)]) == 0
+    assert profiling._clock(gpu, [(1.0, 1.0)]) == 0
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_machine_that_becomes_slow_is_not_waited_for(stack, machine, quick):
+    machine.interruption = lambda: 0.0 if len(machine.passes) < 20 else 1.0
+    table = measure_cost(stack, PLAN, quick=quick)
+    assert machine.now < (12.0 if quick else 20.0)
+    assert table.verify.contexts == (0,)
+    assert table.verify.at(1, 0) == pytest.approx(NUM_LAYERS * layer_seconds(1, 0) + HEAD)
+
+
+def test_passes_that_were_run_once_count_if_time_is_up(stack, machine):
+    machine.interruption = lambda: 0.0 if len(machine.passes) < 120 else 1.0
+    table = measure_cost(stack, PLAN)
+    assert machine.now < 20.0
+    assert len(table.verify.rows) == 7
+    for rows in (1, 64):
+        expected = NUM_LAYERS * layer_seconds(rows, 536) + HEAD
+        assert table.verify.at(rows, 536) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("speed", [0.01, 1.0, 10.0, 100.0, 300.0])
 def test_measuring_ends_in_time_whatever_a_pass_takes(stack, machine, speed):
     """From 0.06 ms to 2 s for a plain pass."""
@@ -159,7 +203,7 @@ def test_without_a_plan_drafts_are_free_and_not_measured(stack, machine):
 
 def test_a_draft_s_own_head_is_what_is_measured(stack, machine):
     def head(hidden: torch.Tensor) -> torch.Tensor:
-        machine.now += 0.04
+        machine.work(0.04)
         return torch.zeros(len(hidden), 3)
 
     table = measure_cost(stack, PLAN, draft_vocabulary=[1, 5, 9], head=head)
@@ -190,7 +234,8 @@ def test_passes_of_one_row_each_are_measured_as_such(stack, machine, monkeypatch
 def test_a_real_measurement_leaves_the_model_as_it_was(quick, toy):
     stack, table = quick
     assert mismatch(table, stack, PLAN) is None
-    assert 0.0 < table.draft_pass(1, 100) < table.verify_pass(1, 100) < 1.0
+    assert table.draft_pass(1, 100) > 0.0
+    assert table.verify.at(1, 100) > 0.0
     assert CostTable.from_dict(table.to_dict()) == table
     assert fingerprint(stack) == fingerprint(DecoderStack(toy()))
 
@@ -234,7 +279,7 @@ def test_another_plan_and_another_vocabulary_are_told(quick):
     stack, table = quick
     assert "other draft layers (0,1, now none)" in str(mismatch(table, stack, None))
     assert "draft layers (0,1, now 1,3)" in str(mismatch(table, stack, PLANS["without-layer-0"]))
-    trimmed = replace(table, key=profiling.cost_key(stack, PLAN, (1, 2)))
+    trimmed = replace(table, key=cost_key(stack, PLAN, (1, 2)))
     assert mismatch(trimmed, stack, PLAN, (1, 2)) is None
     assert "draft vocabulary (2 ids, " in str(mismatch(trimmed, stack, PLAN, (1, 3)))
     assert mismatch(replace(table, key={}), stack, PLAN) is not None

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -82,7 +83,11 @@ def run_profile(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "units": _units(table),
         "cost": table.to_dict(),
     }
+    of = f"draft layers {ranges(list(lm.plan.layers))}" if lm.plan else "no draft layers"
+    passes = f"{table.key['dtype']}, {table.key['threads']} threads"
+    console.print(escape(f"{args.model}, {of}, {passes}"), soft_wrap=True, highlight=False)
     console.print(_cost_table(document, table))
+    console.print(f"measured in {seconds:.1f} s on {table.key['device']}", soft_wrap=True)
     return document
 
 
@@ -102,13 +107,7 @@ def _units(table: "CostTable") -> list[dict[str, float]]:
 def _cost_table(document: dict[str, Any], table: "CostTable") -> Table:
     """Milliseconds of passes by rows and context, and what they are in plain passes."""
     drafts = document["draft_layers"] is not None
-    of = f"draft layers {ranges(document['draft_layers'])}" if drafts else "no draft layers"
-    shown = Table(
-        box=None,
-        padding=(0, 1),
-        pad_edge=False,
-        title=f"{document['model']}, {of}, {table.key['dtype']}, {table.key['threads']} threads",
-    )
+    shown = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in ("pass, ms", "rows", *(f"at {c}" for c in table.verify.contexts)):
         shown.add_column(name, justify="left" if name == "pass, ms" else "right", no_wrap=True)
     kinds = [("verify", table.verify_pass), *([("draft", table.draft_pass)] if drafts else [])]
@@ -120,7 +119,6 @@ def _cost_table(document: dict[str, Any], table: "CostTable") -> Table:
     if drafts:
         shown.add_row("c: draft / plain", "1", *(f"{u['c']:.3f}" for u in units))
     shown.add_row("v: verify / plain", str(VERIFIED_ROWS), *(f"{u['v']:.3f}" for u in units))
-    shown.caption = f"measured in {document['seconds']:.1f} s on {table.key['device']}"
     return shown
 
 
