@@ -112,6 +112,6 @@ def _check_subject(path: Path, found: Mapping[str, Any], own: Mapping[str, Any])
     if differing:
         name = differing[0]
         raise ValueError(
-            f"{path} is the journal of a search with another {name.replace('_', ' ')} "
-            f"({found.get(name)}, now {own[name]}); delete it or give another name"
+            f"{path} is the journal of another search ({name.replace('_', ' ')} "
+            f"{found.get(name)}, now {own[name]}); delete it or give another name"
         )

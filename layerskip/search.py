@@ -179,8 +179,8 @@ def search(
     settings = settings or SearchSettings()
     work = json.dumps([[e.prompt, e.continuation] for e in examples])
     subject = cost_key(lm.stack, None) | {
-        "set_of_prompts": hashlib.sha256(work.encode()).hexdigest()[:16],
-        "setting": repr(settings),
+        "prompts": hashlib.sha256(work.encode()).hexdigest()[:16],
+        "settings": repr(settings),
     }
     return _Search(lm, examples, settings, Journal(journal, subject), on_progress).run()
 

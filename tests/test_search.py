@@ -118,8 +118,9 @@ def test_plans_leave_the_texts_as_they_were(wrap):
     stack = wrap().stack
     texts = [Text(tuple(random_ids(40, seed=i)), 12, i) for i in range(2)]
     calibration = Calibration(stack, texts, sampling=SAMPLED)
+    sets = closest_skip_sets(calibration, max_skipped=3)
     first = calibration.chains(PLANS["apart"], 4)
-    closest_skip_sets(calibration, max_skipped=3)
+    assert closest_skip_sets(calibration, max_skipped=3) == sets
     calibration.chains(PLANS["skipping"], 4)
     assert calibration.chains(PLANS["apart"], 4) == first
 
@@ -409,8 +410,8 @@ HEADER = json.dumps({"journal": 1, **SUBJECT}) + "\n"
         (HEADER + '{"what": "a"}\n', r"not a whole journal \(line 2\)"),
         (HEADER + '{"what": 3, "result": 3}\n', r"not a whole journal \(line 2\)"),
         (HEADER + '{"what": "a", "result": 3}\n{"wh\n', r"not a whole journal \(line 3\)"),
-        (HEADER.replace("abc", "xyz"), r"with another fingerprint \(xyz, now abc\); delete it"),
-        (HEADER.replace("2", "4"), r"with another threads \(4, now 2\); delete it"),
+        (HEADER.replace("abc", "xyz"), r"another search \(fingerprint xyz, now abc\); delete it"),
+        (HEADER.replace("2", "4"), r"another search \(threads 4, now 2\); delete it"),
         (HEADER.replace('"journal": 1', '"journal": 2'), "not a journal of this layerskip"),
     ],
 )
@@ -441,8 +442,8 @@ def test_a_journal_that_cannot_be_written_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("prompts", "settings", "message"),
     [
-        (EXAMPLES[:1], SETTINGS, "another set of prompts"),
-        (EXAMPLES, replace(SETTINGS, max_new_tokens=20), "another setting"),
+        (EXAMPLES[:1], SETTINGS, "prompts"),
+        (EXAMPLES, replace(SETTINGS, max_new_tokens=20), "settings"),
     ],
 )
 def test_a_journal_of_other_work_is_refused(given, tmp_path, prompts, settings, message):
@@ -452,7 +453,7 @@ def test_a_journal_of_other_work_is_refused(given, tmp_path, prompts, settings, 
         search.search(
             lm, EXAMPLES, settings=SETTINGS, journal=journal, on_progress=interrupted_at(1)
         )
-    with pytest.raises(ValueError, match=f"the journal of a search with {message}"):
+    with pytest.raises(ValueError, match=rf"the journal of another search \({message} "):
         search.search(lm, prompts, settings=settings, journal=journal)
 
 
