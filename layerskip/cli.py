@@ -137,6 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "info": _info,
         "demo": _demo,
         "profile": tuning.run_profile,
+        "search": tuning.run_search,
     }
     try:
         document = run[args.command](args, console)

@@ -1,6 +1,6 @@
 """Which layers draft, one frozen value that passes everywhere as an argument; and its file."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -187,3 +187,11 @@ def _check_vocabulary(ids: object) -> None:
         check_integer("a token id of draft_vocabulary", token, 0)
     if not ids or any(a >= b for a, b in pairwise(ids)):
         raise ValueError("draft_vocabulary must be one or more strictly increasing token ids")
+
+
+def ranges(layers: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` as "0-2, 5"."""
+    starts = [i for i in layers if i - 1 not in layers]
+    ends = [i for i in layers if i + 1 not in layers]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)

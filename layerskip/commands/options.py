@@ -8,14 +8,15 @@ if TYPE_CHECKING:
     from layerskip.plan import PlanFile
 
 
-def model_options(command: argparse.ArgumentParser) -> None:
-    """Model, plan, dtype, device and the form of the answer."""
+def model_options(command: argparse.ArgumentParser, *, plans: bool = True) -> None:
+    """Model, plan where it can be given, dtype, device and the form of the answer."""
     command.add_argument(
         "model", nargs="?", default="builtin", help="folder, hub id or 'builtin' (the default)"
     )
-    plan = command.add_mutually_exclusive_group()
-    plan.add_argument("--exit-layer", type=int, help="draft with this many leading layers")
-    plan.add_argument("--plan", help="draft with the plan in this JSON file")
+    if plans:
+        plan = command.add_mutually_exclusive_group()
+        plan.add_argument("--exit-layer", type=int, help="draft with this many leading layers")
+        plan.add_argument("--plan", help="draft with the plan in this JSON file")
     command.add_argument("--dtype", help="bfloat16, float16, float32; default: the checkpoint's")
     command.add_argument("--device", default="auto", help="cpu, cuda or auto")
     command.add_argument(

@@ -1,18 +1,29 @@
-"""Commands that measure a model before it is used: profile."""
+"""Commands that measure a model before it is used: profile, search."""
 
 import argparse
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
-from layerskip.commands.options import load, model_options
+from layerskip.commands.options import load, model_options, quiet
+from layerskip.plan import ranges
 
 if TYPE_CHECKING:
+    from layerskip.api import SelfSpeculativeLM
     from layerskip.cost import CostTable
+    from layerskip.search import SearchResult
 
 VERIFIED_ROWS = 8  # of the v that is printed
 MAX_SECONDS = 600.0
@@ -25,6 +36,20 @@ def add_parsers(commands: Any) -> None:
     profile.add_argument("--out", required=True, help="JSON file for the cost table")
     profile.add_argument(
         "--seconds", type=float, default=20.0, help="most time to measure for (default 20)"
+    )
+    search = commands.add_parser("search", help="find the layers to draft with, or that none pay")
+    model_options(search, plans=False)
+    search.add_argument("--prompts", help="JSON lines; without it, held-out library code")
+    search.add_argument("--out", required=True, help="JSON file for the plan")
+    search.add_argument("--limit", type=int, default=16, help="most prompts (default 16)")
+    search.add_argument("--max-new-tokens", type=int, default=64, help="after each prompt")
+    search.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
+    search.add_argument("--seed", type=int, default=0)
+    search.add_argument(
+        "--max-draft-tokens", type=int, default=8, help="most tokens drafted a round (default 8)"
+    )
+    search.add_argument(
+        "--refinements", type=int, default=16, help="plans the local search may try (default 16)"
     )
 
 
@@ -58,7 +83,7 @@ def run_profile(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "units": _units(table),
         "cost": table.to_dict(),
     }
-    of = f"draft layers {_ranges(list(lm.plan.layers))}" if lm.plan else "no draft layers"
+    of = f"draft layers {ranges(list(lm.plan.layers))}" if lm.plan else "no draft layers"
     passes = f"{table.key['dtype']}, {table.key['threads']} threads"
     console.print(escape(f"{args.model}, {of}, {passes}"), soft_wrap=True, highlight=False)
     console.print(_cost_table(document, table))
@@ -97,9 +122,100 @@ def _cost_table(document: dict[str, Any], table: "CostTable") -> Table:
     return shown
 
 
-def _ranges(layers: list[int]) -> str:
-    """``[0, 1, 2, 5]`` as "0-2, 5"."""
-    starts = [i for i in layers if i - 1 not in layers]
-    ends = [i for i in layers if i + 1 not in layers]
-    pairs = zip(starts, ends, strict=True)
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)
+def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """``layerskip search``: a plan file, with the table of what was tried."""
+    from layerskip.files import check_writable
+    from layerskip.params import SamplingParams, check_integer
+
+    check_integer("--limit", args.limit, 1)
+    check_writable(args.out)
+    sampling = SamplingParams(temperature=args.temperature, seed=args.seed)
+    quiet()
+    from layerskip.checkpoint import held_out_modules
+    from layerskip.prompts import held_out_code, read_prompts
+    from layerskip.search import SearchSettings, search
+
+    settings = SearchSettings(
+        sampling=sampling,
+        max_texts=args.limit,
+        max_new_tokens=args.max_new_tokens,
+        max_draft_tokens=args.max_draft_tokens,
+        refinements=args.refinements,
+    )
+    examples = (
+        read_prompts(args.prompts)
+        if args.prompts
+        else held_out_code(held_out_modules(), args.limit)
+    )
+    lm = _without_plan(args)
+    journal = Path(f"{args.out}.journal")
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    try:
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("")
+            result = search(
+                lm,
+                examples,
+                settings=settings,
+                journal=journal,
+                on_progress=lambda done, total, what: progress.update(
+                    task, completed=done, total=total, description=what
+                ),
+            )
+    except KeyboardInterrupt:
+        console.print(f"the same command goes on from {journal}", highlight=False)
+        raise
+    result.file.save(args.out)
+    journal.unlink()
+    console.print(_tried_table(result))
+    console.print(f"{result.verdict}; written to {args.out}", highlight=False)
+    plan = result.file.plan
+    return {
+        "model": args.model,
+        "out": args.out,
+        "draft_layers": list(plan.layers) if plan else None,
+        **result.file.measurements,
+    }
+
+
+def _without_plan(args: argparse.Namespace) -> "SelfSpeculativeLM":
+    from layerskip.api import SelfSpeculativeLM
+
+    model, tokenizer, _, _ = SelfSpeculativeLM.load_parts(
+        args.model, dtype=args.dtype, device=args.device
+    )
+    return SelfSpeculativeLM(model, tokenizer, exact=args.exact)
+
+
+def _tried_table(result: "SearchResult") -> Table:
+    """Every plan that was measured, the best prediction first."""
+    found = result.file.measurements
+    shown = Table(
+        box=None,
+        padding=(0, 1),
+        pad_edge=False,
+        title=f"{found['positions']} positions of {found['texts']} texts, "
+        f"temperature {found['temperature']:g}",
+    )
+    shown.add_column("draft layers")
+    shown.add_column("found by", no_wrap=True)
+    for name in ("accepted", "length", "c", "tokens", "predicted", "measured"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for tried in result.tried:
+        shown.add_row(
+            ranges(tried.plan.layers),
+            tried.found_by,
+            f"{tried.counts.first:.0%}",
+            f"{tried.counts.lengths[tried.num_draft_tokens]:.2f}",
+            f"{tried.c:.3f}",
+            str(tried.num_draft_tokens),
+            f"{tried.predicted:.2f}x",
+            "" if tried.measured is None else f"{tried.measured[0]:.2f}x",
+        )
+    return shown

@@ -1,0 +1,117 @@
+"""A journal of measurements: what was measured once is not measured again after an interruption."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+VERSION = 1
+
+T = TypeVar("T")
+
+
+class Journal:
+    """Measurements by name, one JSON line each, on the disk before the next one starts.
+
+    The first line says what the measurements are of. A last line that was cut off by a kill is
+    dropped.
+
+    Args:
+        path: of the file; None keeps nothing.
+        subject: what is measured, by name, ready for JSON.
+
+    Raises:
+        ValueError: the file is no journal, is damaged, or is of another subject.
+    """
+
+    def __init__(self, path: str | Path | None, subject: Mapping[str, str | int | float]) -> None:
+        self.path = None if path is None else Path(path)
+        self._known: dict[str, Any] = {}
+        if self.path is not None:
+            self._open(self.path, {"journal": VERSION, **subject})
+
+    def _open(self, path: Path, first: Mapping[str, Any]) -> None:
+        """Read what is there; nothing is written before it is known to be this search's."""
+        try:
+            content = path.read_bytes() if path.exists() else b""
+        except OSError as error:
+            raise self._unwritable(error) from None
+        whole = content.rfind(b"\n") + 1
+        lines = content[:whole].splitlines()
+        if not lines and not _line(first).startswith(content):
+            raise self._damaged("line 1")
+        if lines:
+            _check_subject(path, self._parsed(lines[0], 1), first)
+        for number, line in enumerate(lines[1:], 2):
+            entry = self._parsed(line, number)
+            if entry.keys() != {"what", "result"} or not isinstance(entry["what"], str):
+                raise self._damaged(f"line {number}")
+            self._known[entry["what"]] = entry["result"]
+        if whole < len(content):
+            os.truncate(path, whole)
+        if not lines:
+            self._append(first)
+
+    def once(self, what: str, measure: Callable[[], Any], read: Callable[[Any], T]) -> T:
+        """What ``measure`` gave, now or before the interruption, as ``read`` takes it.
+
+        Args:
+            what: name of the measurement.
+            measure: returns something ready for JSON.
+            read: makes a value of it.
+        """
+        if what not in self._known:
+            result = measure()
+            self._append({"what": what, "result": result})
+            self._known[what] = result
+        try:
+            return read(self._known[what])
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            if self.path is None:
+                raise
+            raise self._damaged(f"the entry {what!r}") from None
+
+    def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            entry = None
+        if not isinstance(entry, dict):
+            raise self._damaged(f"line {number}")
+        return entry
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        if self.path is None:
+            return
+        try:
+            with self.path.open("ab") as file:
+                file.write(_line(entry))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> ValueError:
+        return ValueError(f"journal {self.path} cannot be written: {error.strerror}")
+
+    def _damaged(self, where: str) -> ValueError:
+        return ValueError(
+            f"{self.path} is not a whole journal ({where}); delete it to start from the beginning"
+        )
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    return json.dumps(entry, allow_nan=False).encode() + b"\n"
+
+
+def _check_subject(path: Path, found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    if found.get("journal") != own["journal"]:
+        raise ValueError(f"{path} is not a journal of this layerskip; give another name")
+    differing = [name for name in own if found.get(name) != own[name]]
+    if differing:
+        name = differing[0]
+        raise ValueError(
+            f"{path} is the journal of another search ({name.replace('_', ' ')} "
+            f"{found.get(name)}, now {own[name]}); delete it or give another name"
+        )

@@ -1,0 +1,399 @@
+"""Plan search: which layers to draft with, by what was measured on text, and whether it pays.
+
+Exits cost one pass over the texts for all of them. Skip sets come from dynamic programming on
+hidden states (CLaSp), and are refined by what is measured: layers dropped, added and exchanged, as
+long as the predicted speed rises (Draft & Verify and SWIFT search the same space by Bayesian and
+random proposals: arXiv 2309.08168, 2410.06916). A plan whose cost leaves no room for an
+improvement, were every draft accepted, is not tried.
+"""
+
+import hashlib
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from layerskip.api import SelfSpeculativeLM
+from layerskip.calibration import Calibration, Text, read_texts
+from layerskip.compare import bootstrap_interval
+from layerskip.cost import CostTable
+from layerskip.decode import Decoder
+from layerskip.drafting import EarlyExitDrafter
+from layerskip.fingerprint import cost_key, fingerprint
+from layerskip.journal import Journal
+from layerskip.model import DecoderStack
+from layerskip.params import MAX_NUM_DRAFT_TOKENS, SamplingParams, check_integer
+from layerskip.plan import DraftPlan, PlanFile, ranges
+from layerskip.prediction import Counts, count, draft_costs, predict
+from layerskip.profiling import measure_cost
+from layerskip.prompts import Example
+from layerskip.row import RowSpec
+from layerskip.sampling import Sampler
+from layerskip.skipping import closest_skip_sets, neighbours
+
+DEFAULT_SAMPLING = SamplingParams(temperature=0.8, seed=0)
+PAYS = 1.05  # predicted speed-up below which a plan is not worth it
+BETTER = 1.01  # times the best prediction so far that makes another plan the best: else it is noise
+CHECKED_TEXTS = 8
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """How much is measured.
+
+    Attributes:
+        sampling: of the texts that the model writes, and of targets and drafts along all texts.
+        max_texts, max_new_tokens: prompts taken, and tokens after each.
+        max_draft_tokens: the most that a round may draft.
+        refinements: plans that the local search may measure.
+        cost_seconds: for each table of costs.
+    """
+
+    sampling: SamplingParams = DEFAULT_SAMPLING
+    max_texts: int = 16
+    max_new_tokens: int = 64
+    max_draft_tokens: int = 8
+    refinements: int = 16
+    cost_seconds: float = 4.0
+
+    def __post_init__(self) -> None:
+        check_integer("max_texts", self.max_texts, 1)
+        check_integer("max_new_tokens", self.max_new_tokens, 3)
+        check_integer("max_draft_tokens", self.max_draft_tokens, 1, MAX_NUM_DRAFT_TOKENS)
+        check_integer("refinements", self.refinements, 0)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A plan and what was found about it.
+
+    Attributes:
+        plan: its layers.
+        found_by: "exit", "similarity" or "refinement".
+        counts: along the texts.
+        c: a drafted token's pass in units of a plain one.
+        num_draft_tokens: the best number; 0 if none beats plain decoding.
+        predicted: speed-up with that many, ``mean_accepted_length / (k c + v)``.
+        measured: the speed-up that decoding showed, and the ends of its 95 % interval; None where
+            it was not timed.
+    """
+
+    plan: DraftPlan
+    found_by: str
+    counts: Counts
+    c: float
+    num_draft_tokens: int
+    predicted: float
+    measured: tuple[float, float, float] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "draft_layers": list(self.plan.layers),
+            "found_by": self.found_by,
+            "acceptance": list(self.counts.acceptance),
+            "first_acceptance": self.counts.first,
+            "mean_accepted_length": self.counts.lengths[self.num_draft_tokens],
+            "c": self.c,
+            "num_draft_tokens": self.num_draft_tokens,
+            "predicted_speedup": self.predicted,
+            "measured_speedup": None if self.measured is None else self.measured[0],
+            "measured_speedup_ci95": None if self.measured is None else list(self.measured[1:]),
+        }
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        file: to be saved; without a plan, and with 0 draft tokens, if none pays.
+        tried: every plan that was measured, the best prediction first.
+        verdict: one sentence.
+    """
+
+    file: PlanFile
+    tried: tuple[Tried, ...]
+    verdict: str
+
+
+def time_against_plain(
+    stack: DecoderStack,
+    plan: DraftPlan,
+    num_draft_tokens: int,
+    texts: Sequence[Text],
+    *,
+    sampling: SamplingParams,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Speed-up over plain decoding after each text's prompt, both in turn, prefill not counted.
+
+    Ends of sequence are passed over, so that both decode as many tokens as the text has.
+    """
+
+    def seconds(text: Text, drafted: int) -> float:
+        decoder = Decoder(stack, EarlyExitDrafter(stack, plan), plan)
+        sampler = Sampler(sampling, text.seed, stack.vocab_size)
+        limit = len(text.ids) - text.start
+        row = decoder.join(RowSpec(text.ids[: text.start], sampler, limit, drafted))
+        decoder.step()
+        began = clock()
+        while row.finish_reason is None:
+            decoder.step()
+        return clock() - began
+
+    ratios = []
+    for i, text in enumerate((texts[0], *texts)):  # the first one twice: once to warm up
+        order = (0, num_draft_tokens) if i % 2 else (num_draft_tokens, 0)
+        took = {drafted: seconds(text, drafted) for drafted in order}
+        ratios.append(took[0] / took[num_draft_tokens])
+    return ratios[1:]
+
+
+def search(
+    lm: SelfSpeculativeLM,
+    examples: Sequence[Example],
+    *,
+    settings: SearchSettings | None = None,
+    journal: str | Path | None = None,
+    on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> SearchResult:
+    """Find the layers to draft with.
+
+    Args:
+        lm: the model; its own plan is not looked at.
+        examples: prompts, with their continuations where those are known.
+        settings: how much is measured; None is the default.
+        journal: a file that keeps every measurement as soon as it is made: a search that was
+            interrupted goes on where it was. To be removed when the result is safe.
+        on_progress: called with steps done, steps, and what comes next.
+
+    Raises:
+        ValueError: no usable text; or the journal is of another search.
+    """
+    settings = settings or SearchSettings()
+    work = json.dumps([[e.prompt, e.continuation] for e in examples])
+    subject = cost_key(lm.stack, None) | {
+        "prompts": hashlib.sha256(work.encode()).hexdigest()[:16],
+        "settings": repr(settings),
+    }
+    return _Search(lm, examples, settings, Journal(journal, subject), on_progress).run()
+
+
+class _Search:
+    """One search: every measurement by its name in the journal."""
+
+    def __init__(
+        self,
+        lm: SelfSpeculativeLM,
+        examples: Sequence[Example],
+        settings: SearchSettings,
+        journal: Journal,
+        on_progress: Callable[[int, int, str], None],
+    ) -> None:
+        self.lm, self.examples, self.settings = lm, examples, settings
+        self.stack, self.depth = lm.stack, lm.stack.num_layers
+        self.journal, self.on_progress = journal, on_progress
+        self.tried: dict[tuple[int, ...], Tried] = {}
+        self.texts: list[Text] = []
+        self.done = 0
+        self.steps = 6 + self.depth + settings.refinements
+
+    def run(self) -> SearchResult:
+        if self.depth < 2:
+            return self._off("no plan pays: a model of one layer has no layers to leave out")
+        self._prepare()
+        self._say("exits")
+        self._exits()
+        self._say("skip sets by similarity")
+        for plan in self._skip_sets():
+            self._say(f"draft layers {ranges(plan.layers)}")
+            self._try(plan, "similarity")
+        self._refine()
+        return self._conclude()
+
+    def _prepare(self) -> None:
+        """Texts and costs, measured or remembered."""
+        self._say("reading the texts")
+        self.texts = self.journal.once("texts", self._read_texts, _texts)
+        self.context = statistics.fmean(t.start + t.window / 2 for t in self.texts)
+        self._say("costs of passes")
+        one, every = (DraftPlan(self.depth, tuple(range(n))) for n in (1, self.depth))
+        self.shallow, self.deep = self._own_costs(one), self._own_costs(every)
+
+    def _read_texts(self) -> list[list[Any]]:
+        settings = self.settings
+        texts = read_texts(
+            self.lm,
+            self.examples,
+            sampling=settings.sampling,
+            max_texts=settings.max_texts,
+            max_tokens=settings.max_new_tokens,
+        )
+        return [[list(t.ids), t.start, t.seed] for t in texts]
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """Made when something has to be measured along the texts, not when all is remembered."""
+        return Calibration(self.stack, self.texts, sampling=self.settings.sampling)
+
+    def _exits(self) -> None:
+        most = self.settings.max_draft_tokens
+
+        def measure() -> list[Any]:
+            exits = range(1, self.depth)
+            return [count(self.calibration.exit_chains(e, most), most).to_list() for e in exits]
+
+        found = self.journal.once(
+            "exits", measure, lambda entry: [Counts.from_list(c) for c in entry]
+        )
+        for layer, counts in enumerate(found, 1):
+            plan = DraftPlan.exiting(num_layers=self.depth, exit_layer=layer)
+            self._note(plan, "exit", counts)
+
+    def _skip_sets(self) -> list[DraftPlan]:
+        """Of every size, by similarity; the smallest, which leave most room, first."""
+
+        def measure() -> list[list[int]]:
+            sets = closest_skip_sets(self.calibration, max_skipped=self.depth - 1)
+            return [list(s.plan.layers) for s in sets.values()]
+
+        plans = self.journal.once(
+            "skip sets", measure, lambda entry: [DraftPlan(self.depth, tuple(x)) for x in entry]
+        )
+        return plans[::-1]
+
+    def _refine(self) -> None:
+        """Follow the best neighbour found, until none is better or the budget is spent."""
+        rng, left = random.Random(0), self.settings.refinements
+        best = self._best()
+        while left:
+            for plan in neighbours(best.plan, rng):
+                if not left or not self._could_beat(plan):
+                    continue
+                self._say(f"draft layers {ranges(plan.layers)}")
+                left -= 1
+                self._try(plan, "refinement")
+                if self._best() != best:
+                    break
+            else:
+                return
+            best = self._best()
+
+    def _best(self) -> Tried:
+        """The best prediction; one that came later has to be better by more than noise."""
+        best, *others = self.tried.values()
+        for tried in others:
+            best = tried if tried.predicted > BETTER * best.predicted else best
+        return best
+
+    def _could_beat(self, plan: DraftPlan) -> bool:
+        """Whether the plan is new and, were all its drafts accepted, would be the best."""
+        perfect = [k + 1.0 for k in range(self.settings.max_draft_tokens + 1)]
+        _, limit = predict(self._costs(plan), perfect, self.context)
+        known = plan.layers in self.tried
+        return not known and limit > max(PAYS, BETTER * self._best().predicted)
+
+    def _try(self, plan: DraftPlan, found_by: str) -> None:
+        if not self._could_beat(plan):
+            return
+        most = self.settings.max_draft_tokens
+        counts = self.journal.once(
+            f"draft layers {ranges(plan.layers)}",
+            lambda: count(self.calibration.chains(plan, most), most).to_list(),
+            Counts.from_list,
+        )
+        self._note(plan, found_by, counts)
+
+    def _note(self, plan: DraftPlan, found_by: str, counts: Counts) -> None:
+        table = self._costs(plan)
+        c = table.draft_pass(1, self.context) / table.verify_pass(1, self.context)
+        k, speed = predict(table, counts.lengths, self.context)
+        self.tried[plan.layers] = Tried(plan, found_by, counts, c, k, speed)
+
+    def _costs(self, plan: DraftPlan) -> CostTable:
+        return draft_costs(self.shallow, self.deep, len(plan.layers), self.depth)
+
+    def _say(self, what: str) -> None:
+        self.on_progress(min(self.done, self.steps), self.steps, what)
+        self.done += 1
+
+    def _conclude(self) -> SearchResult:
+        """The best plan against plain decoding, if it is worth it."""
+        best = self._best()
+        name = f"draft layers {ranges(best.plan.layers)}"
+        if best.predicted < PAYS:
+            return self._off(
+                f"no plan pays: the best, {name}, is predicted at {best.predicted:.2f} times the "
+                f"speed of plain decoding, and {PAYS} is asked for; speculation is left off"
+            )
+        self._say(f"costs of {name}")
+        table = self._own_costs(best.plan)
+        self._say("decoding with the best plan and without, in turn")
+        speed, low, high = self._time(best)
+        best = replace(best, measured=(speed, low, high))
+        self.tried[best.plan.layers] = best
+        said = (
+            f"{name} with {best.num_draft_tokens} tokens a round: "
+            f"{best.predicted:.2f} times the speed of plain decoding predicted, "
+            f"{speed:.2f} ({low:.2f} to {high:.2f}) measured"
+        )
+        if low <= 1.0:
+            return self._off(f"{said}: not confirmed, so speculation is left off")
+        file = PlanFile(
+            best.plan,
+            cost=table,
+            fingerprint=fingerprint(self.stack),
+            acceptance=best.counts.acceptance,
+            measurements=self._measurements(said) | {"chosen": best.to_dict()},
+        )
+        return SearchResult(file, self._ranked(), said)
+
+    def _own_costs(self, plan: DraftPlan) -> CostTable:
+        return self.journal.once(
+            f"costs of draft layers {ranges(plan.layers)}",
+            lambda: measure_cost(self.stack, plan, seconds=self.settings.cost_seconds).to_dict(),
+            CostTable.from_dict,
+        )
+
+    def _time(self, best: Tried) -> tuple[float, float, float]:
+        """Median speed-up and the ends of its 95 % interval."""
+        ratios = self.journal.once(
+            f"speed of draft layers {ranges(best.plan.layers)}",
+            lambda: time_against_plain(
+                self.stack,
+                best.plan,
+                best.num_draft_tokens,
+                self.texts[:CHECKED_TEXTS],
+                sampling=self.settings.sampling,
+            ),
+            lambda entry: [float(ratio) for ratio in entry],
+        )
+        low, high = bootstrap_interval(ratios)
+        return statistics.median(ratios), low, high
+
+    def _off(self, verdict: str) -> SearchResult:
+        measurements = self._measurements(verdict)
+        file = PlanFile(None, 0, fingerprint=fingerprint(self.stack), measurements=measurements)
+        return SearchResult(file, self._ranked(), verdict)
+
+    def _ranked(self) -> tuple[Tried, ...]:
+        return tuple(sorted(self.tried.values(), key=lambda t: -t.predicted))
+
+    def _measurements(self, verdict: str) -> dict[str, Any]:
+        return {
+            "verdict": verdict,
+            "texts": len(self.texts),
+            "positions": sum(t.window for t in self.texts),
+            "temperature": self.settings.sampling.temperature,
+            "tried": [t.to_dict() for t in self._ranked()],
+        }
+
+
+def _texts(entry: Sequence[Any]) -> list[Text]:
+    return [Text(tuple(ids), start, seed) for ids, start, seed in entry]

@@ -1,0 +1,520 @@
+"""Plan search: replayed rounds against real ones, dynamic programming against all subsets, what the
+search concludes, and going on after an interruption. Costs are given, so that nothing is timed."""
+
+import functools
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+from toys import NUM_LAYERS, make_model, make_tokenizer, random_ids
+
+from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM, search
+from layerskip.cache import Segment
+from layerskip.calibration import Calibration, Text, read_texts, walk
+from layerskip.cli import main
+from layerskip.compare import teacher_forced
+from layerskip.cost import CostTable, Curve
+from layerskip.decode import Decoder
+from layerskip.drafting import EarlyExitDrafter
+from layerskip.journal import Journal
+from layerskip.plan import PlanFile
+from layerskip.prediction import Counts, count, draft_costs, predict
+from layerskip.prompts import Example
+from layerskip.row import RowSpec
+from layerskip.sampling import Sampler
+from layerskip.search import SearchSettings
+from layerskip.skipping import SkipSet, closest_skip_sets, neighbours
+
+SAMPLED = SamplingParams(temperature=0.8, seed=3)
+EXAMPLES = [
+    Example("def first(argument):\n", "    return the argument\n    and more of it\n"),
+    Example("the rain in Spain stays", " mainly in the plain, as rain in Spain does\n"),
+]
+SETTINGS = SearchSettings(max_texts=2, max_new_tokens=24, max_draft_tokens=4, refinements=6)
+HEAD, LAYER = 0.25, 1.0
+
+
+def given_cost(stack, plan, **settings) -> CostTable:
+    """A table of a machine where every layer takes one second, whatever the rows."""
+
+    def curve(seconds: float) -> Curve:
+        return Curve((1, 64), (0,), ((seconds, seconds),))
+
+    layers, head = curve(LAYER * len(plan.layers)), curve(HEAD)
+    whole = curve(LAYER * stack.num_layers + HEAD)
+    return CostTable(layers, head, whole, 0.0, 1, {"machine": "given"})
+
+
+@pytest.fixture
+def given(monkeypatch) -> Callable[[float], None]:
+    """``given(speedup)``: costs as above, and what timing against plain decoding shows."""
+
+    def install(speedup: float) -> None:
+        monkeypatch.setattr(search, "measure_cost", given_cost)
+        monkeypatch.setattr(search, "time_against_plain", lambda *_, **__: [speedup] * 3)
+
+    return install
+
+
+@functools.cache
+def unquiet(*identity: int) -> SelfSpeculativeLM:
+    """A toy whose layers all matter, but for those that do nothing."""
+    model = make_model()
+    with torch.no_grad():
+        for layer in model.model.layers[2:]:
+            layer.self_attn.o_proj.weight.mul_(5)
+            layer.mlp.down_proj.weight.mul_(5)
+        for i in identity:
+            model.model.layers[i].self_attn.o_proj.weight.zero_()
+            model.model.layers[i].mlp.down_proj.weight.zero_()
+    return SelfSpeculativeLM(model, make_tokenizer())
+
+
+def accepted(stack, plan, text: Text, sampling, k: int) -> list[int]:
+    """Accepted tokens of each round of the real decoder that drafted k."""
+    decoder = Decoder(stack, EarlyExitDrafter(stack, plan), plan)
+    sampler = Sampler(sampling, text.seed, stack.vocab_size)
+    limit = len(text.ids) - text.start
+    row = decoder.join(RowSpec(text.ids[: text.start], sampler, limit, k))
+    while row.finish_reason is None:
+        decoder.step()
+    assert row.context == text.ids
+    return [r.num_accepted_tokens for r in row.rounds[1:] if r.num_draft_tokens == k]
+
+
+PLANS = {
+    "exit": DraftPlan(NUM_LAYERS, (0, 1)),
+    "skipping": DraftPlan(NUM_LAYERS, (0, 1, 3, 5)),
+    "apart": DraftPlan(NUM_LAYERS, (0, 4)),
+    "without-layer-0": DraftPlan(NUM_LAYERS, (1, 3)),
+}
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, SamplingParams()], ids=["sampled", "greedy"])
+def test_replayed_rounds_are_those_of_decoding(wrap, sampling):
+    plain, k = wrap(None, "llama", "bfloat16"), 3
+    stack = plain.stack
+    texts = []
+    for i, length in enumerate((9, 25)):  # texts of several lengths in one cache
+        prompt = random_ids(length, seed=i)
+        own = replace(sampling, seed=i)
+        out = plain.generate(prompt, max_new_tokens=16 + 5 * i, sampling=own)
+        texts.append(Text((*prompt, *out.token_ids), length, i))
+    calibration = Calibration(stack, texts, sampling=sampling)
+    for plan in PLANS.values():
+        for text, lengths in zip(texts, calibration.chains(plan, k), strict=True):
+            real = accepted(stack, plan, text, sampling, k)
+            # Decoding leaves room for one more token after a draft; a replay needs none.
+            assert walk(lengths, k)[: len(real)] == real
+            assert len(real) >= 3
+            assert len(walk(lengths, k)) - len(real) in (0, 1)
+
+
+def test_plans_leave_the_texts_as_they_were(wrap):
+    stack = wrap().stack
+    texts = [Text(tuple(random_ids(30, seed=i)), 12, i) for i in range(2)]
+    calibration = Calibration(stack, texts, sampling=SAMPLED)
+    sets = closest_skip_sets(calibration, max_skipped=3)
+    first = calibration.chains(PLANS["apart"], 4)
+    assert closest_skip_sets(calibration, max_skipped=3) == sets
+    calibration.chains(PLANS["skipping"], 4)
+    assert calibration.chains(PLANS["apart"], 4) == first
+
+
+def test_all_exits_of_one_pass_are_what_replaying_each_gives(wrap):
+    stack = wrap().stack
+    texts = [Text(tuple(random_ids(24, seed=i)), 9, i) for i in range(9)]  # two caches
+    calibration = Calibration(stack, texts, sampling=SAMPLED)
+    for e in (1, 4):
+        plan = DraftPlan.exiting(num_layers=NUM_LAYERS, exit_layer=e)
+        replayed = [c for group in calibration.groups for c in group.chains(plan, 5)]
+        assert calibration.chains(plan, 5) == calibration.exit_chains(e, 5) == tuple(replayed)
+
+
+def test_exits_are_accepted_as_often_as_teacher_forcing_says(talking):
+    for example in EXAMPLES:
+        said = teacher_forced(
+            talking, [example], sampling=SAMPLED, exits=range(1, NUM_LAYERS), max_new_tokens=24
+        )
+        prompt = talking.encode(example.prompt)
+        ids = talking.tokenizer(example.prompt + example.continuation)["input_ids"]
+        text = Text(tuple(ids[: len(prompt) + 24]), len(prompt) - 1, SAMPLED.seed)
+        calibration = Calibration(talking.stack, [text], sampling=SAMPLED)
+        assert text.window == said["positions"]
+        for e, row in said["exits"].items():
+            first = count(calibration.exit_chains(e, 4), 4).first
+            assert first == pytest.approx(row["acceptance_rate"])
+
+
+def test_texts_are_continuations_or_what_the_model_writes(talking):
+    examples = [EXAMPLES[0], Example(EXAMPLES[1].prompt), Example(""), Example("x" * 4000)]
+    texts = read_texts(talking, examples, sampling=SAMPLED, max_texts=4, max_tokens=12)
+    known, own = texts
+    whole = talking.tokenizer(EXAMPLES[0].prompt + EXAMPLES[0].continuation)["input_ids"]
+    assert known.ids == tuple(whole[: known.start + 12])
+    assert (known.seed, own.seed) == (3, 4)
+    assert own.window == 11
+    sampling = replace(SAMPLED, seed=4)
+    out = talking.generate(EXAMPLES[1].prompt, max_new_tokens=12, sampling=sampling)
+    assert own.ids[own.start :] == out.token_ids
+
+
+def test_texts_have_to_be_some(talking, wrap):
+    with pytest.raises(ValueError, match="no prompt leaves room for three more tokens"):
+        read_texts(talking, [Example("x" * 4000)], sampling=SAMPLED, max_texts=1, max_tokens=9)
+    with pytest.raises(ValueError, match="this model has no tokenizer"):
+        read_texts(wrap(), EXAMPLES, sampling=SAMPLED, max_texts=1, max_tokens=9)
+
+
+def similarity(lm: SelfSpeculativeLM, plan: DraftPlan, samples) -> float:
+    """Mean cosine of a draft's hidden state and the full one, each from a cache of its own."""
+    stack, cosines = lm.stack, []
+    for ids in samples:
+        hidden = []
+        for layers in (plan.layers, range(NUM_LAYERS)):
+            cache = stack.new_cache(num_rows=1, num_slots=len(ids))
+            stack.prefill(ids[:-1], cache, 0)
+            segments = [Segment(0, len(ids) - 1, 1)]
+            hidden.append(stack.run_layers(stack.embed(ids[-1:]), layers, cache, segments)[0])
+        cosines.append(torch.cosine_similarity(*hidden, dim=-1).item())
+    return sum(cosines) / len(cosines)
+
+
+@pytest.mark.parametrize("identity", [(), (3, 4)], ids=["all-matter", "two-do-nothing"])
+def test_skip_sets_come_close_to_the_best_of_all_subsets(identity):
+    lm = unquiet(*identity)
+    texts = [Text(tuple(random_ids(20, seed=i)), 8, i) for i in range(2)]
+    calibration = Calibration(lm.stack, texts, sampling=SAMPLED, samples=2)
+    samples = [texts[r].ids[: s + 1] for r, s in calibration.groups[0].samples]
+    assert len(samples) == 4
+    with torch.inference_mode():
+        found = closest_skip_sets(calibration, max_skipped=NUM_LAYERS - 1)
+        assert list(found) == [1, 2, 3, 4, 5]
+        for size, skip_set in found.items():
+            sets = combinations(range(1, NUM_LAYERS), size)
+            plans = [DraftPlan.skipping(num_layers=NUM_LAYERS, skipped=s) for s in sets]
+            every = {p: similarity(lm, p, samples) for p in plans}
+            assert skip_set.similarity == pytest.approx(every[skip_set.plan], abs=1e-4)
+            assert skip_set.similarity > max(every.values()) - 0.03
+            assert skip_set.similarity > sorted(every.values())[len(every) // 2] - 1e-6
+    if identity:
+        assert found[2].plan == DraftPlan.skipping(num_layers=NUM_LAYERS, skipped=identity)
+        assert found[2].similarity == pytest.approx(1.0)
+
+
+def test_rounds_are_walked_until_the_text_ends():
+    assert walk([2, 0, 5, 5, 1, 0, 3, 2, 1], 3) == [2, 3]
+    assert walk([2, 0, 5, 5, 1, 0, 3, 2, 1], 1) == [1, 1, 1, 1, 1]
+    assert walk([2, 0], 3) == []
+    assert walk([0, 0], 0) == [0, 0]
+
+
+def test_counts_are_lengths_and_shares():
+    counts = count([(2, 0, 5, 5, 1, 0, 3, 2, 1), (0, 3, 1, 0)], 3)
+    assert counts.lengths == pytest.approx((1.0, 1 + 6 / 8, 1 + 8 / 5, 1 + 8 / 4))
+    assert counts.acceptance == pytest.approx((3 / 4, 1.0, 2 / 3))
+    assert counts.first == pytest.approx(9 / 13)
+    assert Counts.from_list(json.loads(json.dumps(counts.to_list()))) == counts
+    assert len(count([(1, 1, 1)], 8).lengths) == 4  # no text has room for more
+
+
+def test_the_prediction_is_length_over_cost():
+    flat = Curve((1, 64), (0,), ((1.0, 1.0),))
+    grown = Curve((1, 3), (0,), ((10.0, 12.0),))
+    table = CostTable(flat, flat, grown, 0.0, 1, {})
+    assert predict(table, (1.0, 1.8, 2.4), 0) == (2, pytest.approx(2.4 * 10 / (2 * 2 + 12)))
+    assert predict(table, (1.0, 1.05, 1.06), 0) == (0, 1.0)
+
+
+def test_costs_lie_on_a_line_between_one_layer_and_all(wrap):
+    stack = wrap().stack
+    one, every = (given_cost(stack, DraftPlan(6, tuple(range(n)))) for n in (1, 6))
+    slower = replace(  # measured while the machine did something else
+        one,
+        draft_layers=Curve((1, 64), (0,), ((2.0, 2.0),)),
+        verify=Curve((1, 64), (0,), ((12.5, 12.5),)),
+    )
+    for shallow in (one, slower):
+        assert draft_costs(shallow, every, 3, 6).draft_pass(1, 0) == pytest.approx(3 + HEAD)
+    assert draft_costs(one, every, 6, 6) == every
+
+
+def test_neighbours_change_one_layer():
+    plan = DraftPlan(5, (0, 2))
+    near = list(neighbours(plan, random.Random(0)))
+    assert near[0].layers == (0,)
+    assert {p.layers for p in near[1:4]} == {(0, 1, 2), (0, 2, 3), (0, 2, 4)}
+    assert {p.layers for p in near[4:]} == {(0, 1), (0, 3), (0, 4)}
+    assert len(near) == 7
+    whole = neighbours(DraftPlan(3, (0, 1)), random.Random(0))
+    assert (0, 1, 2) not in {p.layers for p in whole}  # that is no draft
+
+
+def test_no_plan_pays_for_an_untrained_checkpoint(given):
+    given(2.0)
+    model = make_model()
+    model.apply(model._init_weights)
+    # Greedy: at a temperature its law is near to flat, and the noise that target and draft share
+    # decides for both.
+    greedy = replace(SETTINGS, sampling=SamplingParams())
+    result = search.search(SelfSpeculativeLM(model, make_tokenizer()), EXAMPLES, settings=greedy)
+    assert result.verdict.startswith("no plan pays: the best, draft layers ")
+    assert result.verdict.endswith("1.05 is asked for; speculation is left off")
+    assert (result.file.plan, result.file.num_draft_tokens) == (None, 0)
+    assert len(result.tried) >= NUM_LAYERS - 1
+    assert all(t.measured is None and t.predicted < 1.05 for t in result.tried)
+
+
+def test_layers_that_do_nothing_are_skipped(given):
+    given(1.3)
+    result = search.search(unquiet(3, 4), EXAMPLES, settings=SETTINGS)
+    best = result.tried[0]
+    assert best.plan.layers == (0, 1, 2, 5)
+    assert best.counts.lengths == (1.0, 2.0, 3.0, 4.0, 5.0)
+    assert best.predicted == pytest.approx(5 / (4 * (4 + HEAD) / (6 + HEAD) + 1))
+    assert best.measured == (1.3, 1.3, 1.3)
+    file = result.file
+    assert (file.plan, file.num_draft_tokens) == (best.plan, "auto")
+    assert file.acceptance == (1.0,) * 4
+    assert file.cost == given_cost(unquiet().stack, best.plan)
+    assert file.fingerprint
+    assert file.measurements["chosen"]["draft_layers"] == [0, 1, 2, 5]
+    assert "1.3" in result.verdict
+
+
+def test_what_timing_does_not_confirm_is_left_off(given):
+    given(0.97)
+    result = search.search(unquiet(3, 4), EXAMPLES, settings=SETTINGS)
+    assert result.verdict.endswith("not confirmed, so speculation is left off")
+    assert (result.file.plan, result.file.num_draft_tokens) == (None, 0)
+    assert result.tried[0].measured == (0.97, 0.97, 0.97)
+
+
+def test_refinement_finds_what_similarity_misses(given, monkeypatch):
+    given(1.3)
+    half = {1: SkipSet(DraftPlan.skipping(num_layers=6, skipped=[4]), 1.0)}
+    monkeypatch.setattr(search, "closest_skip_sets", lambda *_, **__: half)
+    found = {}
+    for refinements in (0, 6):
+        settings = replace(SETTINGS, sampling=SamplingParams(), refinements=refinements)
+        found[refinements] = search.search(unquiet(3, 4), EXAMPLES, settings=settings)
+    assert found[0].file.plan == half[1].plan
+    assert found[6].file.plan.layers == (0, 1, 2, 5)
+    assert found[6].tried[0].found_by == "refinement"
+    assert len(found[0].tried) == NUM_LAYERS < len(found[6].tried) <= NUM_LAYERS + 6
+
+
+def test_timing_decodes_both_ways_in_turn(talking):
+    ticks = iter(range(10_000))
+    texts = read_texts(talking, EXAMPLES, sampling=SAMPLED, max_texts=2, max_tokens=8)
+    plan = DraftPlan(NUM_LAYERS, (0,))
+    ratios = search.time_against_plain(
+        talking.stack, plan, 2, texts, sampling=SAMPLED, clock=lambda: float(next(ticks))
+    )
+    assert ratios == [1.0, 1.0]  # a clock that ticks once a call
+    assert next(ticks) == 3 * 2 * 2
+
+
+class Stop(KeyboardInterrupt):
+    pass
+
+
+def interrupted_at(step: int):
+    def on_progress(done: int, total: int, what: str) -> None:
+        assert done <= total
+        if done == step:
+            raise Stop
+
+    return on_progress
+
+
+def counting(monkeypatch) -> list[str]:
+    """Names of the measurements that are made from here on."""
+    made: list[str] = []
+
+    def note(owner, name: str) -> None:
+        original = getattr(owner, name)
+
+        def noted(*args, **kwargs):
+            made.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for owner, name in (
+        (search, "measure_cost"),
+        (search, "time_against_plain"),
+        (search, "read_texts"),
+        (search, "closest_skip_sets"),
+        (Calibration, "chains"),
+    ):
+        note(owner, name)
+    return made
+
+
+def test_an_interrupted_search_goes_on_and_measures_nothing_twice(given, monkeypatch, tmp_path):
+    given(1.3)
+    lm, journal = unquiet(3, 4), tmp_path / "journal"
+    made = counting(monkeypatch)
+    whole = search.search(lm, EXAMPLES, settings=SETTINGS)
+    expected, made[:] = sorted(made), []
+    for step in (1, 3, 6, 10):
+        with pytest.raises(Stop):
+            search.search(
+                lm, EXAMPLES, settings=SETTINGS, journal=journal, on_progress=interrupted_at(step)
+            )
+        with journal.open("ab") as file:  # killed in the middle of a line
+            file.write(b'{"what": "draft layers 0-3", "res')
+    result = search.search(lm, EXAMPLES, settings=SETTINGS, journal=journal)
+    assert result == whole
+    assert sorted(made) == expected
+    made.clear()
+    monkeypatch.setattr(search, "Calibration", None)
+    assert search.search(lm, EXAMPLES, settings=SETTINGS, journal=journal) == whole
+    assert made == []
+
+
+SUBJECT = {"fingerprint": "abc", "threads": 2}
+
+
+def test_a_journal_keeps_what_was_measured(tmp_path):
+    path = tmp_path / "journal"
+    journal = Journal(path, SUBJECT)
+    assert journal.once("a", lambda: [1, 2], tuple) == (1, 2)
+    again = Journal(path, SUBJECT)
+    assert again.once("a", lambda: 1 / 0, tuple) == (1, 2)
+    assert path.read_bytes().count(b"\n") == 2
+    with pytest.raises(ValueError, match=r"not a whole journal \(the entry 'a'\)"):
+        again.once("a", list, lambda entry: entry["x"])
+    assert Journal(None, SUBJECT).once("a", lambda: [3], tuple) == (3,)
+
+
+HEADER = json.dumps({"journal": 1, **SUBJECT}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("no journal\n", r"not a whole journal \(line 1\)"),
+        ("no journal", r"not a whole journal \(line 1\)"),
+        ('{"my": "notes"}', r"not a whole journal \(line 1\)"),
+        ('{"my": "notes"}\n', "not a journal of this layerskip"),
+        ("[1]\n", r"not a whole journal \(line 1\)"),
+        ("\udcff\n", r"not a whole journal \(line 1\)"),
+        ("[" * 100_000 + "\n", r"not a whole journal \(line 1\)"),
+        (HEADER + "\n" + HEADER, r"not a whole journal \(line 2\)"),
+        (HEADER + '{"what": "a"}\n', r"not a whole journal \(line 2\)"),
+        (HEADER + '{"what": 3, "result": 3}\n', r"not a whole journal \(line 2\)"),
+        (HEADER + '{"what": "a", "result": 3}\n{"wh\n', r"not a whole journal \(line 3\)"),
+        (HEADER.replace("abc", "xyz"), r"another search \(fingerprint xyz, now abc\); delete it"),
+        (HEADER.replace("2", "4"), r"another search \(threads 4, now 2\); delete it"),
+        (HEADER.replace('"journal": 1', '"journal": 2'), "not a journal of this layerskip"),
+    ],
+)
+def test_another_file_is_refused_and_left_alone(tmp_path, content, message):
+    path = tmp_path / "journal"
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=message):
+        Journal(path, SUBJECT)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("cut", [0, 1, 20, len(HEADER) - 1])
+def test_a_journal_that_was_killed_at_its_first_line_starts_again(tmp_path, cut):
+    path = tmp_path / "journal"
+    path.write_text(HEADER[:cut])
+    Journal(path, SUBJECT).once("a", lambda: 1, int)
+    assert path.read_text() == HEADER + '{"what": "a", "result": 1}\n'
+
+
+def test_a_journal_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(ValueError, match="cannot be written: Is a directory"):
+        Journal(tmp_path, SUBJECT)
+    with pytest.raises(ValueError, match="cannot be written: No such file"):
+        Journal(tmp_path / "none" / "journal", SUBJECT)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        (EXAMPLES[:1], SETTINGS, "prompts"),
+        (EXAMPLES, replace(SETTINGS, max_new_tokens=20), "settings"),
+    ],
+)
+def test_a_journal_of_other_work_is_refused(given, tmp_path, prompts, settings, message):
+    given(1.3)
+    lm, journal = unquiet(3, 4), tmp_path / "journal"
+    with pytest.raises(Stop):
+        search.search(
+            lm, EXAMPLES, settings=SETTINGS, journal=journal, on_progress=interrupted_at(1)
+        )
+    with pytest.raises(ValueError, match=rf"the journal of another search \({message} "):
+        search.search(lm, prompts, settings=settings, journal=journal)
+
+
+@pytest.mark.parametrize("name", ["max_texts", "max_new_tokens", "max_draft_tokens"])
+def test_settings_are_checked(name):
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        SearchSettings(**{name: 0})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A saved checkpoint whose layers 3 and 4 do nothing."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    lm = unquiet(3, 4)
+    lm.stack.twin.save_pretrained(path)
+    lm.tokenizer.save_pretrained(path)
+    return path
+
+
+def searching(folder, tmp_path, *more: object) -> int:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(vars(e)) + "\n" for e in EXAMPLES))
+    argv = ["search", folder, "--prompts", prompts, "--out", tmp_path / "plan.json"]
+    argv += ["--max-new-tokens", 24, "--max-draft-tokens", 4, "--refinements", 2, *more]
+    return main([str(a) for a in argv])
+
+
+def test_the_command_writes_a_plan_and_shows_what_it_tried(given, folder, tmp_path, capsys):
+    given(1.3)
+    assert searching(folder, tmp_path, "--json") == 0
+    shown = capsys.readouterr()
+    document = json.loads(shown.out.splitlines()[-1])
+    assert document["draft_layers"] == [0, 1, 2, 5]
+    assert {tuple(t["draft_layers"]) for t in document["tried"]} >= {(0,), (0, 1, 2, 5)}
+    assert "0-2, 5" in shown.err
+    assert PlanFile.load(tmp_path / "plan.json").plan.layers == (0, 1, 2, 5)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["plan.json", "prompts.jsonl"]
+
+
+def test_the_command_goes_on_after_an_interruption(given, folder, tmp_path, capsys, monkeypatch):
+    given(1.3)
+    made = counting(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(search, "closest_skip_sets", lambda *_, **__: (_ for _ in ()).throw(Stop))
+        assert searching(folder, tmp_path) == 130
+    assert "the same command goes on from" in capsys.readouterr().out.replace("\n", " ")
+    assert not (tmp_path / "plan.json").exists()
+    assert made.count("measure_cost") == 2
+    assert searching(folder, tmp_path) == 0
+    assert made.count("measure_cost") == 3  # and that of the plan
+    assert not (tmp_path / "plan.json.journal").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--limit", 0], "--limit must be at least 1, got 0"),
+        (["--temperature", -1], "temperature must be"),
+        (["--out", "/nowhere/plan.json"], "there is no folder /nowhere"),
+    ],
+)
+def test_the_command_says_what_is_wrong(folder, tmp_path, capsys, more, message):
+    assert searching(folder, tmp_path, *more) == 2
+    assert message in capsys.readouterr().err
