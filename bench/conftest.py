@@ -15,6 +15,7 @@ import layerskip
 from layerskip import DecodeStats, DraftPlan, GenerationOutput, SamplingParams, SelfSpeculativeLM
 from layerskip.checkpoint import held_out_modules
 from layerskip.compare import Comparison, Run, repeated_share
+from layerskip.params import NumDraftTokens
 from layerskip.prompts import held_out_code, read_prompts
 
 VERSIONS = {
@@ -67,14 +68,16 @@ class Lab:
 
     def _wrap(self, exit_layer: int | None = None) -> SelfSpeculativeLM:
         """The model drafting with its first layers, or None: with the checkpoint's own plan."""
-        depth, plan = self.plain.stack.num_layers, self.plan
+        depth, plan = self.plain.stack.num_layers, self.plan.plan
         if exit_layer is not None:
             if exit_layer >= depth:
                 pytest.skip(f"the model has {depth} layers")
             plan = DraftPlan.exiting(num_layers=depth, exit_layer=exit_layer)
         if plan is None:
             pytest.skip("no plan is known for this model")
-        return SelfSpeculativeLM(self.model, self.tokenizer, plan)
+        if exit_layer is not None:  # an exit by itself, without look-ups
+            return SelfSpeculativeLM(self.model, self.tokenizer, plan, lookup=False)
+        return SelfSpeculativeLM(self.model, self.tokenizer, self.plan)
 
     def _prompts(self, path: Path | None) -> list[list[int]]:
         examples = read_prompts(path) if path else held_out_code(held_out_modules(), 100)
@@ -89,7 +92,7 @@ class Lab:
         return Comparison(self.model, lm, sampling=greedy, max_new_tokens=self.size.new_tokens)
 
     def decode(
-        self, lm: SelfSpeculativeLM, num_draft_tokens: int, batch_size: int
+        self, lm: SelfSpeculativeLM, num_draft_tokens: NumDraftTokens, batch_size: int
     ) -> list[GenerationOutput]:
         """All prompts through our decoder, ``batch_size`` at a time."""
         outputs: list[GenerationOutput] = []

@@ -22,7 +22,7 @@ from layerskip import SelfSpeculativeLM
 from layerskip.checkpoint import held_out_modules
 from layerskip.prompts import held_out_code
 
-BATCH_SIZES = (1, 8)
+BATCH_SIZES, DRAFTED = (1, 8), 5
 PERCENT = 100.0
 
 
@@ -57,15 +57,14 @@ def main() -> None:
 
     load = partial(SelfSpeculativeLM.load_parts, options.model, dtype=options.dtype, device="cpu")
     exact, free = (SelfSpeculativeLM(*load()[:3], exact=exact) for exact in (True, False))
-    drafted = load()[3]
     examples = held_out_code(held_out_modules(), 60)
-    room = exact.stack.max_positions - options.rounds * (drafted + 1) - 2
+    room = exact.stack.max_positions - options.rounds * (DRAFTED + 1) - 2
     prompts = [ids for ids in (exact.encode(e.prompt) for e in examples) if len(ids) <= room]
     print(f"{options.dtype}, {torch.get_num_threads()} threads; {exact.exactness},")
     print(f"attention to blocks of {exact.stack.exactness.slot_block} slots; ms are per round")
     print("batch  drafted  exact ms  free ms  cost (quartiles)")
     for size in BATCH_SIZES:
-        for count in (0, drafted):
+        for count in (0, DRAFTED):
             times = []
             for turn in range(options.repeats + 1):
                 some = [prompts[(turn + i) % len(prompts)] for i in range(size)]

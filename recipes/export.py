@@ -55,7 +55,7 @@ def export_checkpoint(
         "version": 1,
         "num_layers": trainer.settings.num_layers,
         "draft_layers": list(range(_best_exit(scores, exits))),
-        "num_draft_tokens": 4,
+        "num_draft_tokens": "auto",
         "trained_exits": exits,
         "held_out_modules": sorted(corpus.held_out),
         "scores": scores,
