@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layerskip.cost import CostTable
-from layerskip.estimates import DEFAULT_ACCEPTANCE, Experience, RowState, survivals
+from layerskip.estimates import DEFAULT_ACCEPTANCE, Experience, RowState
 from layerskip.outputs import Drafter
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
@@ -191,22 +191,15 @@ class Controller:
             fixed: numbers of draft tokens of the round's other rows.
         """
         pace = Pace(self, max(a.context for a in asks), len(asks) + len(fixed))
-        offers = [self._offer(a, pace, drafts) for a in asks]
-        probing = [
-            self._probes(a, pace, drafts and n > 0) for a, n in zip(asks, offers, strict=True)
+        lines = [a.state.survivals(_most_drafted(a)) if drafts else [] for a in asks]
+        offers = [_offer(a, pace, line) for a, line in zip(asks, lines, strict=True)]
+        lookups = [
+            0 if drafts and self._probes(a, pace) else n
+            for a, (n, _) in zip(asks, offers, strict=True)
         ]
-        lookups = [0 if p else n for n, p in zip(offers, probing, strict=True)]
-        gains = [
-            survivals([a.state.acceptance(i) for i in range(_most_drafted(a))])
-            if drafts and not n
-            else []
-            for a, n in zip(asks, lookups, strict=True)
-        ]
-        tokens = float(len(asks)) + sum(
-            n and _expected([a.state.lookup_acceptance(a.match_length, a.stored)] * n)
-            for a, n in zip(asks, lookups, strict=True)
-        )
-        counts, rate = _fill(pace, gains, tokens, [*lookups, *fixed])
+        expected = sum(gain for n, (_, gain) in zip(lookups, offers, strict=True) if n)
+        gains = [[] if n else line for n, line in zip(lookups, lines, strict=True)]
+        counts, rate = _fill(pace, gains, len(asks) + expected, [*lookups, *fixed])
         drafting = sum(n > 0 for n in (*counts, *fixed))
         pace = pace.settled(sum((*counts, *lookups, *fixed)), drafting)
         choices = []
@@ -221,19 +214,9 @@ class Controller:
                 choices.append(PLAIN)
         return choices
 
-    def _offer(self, ask: Ask, pace: "Pace", drafts: bool) -> int:
-        """Looked-up tokens that go straight to the verify pass; 0 where an early exit is better."""
-        best, rate = 0, 1.0 / pace.verify_share(1)
-        a = ask.state.lookup_acceptance(ask.match_length, ask.stored)
-        for n in range(1, min(ask.num_guessed, _most(ask)) + 1):
-            got = (1.0 + _expected([a] * n)) / pace.verify_share(n + 1)
-            if got > rate:
-                best, rate = n, got
-        return 0 if drafts and rate < _exit_rate(ask, a, pace) else best
-
-    def _probes(self, ask: Ask, pace: "Pace", looks_up: bool) -> bool:
-        """Whether a row that would look up tries its early exit, which it gave up, once more."""
-        return looks_up and ask.state.last == 0 and ask.state.credit >= pace.loss
+    def _probes(self, ask: Ask, pace: "Pace") -> bool:
+        """Whether a row tries the early exit, which it gave up, once more."""
+        return ask.state.last == 0 and ask.state.credit >= pace.loss
 
     def _settled(self, ask: Ask, num_tokens: int, pace: "Pace") -> int:
         """What hysteresis and probes make of a row's best number of draft tokens."""
@@ -247,7 +230,7 @@ class Controller:
         if num_tokens > 0 and state.last == 0 and gain < margin:
             num_tokens = 0
         state.last = num_tokens
-        if num_tokens == 0 and state.credit >= pace.loss:
+        if num_tokens == 0 and self._probes(ask, pace):
             state.probing = True
             return 1
         return num_tokens
@@ -335,14 +318,39 @@ class Pace:
         return self.verify(self.num_rows * each, each) / self.num_rows
 
 
-def _exit_rate(ask: Ask, guessed: float, pace: Pace) -> float:
-    """Tokens a second with an early exit; looked-up tokens that it confirms save passes."""
-    best, tokens, survival, saved = 0.0, 1.0, 1.0, 0.0
-    for k in range(1, _most_drafted(ask) + 1):
-        survival *= ask.state.acceptance(k - 1)
+def _offer(ask: Ask, pace: Pace, survivals: Sequence[float]) -> tuple[int, float]:
+    """Looked-up tokens that go straight to the verify pass, none where an early exit is better;
+    and how many of them will be accepted.
+
+    Args:
+        survivals: of the early exit's tokens.
+    """
+    a = ask.state.lookup_acceptance(ask.match_length, ask.stored)
+    best, best_gain, rate = 0, 0.0, 1.0 / pace.verify_share(1)
+    gain, survival = 0.0, 1.0
+    for n in range(1, min(ask.num_guessed, _most(ask)) + 1):
+        survival *= a
+        gain += survival
+        got = (1.0 + gain) / pace.verify_share(n + 1)
+        if got > rate:
+            best, best_gain, rate = n, gain, got
+    if best and rate < _exit_rate(survivals, ask.num_guessed, a, pace):
+        return 0, 0.0
+    return best, best_gain
+
+
+def _exit_rate(survivals: Sequence[float], num_guessed: int, guessed: float, pace: Pace) -> float:
+    """Tokens a second with an early exit; looked-up tokens that it confirms save passes.
+
+    Args:
+        guessed: chance of each looked-up token.
+    """
+    best, tokens, saved, chance = 0.0, 1.0, 0.0, 1.0
+    for k, survival in enumerate(survivals, start=1):
         tokens += survival
-        if 1 < k <= ask.num_guessed + 1:
-            saved += guessed ** (k - 1)
+        if 1 < k <= num_guessed + 1:
+            chance *= guessed
+            saved += chance
         seconds = pace.verify_share(k + 1) + (k - saved) * pace.draft_share
         best = max(best, tokens / seconds)
     return best
@@ -396,8 +404,3 @@ def _most_drafted(ask: Ask) -> int:
 def _followed(ratio: float, measured: float) -> float:
     """A slow average; one stalled round moves it little."""
     return ratio * min(max(measured, 0.5), 2.0) ** 0.03
-
-
-def _expected(acceptance: Sequence[float]) -> float:
-    """Accepted tokens to expect."""
-    return sum(survivals(acceptance))

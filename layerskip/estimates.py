@@ -15,6 +15,7 @@ ROW_DISCOUNT, SHARED_DISCOUNT, CALIBRATION_DISCOUNT = 0.97, 0.99, 0.998
 ROW_WEIGHT, CONFIDENCE_WEIGHT = 3.0, 8.0  # of "like the others", in expected successes
 POSITION_WEIGHT, SHARED_WEIGHT, CALIBRATION_WEIGHT = 20.0, 6.0, 4.0  # of a prior, in trials
 PRIOR_FLOOR = 0.3  # drafts are right more often than they are sure
+LEAST_SURVIVAL = 0.02
 LARGEST = 0.995  # of an estimate: nothing is certain
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 MATCH_EDGES = (2, 3, 5, 9, 17)
@@ -144,6 +145,17 @@ class RowState:
         prior = min(LARGEST, self.shared.acceptance(i) * self._ratio.value)
         return self._positions[min(i, MAX_AUTO_DRAFT_TOKENS - 1)].mean(prior, POSITION_WEIGHT)
 
+    def survivals(self, most: int) -> list[float]:
+        """The chance that the first, the first two, ... of ``most`` drafted tokens are accepted;
+        what hardly ever is, is left out."""
+        found, survival = [], 1.0
+        for i in range(most):
+            survival *= self.acceptance(i)
+            if survival < LEAST_SURVIVAL:
+                break
+            found.append(survival)
+        return found
+
     def chance(self, confidence: float) -> float:
         """The same of a token drafted with ``confidence``."""
         chance = self.shared.calibration.chance(confidence)
@@ -174,11 +186,3 @@ class RowState:
         for success in hits:
             self._lookup_ratio.add(success, max(share.mean(0.5, SHARED_WEIGHT), 0.05))
             share.add(success, SHARED_DISCOUNT)
-
-
-def survivals(acceptance: Sequence[float]) -> list[float]:
-    survivals, survival = [], 1.0
-    for a in acceptance:
-        survival *= a
-        survivals.append(survival)
-    return survivals
