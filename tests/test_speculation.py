@@ -7,6 +7,7 @@ import pytest
 import torch
 from decoding import PROMPT, SAMPLED, join
 from toys import PLANS, VOCAB_SIZE, make_model, random_ids
+from zoo import make_toy
 
 from layerskip import DraftPlan, LookupStore, SamplingParams, SelfSpeculativeLM
 from layerskip.controller import PLAIN, Choice, Controller
@@ -343,3 +344,41 @@ def test_judging_guesses_ends_at_the_first_wrong_one():
     assert judged([1, 2, 3], [1, 2, 9, 4]) == [True, True, False]
     assert judged([1, 2, 3], [1]) == [True]
     assert judged([], [1]) == []
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "0.8"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "mixtral", "bloom"])
+def test_families_with_modules_of_their_own_check_guesses_too(family, sampling):
+    """Learned positions, capped scores, experts, and attention that takes one row a pass."""
+    model = make_toy(family, "bfloat16")
+    depth = model.config.num_hidden_layers
+    plan = DraftPlan.exiting(num_layers=depth, exit_layer=2)
+    prompts = [random_ids(17, 1), random_ids(9, 2)]
+    settings = {"max_new_tokens": 20, "sampling": sampling}
+    expected = SelfSpeculativeLM(model, None, num_draft_tokens=0).generate(prompts, **settings)
+    texts = [[*p, *o.token_ids] for p, o in zip(prompts, expected, strict=True)]
+    # Right for a while, then wrong: guesses have to be checked, not believed.
+    half_right = [[*t[:-8], *random_ids(8, 3)] for t in texts]
+    lm = SelfSpeculativeLM(model, None, plan, num_draft_tokens=5, lookup=store_of(*half_right))
+    outs = lm.generate(prompts, **settings)
+    assert [o.token_ids for o in outs] == [o.token_ids for o in expected]
+    assert sum(o.stats.num_draft_passes for o in outs) < sum(o.stats.num_draft_tokens for o in outs)
+
+
+@pytest.mark.parametrize("model", [("llama", "bfloat16", "odd"), ("qwen2", "bfloat16")])
+def test_bits_hold_when_rows_and_lengths_change_every_round(wrap, toy, model):
+    """Rows of a batch look up, draft and decode plainly in turn."""
+    expected = SelfSpeculativeLM(toy(*model), None, num_draft_tokens=0)
+    prompts = [REPEATING, PROMPT, random_ids(30, 3)]
+    plain = [expected.generate(p, max_new_tokens=NEW).token_ids for p in prompts]
+    script = [Choice("early_exit", 5), PLAIN, Choice("lookup", 7), Choice("early_exit", 2)]
+    lm = SelfSpeculativeLM(
+        toy(*model),
+        None,
+        PLANS["skipping"],
+        lookup=store_of(*([*p, *t] for p, t in zip(prompts, plain, strict=True))),
+    )
+    lm._controller = Scripted(*script)
+    outs = lm.generate(prompts, max_new_tokens=NEW)
+    assert [o.token_ids for o in outs] == plain
+    assert {r.drafter for o in outs for r in o.rounds} == {"none", "early_exit", "lookup"}
