@@ -72,6 +72,16 @@ def test_kernels_compile_without_spills(arch):
     check_usage(compiled(selected(arch), arch))
 
 
+@pytest.mark.usefixtures("nvrtc")
+def test_the_usage_is_of_the_kernel_alone():
+    """Not of those that are compiled along with it."""
+    with_finish, finish = compiled(["lm_head<Bf16,1>", "lm_head_finish"], IN_FULL).values()
+    assert "lm_head_finish" in with_finish.log
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", with_finish.log)]
+    assert len(registers) == 2
+    assert {with_finish.usage.registers, finish.usage.registers} == set(registers)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("arch", ARCHS)
@@ -107,7 +117,7 @@ def sass(cubin: Cubin, tmp_path: Path) -> str:
 
 # What moves most of the bytes: 16 bytes a load, and tensor cores for the products.
 STREAMING = ["linear<Bf16,1>", "linear<Fp16,2>", "swiglu<Bf16,1>", "lm_head<Bf16,1>"]
-STREAMING += ["decode_attention<Bf16,64>", "decode_attention<Bf16,128>"]
+STREAMING += ["decode_attention<Bf16,64,1>", "decode_attention<Bf16,128,4>"]
 
 
 @pytest.mark.usefixtures("nvrtc")
