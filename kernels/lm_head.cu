@@ -164,7 +164,6 @@ __global__ void __launch_bounds__(kThreads)
   largest = block_max(largest, scratch);
   best = block_best(best, reinterpret_cast<Best *>(scratch));
   for (int i = threadIdx.x; i < chunks; i += kThreads) {
-    if (own[i].largest == -infinity() && own[i].sum == 0.f) continue;  // it has no probability
     sum = fmaf(own[i].sum, portable_exp(own[i].largest - largest), sum);
   }
   sum = block_sum(sum, scratch);

@@ -41,11 +41,12 @@ def nvrtc() -> None:
 
 
 def selected(arch: str) -> list[str]:
-    """All kernels for one architecture, the largest of each template for the others."""
+    """The largest of each template; for one architecture, of fp16 too, and all of bf16."""
+    largest = {name.split(">")[0].split(",")[0]: name for name in CATALOG}
+    bf16 = [name for name in CATALOG if "Fp16" not in name]
     if arch == IN_FULL:
-        return list(CATALOG)
-    largest = {name.split("<")[0]: name for name in CATALOG if "Fp16" not in name}
-    return list(largest.values())
+        return list(dict.fromkeys([*largest.values(), *bf16]))
+    return [name for name in largest.values() if name in bf16]
 
 
 def compiled(names: list[str], arch: str) -> dict[str, Cubin]:
