@@ -101,7 +101,7 @@ struct Draft {
 //   draft_token_ids (batch, k) int64, draft_probs (batch, k, vocab), target_probs (batch, k + 1,
 //   vocab) fp32, seeds and positions (batch) int64, positions of the first drafted token; summaries
 //   (batch, k + 1, chunks, 5) words. Rows after a sequence's last position are not written.
-//   grid   (chunks = ceil(vocab / 2048), k + 1, batch), block 256, shared 256 bytes
+//   grid   (chunks = ceil(vocab / 2048), k + 1, batch), block 256, shared 160 bytes
 //   bytes  4 (2 k + 1) vocab per sequence, once
 //   order  thread i adds entries i, i + 256, ...; a butterfly over each warp; warps from 0
 __global__ void __launch_bounds__(kVerifyThreads, 4)
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kVerifyThreads, 4)
     if (q != nullptr) weight = fmaxf(fmaf(joint, target, -q[x]), 0.f);
     mass += weight;
     if (!(target > 0.f)) continue;
-    float noise = gumbel(seeds[batch], positions[batch] + i, kTarget, x);
+    float noise = gumbel(seeds[batch], positions[batch] + i, 0, kTarget, x);
     float score = static_cast<float>(portable_log(target)) + noise;
     target_best = better(target_best, candidate(score, x));
     if (!(weight > 0.f)) continue;
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(32)
       float whole = mass + 1.f - joint;
       bar = whole > 0.f ? mass / whole : 1.f;
     }
-    unsigned bits = i > 0 ? uniform_bits(seeds[batch], positions[batch], kAcceptance, i - 1) : 0;
+    unsigned bits = i > 0 ? uniform_bits(seeds[batch], positions[batch], 0, kAcceptance, i - 1) : 0;
     double uniform = (bits + 0.5) * 5.9604644775390625e-08;
     if (i == 0 || uniform <= bar) {
       accepted = i;

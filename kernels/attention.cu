@@ -5,8 +5,9 @@
 //
 // The query rows of one kv head (position-major, then the group) are packed into tiles of 8: the
 // 8-column B operand of mma.m16n8k16, padded with zeros. Keys are the 16-row A operand of the
-// first product, values, transposed while they are loaded, that of the second. So the instructions
-// that a row takes do not depend on how many rows there are, nor on its place among them.
+// first product, values, transposed while they are loaded, that of the second; what is loaded of
+// both serves all TILES tiles of a block. So the instructions that a row takes do not depend on how
+// many rows there are, nor on its place among them.
 //
 // Order of a row's sums: keys are counted from slot 0 in chunks of 64, one warp each. In a chunk:
 // scores over head_dim in blocks of 32; the largest; the sum of exp by lane (keys g, g + 8, g + 16,
@@ -17,6 +18,7 @@ constexpr int kTile = 8;
 constexpr int kChunkKeys = 64;
 constexpr int kSplitWarps = 4;
 constexpr int kSplitKeys = kChunkKeys * kSplitWarps;
+constexpr int kDims = 64;  // of values, that a block sums at a time
 
 // The rows that see a key: positions run from `first` to `last` in a tile.
 struct Visibility {
@@ -29,71 +31,70 @@ struct Visibility {
   __device__ __forceinline__ int end(int position) const { return min(position + 1, slots); }
 };
 
-// Scores of one chunk against a tile of rows, as the accumulators of four mma tiles of 16 keys.
-template <class T, int D>
-__device__ __forceinline__ void score_chunk(float (&scores)[4][4], const uint16_t *keys,
-                                            int key_stride, int first, int end,
-                                            const uint4 (&query)[(D + 31) / 32]) {
+// A warp's share: 64 keys or values from `first` on, of which those from `end` on are not read.
+struct Chunk {
+  const uint16_t *rows;  // of slot 0
+  int stride;
+  int first;
+  int end;
+
+  __device__ __forceinline__ uint4 load(int key, int dim, bool inside) const {
+    if (!inside || first + key >= end) return uint4{0u, 0u, 0u, 0u};
+    int64_t slot = first + key;
+    return *reinterpret_cast<const uint4 *>(rows + slot * stride + dim);
+  }
+};
+
+// Scores of a chunk against each tile, as the accumulators of four mma tiles of 16 keys. `queries`
+// is this lane's row of each tile, null past the last row.
+template <class T, int D, int TILES>
+__device__ __forceinline__ void score_chunk(float (&scores)[TILES][4][4], const Chunk &keys,
+                                            const uint16_t *const (&queries)[TILES]) {
   int lane = threadIdx.x & 31, row = lane >> 2, part = (lane & 3) * 8;
 #pragma unroll
-  for (int tile = 0; tile < 4; tile++) {
-    int low = first + tile * 16 + row, high = low + 8;
+  for (int j = 0; j < TILES; j++) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) scores[tile][i] = 0.f;
+    for (int i = 0; i < 16; i++) scores[j][i / 4][i % 4] = 0.f;
+  }
 #pragma unroll
-    for (int block = 0; block < (D + 31) / 32; block++) {
-      int dim = block * 32 + part;
-      uint4 zero{0u, 0u, 0u, 0u}, a = zero, b = zero;
-      if (dim < D && low < end) {
-        a = *reinterpret_cast<const uint4 *>(keys + static_cast<int64_t>(low) * key_stride + dim);
+  for (int block = 0; block < (D + 31) / 32; block++) {
+    int dim = block * 32 + part;
+    uint4 query[TILES];
+#pragma unroll
+    for (int j = 0; j < TILES; j++) {
+      query[j] = uint4{0u, 0u, 0u, 0u};
+      if (dim < D && queries[j] != nullptr) {
+        query[j] = *reinterpret_cast<const uint4 *>(queries[j] + dim);
       }
-      if (dim < D && high < end) {
-        b = *reinterpret_cast<const uint4 *>(keys + static_cast<int64_t>(high) * key_stride + dim);
-      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < 4; tile++) {
+      uint4 a = keys.load(tile * 16 + row, dim, dim < D);
+      uint4 b = keys.load(tile * 16 + row + 8, dim, dim < D);
       unsigned a0[4] = {a.x, b.x, a.y, b.y}, a1[4] = {a.z, b.z, a.w, b.w};
-      unsigned b0[2] = {query[block].x, query[block].y};
-      unsigned b1[2] = {query[block].z, query[block].w};
-      T::mma(scores[tile], a0, b0);
-      T::mma(scores[tile], a1, b1);
+#pragma unroll
+      for (int j = 0; j < TILES; j++) {
+        unsigned b0[2] = {query[j].x, query[j].y}, b1[2] = {query[j].z, query[j].w};
+        T::mma(scores[j][tile], a0, b0);
+        T::mma(scores[j][tile], a1, b1);
+      }
     }
   }
 }
 
-// Adds a chunk's values, weighted, to the accumulators of 64 dims each. A lane loads 8 dims of four
-// keys: dims 8 g .. 8 g + 7 are rows g and g + 8 of four 16-row tiles, so that transposing is
-// pairing halves of registers.
-template <class T, int D>
-__device__ __forceinline__ void add_values(float (&out)[(D + 63) / 64][4][4],
-                                           const uint16_t *values, int value_stride, int first,
-                                           int end, const unsigned (&weights)[4][2]) {
-  int lane = threadIdx.x & 31, part = (lane >> 2) * 8, pair = (lane & 3) * 2;
-#pragma unroll
-  for (int group = 0; group < (D + 63) / 64; group++) {
-    int dim = group * 64 + part;
-#pragma unroll
-    for (int tile = 0; tile < 4; tile++) {
-      unsigned v[4][4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        int key = first + tile * 16 + pair + (i & 1) + (i >> 1) * 8;
-        uint4 loaded{0u, 0u, 0u, 0u};
-        if (dim < D && key < end) {
-          loaded = *reinterpret_cast<const uint4 *>(values +
-                                                    static_cast<int64_t>(key) * value_stride + dim);
-        }
-        v[i][0] = loaded.x, v[i][1] = loaded.y, v[i][2] = loaded.z, v[i][3] = loaded.w;
-      }
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        unsigned a[4] = {(v[0][j] & 0xffffu) | (v[1][j] << 16),
-                         (v[0][j] >> 16) | (v[1][j] & 0xffff0000u),
-                         (v[2][j] & 0xffffu) | (v[3][j] << 16),
-                         (v[2][j] >> 16) | (v[3][j] & 0xffff0000u)};
-        T::mma(out[group][j], a, weights[tile]);
-      }
-    }
+// What becomes of a product of query and key: scaled, capped, -inf where it is not to be seen.
+struct Scoring {
+  Visibility visible;
+  float softmax_scale;
+  float softcap;
+
+  __device__ __forceinline__ float operator()(float product, int key, int position) const {
+    float score = product * softmax_scale;
+    if (softcap > 0.f) score = softcap * portable_tanh(score / softcap);
+    bool seen = key >= visible.begin(position) && key < visible.end(position);
+    return seen ? score : -infinity();
   }
-}
+};
 
 // exp(score - largest) of one chunk as the B operand of the second product, with their sums. Lane
 // 4 g + t holds keys g and g + 8 of rows 2 t and 2 t + 1; `largest` and `sum` are of those rows.
@@ -137,7 +138,96 @@ __device__ __forceinline__ void weigh_chunk(unsigned (&weights)[4][2], float (&l
   }
 }
 
-// decode_attention<T, D>: every split's part of the answer, for D = head_dim.
+// The weighted sums of 64 dims of a chunk's values, of each tile. A lane loads 8 dims of four keys:
+// dims 8 g .. 8 g + 7 are rows g and g + 8 of four 16-row tiles, so that transposing is pairing
+// halves of registers.
+template <class T, int TILES>
+__device__ __forceinline__ void sum_values(float (&out)[TILES][4][4], const Chunk &values, int dim,
+                                           bool inside, const unsigned (&weights)[TILES][4][2]) {
+  int pair = (threadIdx.x & 3) * 2;
+#pragma unroll
+  for (int j = 0; j < TILES; j++) {
+#pragma unroll
+    for (int i = 0; i < 16; i++) out[j][i / 4][i % 4] = 0.f;
+  }
+#pragma unroll
+  for (int tile = 0; tile < 4; tile++) {
+    unsigned v[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      uint4 loaded = values.load(tile * 16 + pair + (i & 1) + (i >> 1) * 8, dim, inside);
+      v[i][0] = loaded.x, v[i][1] = loaded.y, v[i][2] = loaded.z, v[i][3] = loaded.w;
+    }
+#pragma unroll
+    for (int part = 0; part < 4; part++) {
+      unsigned a[4] = {(v[0][part] & 0xffffu) | (v[1][part] << 16),
+                       (v[0][part] >> 16) | (v[1][part] & 0xffff0000u),
+                       (v[2][part] & 0xffffu) | (v[3][part] << 16),
+                       (v[2][part] >> 16) | (v[3][part] & 0xffff0000u)};
+#pragma unroll
+      for (int j = 0; j < TILES; j++) T::mma(out[j][part], a, weights[j][tile]);
+    }
+  }
+}
+
+// Shared memory of a block: what its four warps have to add, for TILES tiles of rows.
+template <int TILES>
+struct Parts {
+  static constexpr int kRows = kTile * TILES;
+  float *out;     // (warps, rows, 64)
+  float2 *stats;  // (warps, rows): largest score and sum of exp
+  float *scales;  // (warps, rows): exp(largest - largest of the split)
+
+  __device__ __forceinline__ explicit Parts(float *memory)
+      : out(memory),
+        stats(reinterpret_cast<float2 *>(out + kSplitWarps * kRows * kDims)),
+        scales(reinterpret_cast<float *>(stats + kSplitWarps * kRows)) {}
+
+  // Row 2 t + column of this lane; dims 8 g + 2 part and, from the mma's lower half, one more.
+  __device__ __forceinline__ void store(const float (&sums)[TILES][4][4]) const {
+    int lane = threadIdx.x & 31, first_row = (threadIdx.x >> 5) * kRows + (lane & 3) * 2;
+#pragma unroll
+    for (int j = 0; j < TILES; j++) {
+#pragma unroll
+      for (int i = 0; i < 16; i++) {
+        int row = first_row + j * kTile + (i & 1);
+        int dim = (lane >> 2) * 8 + 2 * (i / 4) + (i >> 1 & 1);
+        out[row * kDims + dim] = sums[j][i / 4][i % 4];
+      }
+    }
+  }
+
+  __device__ __forceinline__ float largest(int row) const {
+    float top = -infinity();
+    for (int w = 0; w < kSplitWarps; w++) top = fmaxf(top, stats[w * kRows + row].x);
+    return top;
+  }
+
+  __device__ __forceinline__ void scale_warps() const {
+    for (int i = threadIdx.x; i < kSplitWarps * kRows; i += 32 * kSplitWarps) {
+      float own = stats[i].x;
+      scales[i] = own == -infinity() ? 0.f : portable_exp(own - largest(i % kRows));
+    }
+  }
+
+  __device__ __forceinline__ float value(int row, int dim) const {
+    float sum = 0.f;
+    for (int w = 0; w < kSplitWarps; w++) {
+      sum = fmaf(out[(w * kRows + row) * kDims + dim], scales[w * kRows + row], sum);
+    }
+    return sum;
+  }
+
+  __device__ __forceinline__ float2 split_stats(int row) const {
+    float total = 0.f;
+    for (int w = 0; w < kSplitWarps; w++) {
+      total = fmaf(stats[w * kRows + row].y, scales[w * kRows + row], total);
+    }
+    return float2{largest(row), total};
+  }
+};
+
+// decode_attention<T, D, TILES>: every split's part of the answer, for D = head_dim.
 //
 //   q (batch, seqlen, heads, D), k_cache, v_cache (batch, slots, heads_k, D): T, dense last
 //   dimension, strides for the others, multiples of 16 bytes; the caches share theirs.
@@ -145,105 +235,85 @@ __device__ __forceinline__ void weigh_chunk(unsigned (&weights)[4][2], float (&l
 //   `window` of them if it is above 0. A negative length marks a sequence that takes no part.
 //   scores = q k softmax_scale, then softcap tanh(scores / softcap) if softcap is above 0.
 //   part_out (batch, seqlen, heads, splits, D) fp32, part_stats (..., splits, 2) fp32: largest
-//   score and sum of exp. Splits that none of a tile's rows sees are not written.
-//   grid   (splits, heads_k * ceil(seqlen * group / 8), batch), block 128
-//   shared 4 * (4 * 8 * D + 4 * 8 * 2) bytes
-//   bytes  keys and values once per tile of 8 rows, out of memory for one tile, from L2 for others
+//   score and sum of exp. Splits that none of a block's rows sees are not written.
+//   grid   (splits * ceil(seqlen * group / (8 TILES)), heads_k, batch), block 128; blocks of the
+//          same keys follow each other
+//   shared 4 * 4 * 8 TILES * (64 + 3) bytes
+//   bytes  keys and values once per 8 TILES rows; out of memory for the first block that reads
+//          them, from L2 for those after it
 //   order  above
-template <class T, int D>
-__global__ void __launch_bounds__(32 * kSplitWarps)
+// Without a number of blocks ptxas leaves the smallest kernel too few registers; with any, it gives
+// the others so many that values are spilled (0 is none).
+template <class T, int D, int TILES>
+__global__ void __launch_bounds__(32 * kSplitWarps, D * TILES == 64 ? 4 : 0)
     decode_attention(const uint16_t *__restrict__ q, int q_batch, int q_token, int q_head,
                      const uint16_t *__restrict__ k_cache, const uint16_t *__restrict__ v_cache,
                      int64_t cache_batch, int cache_slot, int cache_head,
                      const int *__restrict__ cache_seqlens, float *__restrict__ part_out,
                      float2 *__restrict__ part_stats, int seqlen, int heads, int heads_k, int slots,
                      float softmax_scale, float softcap, int window) {
-  DYNAMIC_SMEM(float, warp_out);                                         // (warps, 8 rows, D)
-  float2 *warp_stats = reinterpret_cast<float2 *>(warp_out + kSplitWarps * kTile * D);
+  DYNAMIC_SMEM(float, memory);
+  Parts<TILES> parts(memory);
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int64_t batch = blockIdx.z, head_k = blockIdx.y % heads_k;
-  int group = heads / heads_k, rows = seqlen * group;
-  int first_row = blockIdx.y / heads_k * kTile, last_row = min(first_row + kTile, rows) - 1;
-  int length = cache_seqlens[batch], split = blockIdx.x;
+  int64_t batch = blockIdx.z, head_k = blockIdx.y;
+  int group = heads / heads_k, rows = seqlen * group, blocks = (rows - 1) / parts.kRows + 1;
+  int split = blockIdx.x / blocks, splits = gridDim.x / blocks;
+  int first_row = blockIdx.x % blocks * parts.kRows, end_row = min(first_row + parts.kRows, rows);
+  int length = cache_seqlens[batch];
   Visibility visible{window, slots};
-  int begin = visible.begin(length + first_row / group), end = visible.end(length + last_row / group);
+  int begin = visible.begin(length + first_row / group);
+  int end = visible.end(length + (end_row - 1) / group);
   if (length < 0 || split * kSplitKeys >= end || (split + 1) * kSplitKeys <= begin) return;
 
-  uint4 query[(D + 31) / 32];
-  int row = first_row + (lane >> 2);
+  const uint16_t *queries[TILES];
 #pragma unroll
-  for (int block = 0; block < (D + 31) / 32; block++) {
-    int dim = block * 32 + (lane & 3) * 8;
-    query[block] = uint4{0u, 0u, 0u, 0u};
-    if (row < rows && dim < D) {
-      int64_t head = head_k * group + row % group;
-      query[block] = *reinterpret_cast<const uint4 *>(q + batch * q_batch + row / group * q_token +
-                                                      head * q_head + dim);
-    }
+  for (int j = 0; j < TILES; j++) {
+    int row = first_row + j * kTile + (lane >> 2);
+    int64_t head = head_k * group + row % group, token = row / group;
+    queries[j] = row < rows ? q + batch * q_batch + token * q_token + head * q_head : nullptr;
   }
-
   int64_t offset = batch * cache_batch + head_k * cache_head;
   int first_key = split * kSplitKeys + warp * kChunkKeys;
-  float scores[4][4], largest[2], sum[2], out[(D + 63) / 64][4][4];
-  unsigned weights[4][2];
-  score_chunk<T, D>(scores, k_cache + offset, cache_slot, first_key, end, query);
+  float scores[TILES][4][4];
+  unsigned weights[TILES][4][2];
+  score_chunk<T, D>(scores, Chunk{k_cache + offset, cache_slot, first_key, end}, queries);
+  Scoring scoring{visible, softmax_scale, softcap};
 #pragma unroll
-  for (int tile = 0; tile < 4; tile++) {
+  for (int j = 0; j < TILES; j++) {
+    int row = j * kTile + (lane & 3) * 2;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      int position = length + (first_row + (lane & 3) * 2 + (i & 1)) / group;
-      int key = first_key + tile * 16 + (lane >> 2) + (i >> 1) * 8;
-      float score = scores[tile][i] * softmax_scale;
-      if (softcap > 0.f) score = softcap * portable_tanh(score / softcap);
-      bool seen = key >= visible.begin(position) && key < visible.end(position);
-      scores[tile][i] = seen ? score : -infinity();
+    for (int i = 0; i < 16; i++) {
+      int position = length + (first_row + row + (i & 1)) / group;
+      int key = first_key + i / 4 * 16 + (lane >> 2) + (i >> 1 & 1) * 8;
+      scores[j][i / 4][i % 4] = scoring(scores[j][i / 4][i % 4], key, position);
     }
-  }
-  weigh_chunk<T>(weights, largest, sum, scores);
-#pragma unroll
-  for (int g = 0; g < (D + 63) / 64; g++) {
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) out[g][j][i] = 0.f;
+    float largest[2], sum[2];
+    weigh_chunk<T>(weights[j], largest, sum, scores[j]);
+    if (lane < 4) {
+      parts.stats[warp * parts.kRows + row] = float2{largest[0], sum[0]};
+      parts.stats[warp * parts.kRows + row + 1] = float2{largest[1], sum[1]};
     }
-  }
-  add_values<T, D>(out, v_cache + offset, cache_slot, first_key, end, weights);
-
-  // Row 2 t + column of this lane; dims 8 g + 2 j and, from the tile's lower half, one more.
-#pragma unroll
-  for (int g = 0; g < (D + 63) / 64; g++) {
-    int dim = g * 64 + (lane >> 2) * 8;
-    if (dim >= D) continue;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        int own = (lane & 3) * 2 + (i & 1);
-        warp_out[(warp * kTile + own) * D + dim + 2 * j + (i >> 1)] = out[g][j][i];
-      }
-    }
-  }
-  if (lane < 4) {
-    warp_stats[warp * kTile + lane * 2] = float2{largest[0], sum[0]};
-    warp_stats[warp * kTile + lane * 2 + 1] = float2{largest[1], sum[1]};
   }
   __syncthreads();
+  parts.scale_warps();
 
-  for (int i = threadIdx.x; i < kTile * D; i += 32 * kSplitWarps) {
-    int own = i / D, dim = i % D, packed = first_row + own;
-    if (packed >= rows) continue;
-    float top = -infinity(), total = 0.f, value = 0.f;
-    for (int w = 0; w < kSplitWarps; w++) top = fmaxf(top, warp_stats[w * kTile + own].x);
-    for (int w = 0; w < kSplitWarps; w++) {
-      float2 stats = warp_stats[w * kTile + own];
-      float scale = stats.x == -infinity() ? 0.f : portable_exp(stats.x - top);
-      total = fmaf(stats.y, scale, total);
-      value = fmaf(warp_out[(w * kTile + own) * D + dim], scale, value);
+  Chunk values{v_cache + offset, cache_slot, first_key, end};
+#pragma unroll 1
+  for (int first_dim = 0; first_dim < D; first_dim += kDims) {
+    int dim = first_dim + (lane >> 2) * 8;
+    float out[TILES][4][4];
+    sum_values<T>(out, values, dim, dim < D, weights);
+    if (first_dim > 0) __syncthreads();  // the sums before these have been read
+    parts.store(out);
+    __syncthreads();
+    for (int i = threadIdx.x; i < parts.kRows * kDims; i += 32 * kSplitWarps) {
+      int own = i / kDims, packed = first_row + own, at_dim = first_dim + i % kDims;
+      if (packed >= rows || at_dim >= D) continue;
+      int64_t head = head_k * group + packed % group;
+      int64_t at = ((batch * seqlen + packed / group) * heads + head) * splits + split;
+      part_out[at * D + at_dim] = parts.value(own, i % kDims);
+      if (at_dim == 0) part_stats[at] = parts.split_stats(own);
     }
-    int64_t at = (batch * seqlen + packed / group) * heads + head_k * group + packed % group;
-    part_out[(at * gridDim.x + split) * D + dim] = value;
-    if (dim == 0) part_stats[at * gridDim.x + split] = float2{top, total};
   }
 }
 
@@ -278,7 +348,7 @@ __global__ void __launch_bounds__(128)
       total = fmaf(stats[s].y, scale, total);
       value = fmaf(part_out[(row * splits + s) * dim + i], scale, value);
     }
-    if (sinks != nullptr) total += portable_exp(sinks[head] - top);
+    if (sinks != nullptr && sinks[head] != -infinity()) total += portable_exp(sinks[head] - top);
     out[row * dim + i] = T::round(total == 0.f ? 0.f : value / total);
   }
 }

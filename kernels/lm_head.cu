@@ -46,6 +46,13 @@ struct Choice {
   const float *temperature;
   const int64_t *seeds;
   const int64_t *positions;
+  const int64_t *starts;  // null: the target's noise; else the draft's, of rounds that begin there
+
+  __device__ __forceinline__ float noise(int64_t token, int id) const {
+    uint64_t start = starts == nullptr ? 0 : starts[token];
+    uint64_t stream = starts == nullptr ? kTarget : kDraft;
+    return gumbel(seeds[token], positions[token], start, stream, id);
+  }
 };
 
 // Summary of one chunk for one token; a warp per token, two entries per lane.
@@ -64,10 +71,7 @@ __device__ __forceinline__ ChunkSummary summarise(const uint16_t *logits, int st
     int id = choice.vocab_ids == nullptr ? index : choice.vocab_ids[index];
     float logit = T::widen(logits[entry * stride]);
     scores[i] = temperature > 0.f ? logit / temperature : logit;
-    float noise = 0.f;
-    if (temperature > 0.f) {
-      noise = gumbel(choice.seeds[token], choice.positions[token], kTarget, id);
-    }
+    float noise = temperature > 0.f ? choice.noise(token, id) : 0.f;
     best = better(best, candidate(scores[i] + noise, id));
     largest = fmaxf(largest, scores[i]);
   }
@@ -75,7 +79,7 @@ __device__ __forceinline__ ChunkSummary summarise(const uint16_t *logits, int st
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    if (first + lane + 32 * i < vocab) sum += portable_exp(scores[i] - largest);
+    if (scores[i] != -infinity()) sum += portable_exp(scores[i] - largest);
   }
   sum = warp_sum(sum);
   best = warp_best(best);
@@ -86,7 +90,8 @@ __device__ __forceinline__ ChunkSummary summarise(const uint16_t *logits, int st
 //
 //   x (m, k) with a row stride, weight (all, k) dense, norm_weight (k) or null: T. vocab_ids (vocab)
 //   int32, or null for the first `vocab` rows of weight. temperature (m) fp32 or null, seeds and
-//   positions (m) int64 where some temperature is above 0. summaries (m, chunks, 4) words.
+//   positions (m) int64 where some temperature is above 0, starts (m) int64 or null. summaries
+//   (m, chunks, 4) words.
 //   `aligned` as in linear. Logits are rounded to T, as a head of its own would.
 //   grid   (chunks = ceil(vocab / 64), ceil(m / (8 TILES))), block 256
 //   shared 4 * (1024 TILES + 8 TILES) + 2 * 64 * 8 TILES bytes
@@ -97,8 +102,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     lm_head(const uint16_t *__restrict__ x, int x_stride, const uint16_t *__restrict__ weight,
             const uint16_t *__restrict__ norm_weight, float eps, const int *__restrict__ vocab_ids,
             const float *__restrict__ temperature, const int64_t *__restrict__ seeds,
-            const int64_t *__restrict__ positions, ChunkSummary *__restrict__ summaries, int m,
-            int vocab, int k, bool aligned) {
+            const int64_t *__restrict__ positions, const int64_t *__restrict__ starts,
+            ChunkSummary *__restrict__ summaries, int m, int vocab, int k, bool aligned) {
   DYNAMIC_SMEM(float, warp_sums);
   float *inverse_rms = warp_sums + kWarps * TILES * 4 * 32;
   uint16_t *logits = reinterpret_cast<uint16_t *>(inverse_rms + 8 * TILES);  // (64, 8 TILES)
@@ -129,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
   }
 
-  Choice choice{vocab_ids, temperature, seeds, positions};
+  Choice choice{vocab_ids, temperature, seeds, positions, starts};
   for (int token = warp; token < tokens.count; token += kWarps) {
     int64_t at = first_token + token;
     ChunkSummary summary =

@@ -4,13 +4,14 @@
 
 // What a number is for: word 3 of the counter. Streams never share a number.
 constexpr uint64_t kTarget = 0;  // coupled drafts share it; so do recovered and bonus tokens
+constexpr uint64_t kDraft = 1;   // of drafts with numbers of their own, new in every round
 constexpr uint64_t kAcceptance = 2;
 
 // Word `word` of block `block` of Philox4x64-10 (Salmon et al. 2011), key (seed, 0), counter
-// (block, position, 0, stream).
+// (block, position, start, stream).
 __device__ __forceinline__ uint64_t philox_word(uint64_t seed, uint64_t block, uint64_t position,
-                                                uint64_t stream, int word) {
-  uint64_t c0 = block, c1 = position, c2 = 0, c3 = stream, k0 = seed, k1 = 0;
+                                                uint64_t start, uint64_t stream, int word) {
+  uint64_t c0 = block, c1 = position, c2 = start, c3 = stream, k0 = seed, k1 = 0;
 #pragma unroll
   for (int round = 0; round < 10; round++) {
     uint64_t low0 = 0xD2E7470EE14C6C93ull * c0, high0 = __umul64hi(0xD2E7470EE14C6C93ull, c0);
@@ -26,12 +27,12 @@ __device__ __forceinline__ uint64_t philox_word(uint64_t seed, uint64_t block, u
 }
 
 // 24 random bits of entry `index` of a stream: eight entries a block, two a word, from block 1 on.
-__device__ __forceinline__ unsigned uniform_bits(uint64_t seed, uint64_t position, uint64_t stream,
-                                                 unsigned index) {
-  uint64_t word = philox_word(seed, 1 + index / 8, position, stream, index / 2 % 4);
+// `start` is the position of a round's first token, where each round needs numbers of its own.
+__device__ __forceinline__ unsigned uniform_bits(uint64_t seed, uint64_t position, uint64_t start,
+                                                 uint64_t stream, unsigned index) {
+  uint64_t word = philox_word(seed, 1 + index / 8, position, start, stream, index / 2 % 4);
   return static_cast<unsigned>(index & 1 ? word >> 32 : word) >> 8;
 }
-
 
 // Standard Gumbel noise of a 24-bit uniform, computed in fp64 and rounded once.
 __device__ __forceinline__ float gumbel_of_uniform(unsigned bits) {
@@ -39,7 +40,7 @@ __device__ __forceinline__ float gumbel_of_uniform(unsigned bits) {
   return static_cast<float>(-portable_log(-portable_log(uniform)));
 }
 
-__device__ __forceinline__ float gumbel(uint64_t seed, uint64_t position, uint64_t stream,
-                                        unsigned index) {
-  return gumbel_of_uniform(uniform_bits(seed, position, stream, index));
+__device__ __forceinline__ float gumbel(uint64_t seed, uint64_t position, uint64_t start,
+                                        uint64_t stream, unsigned index) {
+  return gumbel_of_uniform(uniform_bits(seed, position, start, stream, index));
 }

@@ -213,11 +213,18 @@ def decode_attention(
     return q.new_empty(q.shape)
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, *, vocab_size: int, stream: int = 0) -> Tensor:
+def gumbel_noise(
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    vocab_size: int,
+    stream: int = 0,
+    starts: Tensor | None = None,
+) -> Tensor:
     op = "gumbel_noise"
-    _sizes_of(op, seeds=(seeds, "rows"), positions=(positions, "rows"))
-    _of_dtype(op, torch.int64, seeds=seeds, positions=positions)
-    _same_device(op, seeds=seeds, positions=positions)
+    _sizes_of(op, seeds=(seeds, "rows"), positions=(positions, "rows"), starts=(starts, "rows"))
+    _of_dtype(op, torch.int64, seeds=seeds, positions=positions, starts=starts)
+    _same_device(op, seeds=seeds, positions=positions, starts=starts)
     if vocab_size < 1:
         raise ValueError(f"{op}: vocab_size is at least 1, got {vocab_size}")
     return seeds.new_empty(seeds.shape[0], vocab_size, dtype=torch.float32)
@@ -237,6 +244,7 @@ def lm_head_argmax(
     temperature: Tensor | None = None,
     seeds: Tensor | None = None,
     positions: Tensor | None = None,
+    starts: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,16 +257,20 @@ def lm_head_argmax(
         temperature=(temperature, "m"),
         seeds=(seeds, "m"),
         positions=(positions, "m"),
+        starts=(starts, "m"),
         norm_weight=(norm_weight, "k"),
     )
     _floating(op, x=x, weight=weight, norm_weight=norm_weight)
     _of_dtype(op, torch.int32, vocab_ids=vocab_ids)
     _of_dtype(op, torch.float32, temperature=temperature)
-    _of_dtype(op, torch.int64, seeds=seeds, positions=positions)
+    numbers = {"seeds": seeds, "positions": positions, "starts": starts}
+    _of_dtype(op, torch.int64, **numbers)
     tensors = {"x": x, "weight": weight, "vocab_ids": vocab_ids, "norm_weight": norm_weight}
-    _same_device(op, **tensors, temperature=temperature, seeds=seeds, positions=positions)
+    _same_device(op, **tensors, temperature=temperature, **numbers)
     if len({t is None for t in (temperature, seeds, positions)}) > 1:
         raise ValueError(f"{op}: temperature, seeds and positions are given together or not at all")
+    if starts is not None and temperature is None:
+        raise ValueError(f"{op}: starts are given with temperature, seeds and positions only")
     _at_least_one(op, sizes, ("k", "vocab", *(["kept"] if vocab_ids is not None else [])))
     token_ids = x.new_empty(sizes["m"], dtype=torch.int64)
     top_probability = x.new_empty(sizes["m"], dtype=torch.float32)

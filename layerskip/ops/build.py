@@ -58,8 +58,11 @@ class Cubin:
     @property
     def usage(self) -> Usage:
         """What the kernel needs of a device."""
+        # A source's kernels that are no templates are compiled along with each of the others.
+        own = self.log.partition(f"entry function '{self.symbol}'")[2]
+        own = own.partition("entry function")[0]
         numbers = {
-            what: sum(int(n) for n in re.findall(pattern, self.log))
+            what: sum(int(n) for n in re.findall(pattern, own))
             for what, pattern in {
                 "registers": r"Used (\d+) registers",
                 "spill_bytes": r"(\d+) bytes spill",
@@ -86,7 +89,7 @@ def compile_kernel(
     """One kernel, from the cache if nothing changed.
 
     Args:
-        name: name expression, such as ``"decode_attention<Bf16,64>"``.
+        name: name expression, such as ``"decode_attention<Bf16,64,1>"``.
         source: file in the folder, such as ``"attention.cu"``.
         arch: such as ``"sm_90"``.
         folder: of the sources; ours if None.

@@ -1,5 +1,6 @@
 """Every kernel that can be launched: its name, its source, what it computes, what it moves."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ FORMATS = {"Bf16": "bfloat16", "Fp16": "float16"}
 HEAD_DIMS = (64, 80, 96, 128, 256)
 LINEAR_TILES = (1, 2, 4, 8)
 HEAD_TILES = (1, 2, 4)
+ATTENTION_TILES = (1, 4)
 TILE = 8  # tokens of one mma tile
 SPLIT_KEYS = 256  # of decode attention
 VOCAB_CHUNK = 64  # of lm_head
@@ -86,9 +88,9 @@ def _instances() -> Iterator[KernelInstance]:
                 "vocabulary projection, summarised by chunks for a choice",
                 lm_head_bytes(tiles),
             )
-        for head_dim in HEAD_DIMS:
+        for head_dim, tiles in itertools.product(HEAD_DIMS, ATTENTION_TILES):
             yield KernelInstance(
-                f"decode_attention<{form},{head_dim}>",
+                f"decode_attention<{form},{head_dim},{tiles}>",
                 "attention.cu",
                 "attention of a few positions, over each split of the cache",
                 attention_bytes(head_dim),

@@ -206,7 +206,12 @@ def decode_attention(
 
 
 def gumbel_noise(
-    seeds: Tensor, positions: Tensor, *, vocab_size: int, stream: int = reference.TARGET_STREAM
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    vocab_size: int,
+    stream: int = reference.TARGET_STREAM,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """Counter-based standard Gumbel noise (DESIGN 3.2), the same bits on every device.
 
@@ -215,6 +220,8 @@ def gumbel_noise(
         positions: ``(rows,)`` int64, absolute.
         vocab_size: token ids from 0 on.
         stream: 0 is the noise that draft and target share.
+        starts: ``(rows,)`` int64, positions of the rounds' first tokens, for a stream that each
+            round draws anew; 0 if None.
 
     Returns:
         ``(rows, vocab_size)`` float32.
@@ -222,8 +229,12 @@ def gumbel_noise(
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
-    pairs = zip(seeds.tolist(), positions.tolist(), strict=True)
-    rows = [reference.gumbel_noise(s, p, vocab_size, stream=stream) for s, p in pairs]
+    starts = torch.zeros_like(positions) if starts is None else starts
+    numbers = zip(seeds.tolist(), positions.tolist(), starts.tolist(), strict=True)
+    rows = [
+        reference.gumbel_noise(s, p, vocab_size, stream=stream, start=start)
+        for s, p, start in numbers
+    ]
     out = torch.stack(rows) if rows else torch.empty(0, vocab_size)
     return out.to(seeds.device)
 
@@ -251,6 +262,7 @@ def lm_head_argmax(
     temperature: Tensor | None = None,
     seeds: Tensor | None = None,
     positions: Tensor | None = None,
+    starts: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -263,9 +275,12 @@ def lm_head_argmax(
         x: ``(m, k)`` hidden states.
         weight: ``(vocab, k)``.
         vocab_ids: ``(kept,)`` int32, ids to choose from: a trimmed draft vocabulary. None for all.
+            Each must be below vocab: a GPU does not check.
         temperature: ``(m,)`` float32.
         seeds, positions: ``(m,)`` int64, with ``temperature``: of the noise; a position is that of
             the token to choose.
+        starts: ``(m,)`` int64, positions of the rounds' first tokens: noise of the draft's own
+            stream, as block verification needs it. None for the noise that draft and target share.
         norm_weight: ``(k,)``; x goes through ``rms_norm`` first.
         eps: of the norm.
 
@@ -283,10 +298,14 @@ def lm_head_argmax(
         seeds, positions = cast(Tensor, seeds), cast(Tensor, positions)
         hot = (temperature > 0)[:, None]
         scores = torch.where(hot, scores / temperature[:, None], scores)
-        noise = gumbel_noise(seeds, positions, vocab_size=weight.shape[0])
+        stream = reference.TARGET_STREAM if starts is None else reference.DRAFT_STREAM
+        noise = gumbel_noise(
+            seeds, positions, vocab_size=weight.shape[0], stream=stream, starts=starts
+        )
         noise = noise if vocab_ids is None else noise[:, vocab_ids.long()]
         noisy = torch.where(hot, scores + noise, scores)
     ids = torch.arange(weight.shape[0], device=x.device) if vocab_ids is None else vocab_ids.long()
+    noisy = noisy.where(~noisy.isnan(), float("inf"))  # NaN counts as the largest, as in torch
     winners = noisy == noisy.amax(-1, keepdim=True)
     token_ids = torch.where(winners, ids, torch.iinfo(torch.int64).max).amin(-1)
     log_sum_exp = scores.logsumexp(-1)

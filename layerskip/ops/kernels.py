@@ -12,6 +12,7 @@ from torch import Tensor
 
 from layerskip.ops import arguments, layout
 from layerskip.ops.catalog import (
+    ATTENTION_TILES,
     HEAD_DIMS,
     HEAD_TILES,
     LINEAR_TILES,
@@ -27,6 +28,7 @@ WARPS = THREADS // 32
 ATTENTION_THREADS = 128
 MAX_GRID = 65535  # of a grid's second and third size
 MAX_DRAFT = 31  # a warp holds a sequence's drafted tokens and one more
+SUMMED_DIMS = 64  # of values, that a block of attention sums at a time
 UNIFORMS_PER_BLOCK = 4096
 SUMMARY_WORDS = 4  # of lm_head
 VERIFY_WORDS = 5  # of block_verify
@@ -200,23 +202,33 @@ class KernelOps:
             *(cache_seqlens, part_out, part_stats, seqlen, heads, heads_k, slots),
             *(float(scale), float(softcap), window),
         )
-        tiles = -(-seqlen * heads // heads_k // TILE)
-        smem = 4 * ATTENTION_THREADS // 32 * TILE * (dim + 2)
-        name = f"decode_attention<{form},{dim}>"
-        self._start(op, name, (splits, heads_k * tiles, batch), ATTENTION_THREADS, smem, args)
+        rows = seqlen * heads // heads_k
+        tiles = _tiles(rows, ATTENTION_TILES)
+        blocks = -(-rows // (TILE * tiles))
+        smem = 4 * ATTENTION_THREADS // 32 * TILE * tiles * (SUMMED_DIMS + 3)
+        name = f"decode_attention<{form},{dim},{tiles}>"
+        self._start(op, name, (splits * blocks, heads_k, batch), ATTENTION_THREADS, smem, args)
         args = (part_out, part_stats, cache_seqlens, sinks, out, heads, splits, dim, slots, window)
         grid = (seqlen * heads, batch, 1)
         self._start(op, f"combine_splits<{form}>", grid, ATTENTION_THREADS, 0, args)
         return out
 
     def gumbel_noise(
-        self, seeds: Tensor, positions: Tensor, *, vocab_size: int, stream: int = 0
+        self,
+        seeds: Tensor,
+        positions: Tensor,
+        *,
+        vocab_size: int,
+        stream: int = 0,
+        starts: Tensor | None = None,
     ) -> Tensor:
         op = "gumbel_noise"
-        out = arguments.gumbel_noise(seeds, positions, vocab_size=vocab_size, stream=stream)
-        layout.dense(op, seeds=seeds, positions=positions)
+        out = arguments.gumbel_noise(
+            seeds, positions, vocab_size=vocab_size, stream=stream, starts=starts
+        )
+        layout.dense(op, seeds=seeds, positions=positions, starts=starts)
         grid = (-(-vocab_size // THREADS), seeds.shape[0], 1)
-        self._start(op, op, grid, THREADS, 0, (seeds, positions, out, vocab_size, stream))
+        self._start(op, op, grid, THREADS, 0, (seeds, positions, starts, out, vocab_size, stream))
         return out
 
     def gumbel_from_bits(self, bits: Tensor) -> Tensor:
@@ -236,11 +248,12 @@ class KernelOps:
         temperature: Tensor | None = None,
         seeds: Tensor | None = None,
         positions: Tensor | None = None,
+        starts: Tensor | None = None,
         norm_weight: Tensor | None = None,
         eps: float = 1e-6,
     ) -> tuple[Tensor, Tensor, Tensor]:
         op = "lm_head_argmax"
-        choice = (vocab_ids, temperature, seeds, positions)
+        choice = (vocab_ids, temperature, seeds, positions, starts)
         outputs = arguments.lm_head_argmax(
             x,
             weight,
@@ -248,11 +261,12 @@ class KernelOps:
             temperature=temperature,
             seeds=seeds,
             positions=positions,
+            starts=starts,
             norm_weight=norm_weight,
             eps=eps,
         )
         layout.dense(op, weight=weight, vocab_ids=vocab_ids, norm_weight=norm_weight)
-        layout.dense(op, temperature=temperature, seeds=seeds, positions=positions)
+        layout.dense(op, temperature=temperature, seeds=seeds, positions=positions, starts=starts)
         m, k = x.shape
         vocab = weight.shape[0] if vocab_ids is None else vocab_ids.shape[0]
         tiles, chunks = _tiles(m, HEAD_TILES), -(-vocab // VOCAB_CHUNK)

@@ -47,7 +47,7 @@ class Launcher(Protocol):
         """Start one kernel.
 
         Args:
-            kernel: its name in the catalog, such as ``"decode_attention<128,64>"``.
+            kernel: its name in the catalog, such as ``"decode_attention<Bf16,64,1>"``.
             grid: blocks in x, y and z.
             block: threads of a block in x, y and z.
             smem: bytes of dynamic shared memory.
@@ -71,6 +71,7 @@ class DriverLauncher:
 
     Raises:
         KernelBuildError: there are no kernels for this device, or no bindings of the driver.
+        RuntimeError: a CUDA graph is being captured.
     """
 
     def __init__(
@@ -80,6 +81,11 @@ class DriverLauncher:
         *,
         folder: Path | None = None,
     ):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "kernels cannot be loaded while a CUDA graph is captured: "
+                "call an operation of layerskip.ops once before"
+            )
         self._index = torch.cuda.current_device() if device.index is None else device.index
         arch = arch_for(torch.cuda.get_device_capability(self._index))
         names, sources = zip(*kernels, strict=True)

@@ -27,6 +27,20 @@ __global__ void shift_without_barrier(const int *in, int *out) {
   out[threadIdx.x] = threadIdx.x == 0 ? in[0] : shared[threadIdx.x - 1];
 }
 
+// Wrong, and right unless a warp is far ahead: the second shuffle of another warp may come after
+// this one's next write.
+__global__ void rotate_without_second_barrier(int *out) {
+  DYNAMIC_SMEM(int, shared);
+  int sum = 0;
+  for (int round = 1; round <= 2; round++) {
+    int value = __shfl_xor_sync(0xffffffffu, round * 100 + int(threadIdx.x), 1);
+    shared[threadIdx.x] = __shfl_xor_sync(0xffffffffu, value, 1);
+    __syncthreads();
+    sum += shared[(threadIdx.x + 32) % blockDim.x];
+  }
+  out[threadIdx.x] = sum;
+}
+
 // Wrong: reads shared memory that nobody wrote.
 __global__ void uninitialised(float *out) {
   DYNAMIC_SMEM(float, shared);

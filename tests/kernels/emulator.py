@@ -130,7 +130,7 @@ def build(source: Path, names: Sequence[str], toolchain: Toolchain, cache: Path 
 
     Args:
         source: a ``.cu`` file; headers beside it count as part of it.
-        names: name expressions, such as ``"decode_attention<128,64>"``.
+        names: name expressions, such as ``"decode_attention<Bf16,64,1>"``.
     """
     runtime = _runtime(toolchain)
     headers = source.parent.glob("*.cuh")
@@ -155,7 +155,8 @@ class EmulatorLauncher:
     Args:
         kernels: ``(name expression, source file)`` of each kernel that may be launched.
         folder: where the sources are.
-        seed: order of threads and blocks: 0 in order, 1 backwards, others shuffled.
+        seed: order of threads and blocks: 0 in order, 1 backwards, others shuffled; an odd one
+            above 1 lets a warp run until all of it waits before another does.
         threads: OS threads over which blocks are spread.
     """
 

@@ -62,6 +62,15 @@ def test_windows_softcap_and_sinks(backend, dtype, options):
     assert error(backend.ops.decode_attention(*case, **options), want) < ROUNDING[dtype]
 
 
+def test_a_sink_may_be_no_sink(backend, dtype):
+    case = make_case(backend, dtype, lengths=[70, -1], seqlen=2)
+    none = torch.full((4,), float("-inf")).to(backend.device)
+    got = backend.ops.decode_attention(*case, sinks=none)
+    assert not got.isnan().any()
+    want = exactly(definitions.decode_attention, *case)
+    assert error(got, want) < ROUNDING[dtype]
+
+
 def test_a_window_far_from_the_start_skips_splits(backend, dtype):
     case = make_case(backend, dtype, lengths=[590, 511], seqlen=9, heads=4, slots=600)
     for window in (5, 80, 300):
@@ -101,7 +110,7 @@ OPTIONS = [{}, {"window": 90, "softcap": 4.0}]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "windowed"])
-@pytest.mark.parametrize(("group", "dim"), [(1, 64), (4, 128), (8, 80), (3, 64)])
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (4, 128), (8, 80), (3, 64), (2, 256)])
 def test_a_position_has_the_same_bits_alone_and_among_16(kernels, dtype, group, dim, options):
     start = SPLIT_KEYS - 5  # the new positions lie on both sides of a split's border
     shape = {"seqlen": 16, "heads": group, "heads_k": 1, "dim": dim}

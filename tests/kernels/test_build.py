@@ -41,11 +41,12 @@ def nvrtc() -> None:
 
 
 def selected(arch: str) -> list[str]:
-    """All kernels for one architecture, the largest of each template for the others."""
+    """The largest of each template; for one architecture, of fp16 too, and all of bf16."""
+    largest = {name.split(">")[0].split(",")[0]: name for name in CATALOG}
+    bf16 = [name for name in CATALOG if "Fp16" not in name]
     if arch == IN_FULL:
-        return list(CATALOG)
-    largest = {name.split("<")[0]: name for name in CATALOG if "Fp16" not in name}
-    return list(largest.values())
+        return list(dict.fromkeys([*largest.values(), *bf16]))
+    return [name for name in largest.values() if name in bf16]
 
 
 def compiled(names: list[str], arch: str) -> dict[str, Cubin]:
@@ -70,6 +71,16 @@ def check_usage(cubins: dict[str, Cubin]) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernels_compile_without_spills(arch):
     check_usage(compiled(selected(arch), arch))
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_the_usage_is_of_the_kernel_alone():
+    """Not of those that are compiled along with it."""
+    with_finish, finish = compiled(["lm_head<Bf16,1>", "lm_head_finish"], IN_FULL).values()
+    assert "lm_head_finish" in with_finish.log
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", with_finish.log)]
+    assert len(registers) == 2
+    assert {with_finish.usage.registers, finish.usage.registers} == set(registers)
 
 
 @pytest.mark.slow
@@ -107,7 +118,7 @@ def sass(cubin: Cubin, tmp_path: Path) -> str:
 
 # What moves most of the bytes: 16 bytes a load, and tensor cores for the products.
 STREAMING = ["linear<Bf16,1>", "linear<Fp16,2>", "swiglu<Bf16,1>", "lm_head<Bf16,1>"]
-STREAMING += ["decode_attention<Bf16,64>", "decode_attention<Bf16,128>"]
+STREAMING += ["decode_attention<Bf16,64,1>", "decode_attention<Bf16,128,4>"]
 
 
 @pytest.mark.usefixtures("nvrtc")

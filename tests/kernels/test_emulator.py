@@ -101,6 +101,17 @@ def test_a_race_that_is_right_in_order_shows_in_another(emulator):
     assert found == [False, True, True, True]
 
 
+def test_a_race_with_a_warp_that_is_far_ahead_shows(emulator):
+    expected = 300 + 2 * ((counting(64) + 32) % 64)
+    found = []
+    for seed in SEEDS:
+        emulator.seed = seed
+        out = poisoned(64, dtype=torch.int32)
+        run(emulator, "rotate_without_second_barrier", 64, out, smem=4 * 64)
+        found.append(not torch.equal(out, expected))
+    assert found == [False, False, False, True]
+
+
 def test_shared_memory_is_poisoned(emulator):
     out = torch.zeros(32)
     run(emulator, "uninitialised", 32, out, smem=4 * 32)

@@ -58,6 +58,7 @@ def driver(monkeypatch) -> FakeDriver:
     monkeypatch.setattr(launch, "arch_for", lambda capability: "sm_{}{}".format(*capability))
     stream = SimpleNamespace(cuda_stream=STREAM)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda index: threading.Lock())
@@ -73,6 +74,13 @@ def launcher(driver) -> DriverLauncher:
 def test_all_kernels_are_loaded_at_once(driver, launcher):
     assert driver.named("cuModuleLoadData") == [(b"scale<4> sm_90",), (b"sum sm_90",)]
     assert [args[1] for args in driver.named("cuModuleGetFunction")] == [b"SCALE<4>", b"SUM"]
+
+
+def test_nothing_is_loaded_while_a_graph_is_captured(driver, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="once before"):
+        DriverLauncher(torch.device("cuda"), KERNELS)
+    assert driver.calls == []
 
 
 def test_a_launch_is_culaunchkernel_on_the_current_stream(driver, launcher):

@@ -42,6 +42,22 @@ def test_streams_of_noise_are_different(backend):
         assert all((one != other).sum() > 290 for other in noise[:stream])
 
 
+def test_a_draft_s_noise_is_new_in_every_round(backend):
+    """The draft's stream depends on where its round began; the CPU's bits again."""
+    seeds, positions, starts = [3, 3, 2**63 - 1], [9, 9, 131_071], [7, 9, 131_060]
+    got = backend.ops.gumbel_noise(
+        *(backend.tensor(values, torch.int64) for values in (seeds, positions)),
+        vocab_size=300,
+        stream=reference.DRAFT_STREAM,
+        starts=backend.tensor(starts, torch.int64),
+    )
+    for row, seed, position, start in zip(got.cpu(), seeds, positions, starts, strict=True):
+        stream = reference.DRAFT_STREAM
+        want = reference.gumbel_noise(seed, position, 300, stream=stream, start=start)
+        assert torch.equal(row, want)
+    assert (got[0] != got[1]).sum() > 290
+
+
 def make_head(backend, dtype, m, vocab, k=65):
     """Hidden states of few values, so that logits are exact, and often equal."""
     x = torch.randint(-2, 3, (m, k)).to(dtype).to(backend.device)
@@ -67,7 +83,8 @@ def test_greedy_choice_and_confidence(backend, dtype, m, vocab):
 
 @pytest.mark.parametrize("vocab", [63, 257])
 @pytest.mark.parametrize("trimmed", [False, True])
-def test_sampled_choice_is_the_cpu_s(backend, dtype, vocab, trimmed):
+@pytest.mark.parametrize("drafted", [False, True])
+def test_sampled_choice_is_the_cpu_s(backend, dtype, vocab, trimmed, drafted):
     m = 9
     x, weight = make_head(backend, dtype, m, vocab)
     options = {
@@ -75,12 +92,36 @@ def test_sampled_choice_is_the_cpu_s(backend, dtype, vocab, trimmed):
         "seeds": torch.tensor([0, 0, 1, 2**63 - 1, 2, 3, 3, 1, 5]),
         "positions": torch.tensor([0, 1, 2, 3, 131_071, 5, 6, 7, 8]),
     }
+    if drafted:
+        options["starts"] = (options["positions"] - 4).clamp(min=0)
     if trimmed:
         options["vocab_ids"] = torch.randperm(vocab)[: vocab // 2].int()
     want = exactly(definitions.lm_head_argmax, x, weight, **options)
     on_device = {name: t.to(backend.device) for name, t in options.items()}
     check(backend.ops.lm_head_argmax(x, weight, **on_device), want)
     assert len(want[0].unique()) > 3
+    if drafted:
+        shared = definitions.lm_head_argmax(x.cpu(), weight.cpu(), **options | {"starts": None})
+        assert not torch.equal(shared[0], want[0])
+
+
+def test_logits_that_overflow(backend):
+    """A chunk of the vocabulary that is all -inf has no probability; NaN counts as the largest."""
+    x = torch.full((2, 16), 300.0, dtype=torch.float16).to(backend.device)
+    weight = torch.zeros(150, 16, dtype=torch.float16).to(backend.device)
+    weight[64:128] = -20.0  # -96000: past the range of fp16
+    weight[140] = 2.0**-10
+    for options in ({}, {"vocab_ids": backend.tensor([*range(64, 150)])}):
+        got = backend.ops.lm_head_argmax(x, weight, **options)
+        kept = weight if not options else weight[64:]
+        logits = (kept.double() @ x[0].double()).cpu()
+        finite = logits.where(logits > -65504, float("-inf"))
+        assert got[0].tolist() == [140, 140]
+        want = finite.logsumexp(0)
+        assert (got[2].cpu().double() - want).abs().max() < 1e-5
+        assert (got[1].cpu().double() - (finite.max() - want).exp()).abs().max() < 1e-5
+    weight[99, 0] = float("nan")
+    assert backend.ops.lm_head_argmax(x, weight)[0].tolist() == [99, 99]
 
 
 def test_ties_go_to_the_lowest_id(backend, dtype):

@@ -36,8 +36,8 @@ def example(name, dtype=torch.bfloat16):
     angles = torch.rand(70, 16)
     norm = {"norm_weight": noise(65), "eps": 1e-5}
     kept = {"vocab_ids": torch.arange(1, 70, 2).int()}
-    heads = [noise(2, 3, n, 64) for n in (4, 2, 2)]
-    caches = [noise(2, 70, 2, 64) for _ in range(2)]
+    heads = [noise(2, 3, n, 80) for n in (4, 2, 2)]
+    caches = [noise(2, 70, 2, 80) for _ in range(2)]
     return {
         "rms_norm": ((noise(3, 65), noise(65)), {"eps": 1e-5}),
         "add_rms_norm": ((noise(3, 65), noise(3, 65), noise(65)), {"eps": 1e-5}),
@@ -217,7 +217,7 @@ def test_wrong_options_are_named(backend, name, change, message):
             lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
             "v_cache has strides .* as k_cache",
         ),
-        ("decode_attention", 0, lambda t: torch.cat([t, t], -1)[..., 1:65], "at a multiple of 16"),
+        ("decode_attention", 0, lambda t: torch.cat([t, t], -1)[..., 1:81], "at a multiple of 16"),
     ],
 )
 def test_launches_outside_the_limits_are_refused(kernels, name, position, change, message):
@@ -252,5 +252,5 @@ def test_the_catalogue_counts_bytes():
         2 * (2 * 32 * 64 + 17 * (32 + 64))
     )
     sizes = {"batch": 2, "seqlen": 1, "heads": 4, "heads_k": 2, "keys": 300}
-    moved = CATALOG["decode_attention<Bf16,64>"].bytes_moved(**sizes)
+    moved = CATALOG["decode_attention<Bf16,64,1>"].bytes_moved(**sizes)
     assert moved == 2 * 300 * 2 * 64 * 2 * 2 + 2 * 4 * (2 * 64 + 2 * 4 * 66)

@@ -28,6 +28,7 @@ constexpr size_t kCanary = 256;
 constexpr size_t kGuard = 4096;
 constexpr unsigned char kPoison = 0xff;  // NaN as fp32, fp16 and bf16; -1 as an integer
 constexpr int kPatience = 100000;        // rounds in which threads do nothing but spin
+constexpr unsigned kWarp = 32;
 constexpr size_t kReported = 8;          // threads named in a report
 
 std::string describe(const Where &where) {
@@ -149,25 +150,23 @@ class Worker {
   std::string run(const Launch &launch, const std::vector<dim3> &indices) {
     prepare(launch, indices);
     std::mt19937 random(launch.seed);
-    size_t left = fibers_.size();
+    bool alone = warps_run_alone(launch.seed);
+    size_t together = alone ? kWarp : fibers_.size();
     int idle = 0;
-    while (left > 0 && state_.error.empty()) {
+    while (state_.live > 0 && state_.error.empty()) {
       reorder(launch.seed, random);
-      bool progress = false, ran = false;
-      for (unsigned i : order_) {
-        Fiber &fiber = fibers_[i];
-        if (fiber.done || (fiber.waits_for != nullptr && *fiber.waits_for == fiber.seen)) continue;
-        resume(fiber);
-        ran = true;
-        progress = progress || !fiber.spinning;
-        if (!state_.error.empty()) break;
-        if (fiber.done) {
-          --left;
-          leave(fiber);
-        }
+      Round whole;
+      for (size_t first = 0; first < order_.size(); first += together) {
+        Round round;
+        do {
+          round = run_once(first, std::min(first + together, order_.size()));
+          whole.ran = whole.ran || round.ran;
+          whole.progress = whole.progress || round.progress;
+        } while (alone && round.progress);
       }
-      idle = progress ? 0 : idle + 1;
-      if (!ran || idle > kPatience) report_deadlock();
+      idle = whole.progress ? 0 : idle + 1;
+      if (state_.live == 0 || !state_.error.empty()) break;
+      if (!whole.ran || idle > kPatience) report_deadlock();
     }
     for (size_t j = 0; j < blocks_.size() && state_.error.empty(); j++) {
       if (shared_[j]->overrun()) {
@@ -185,6 +184,25 @@ class Worker {
     self().done = true;
     switch_context(self().context, machine->scheduler);
     std::abort();
+  }
+
+  struct Round {
+    bool ran = false, progress = false;  // some thread; and it did more than spin
+  };
+
+  // Lets each thread run that does not wait, of a part of the order.
+  Round run_once(size_t first, size_t end) {
+    Round round;
+    for (size_t i = first; i < end && state_.error.empty(); i++) {
+      Fiber &fiber = fibers_[order_[i]];
+      if (fiber.done || (fiber.waits_for != nullptr && *fiber.waits_for == fiber.seen)) continue;
+      resume(fiber);
+      round.ran = true;
+      round.progress = round.progress || !fiber.spinning;
+      if (fiber.done) leave(fiber);
+    }
+    round.progress = round.progress && state_.error.empty();
+    return round;
   }
 
   // The sanitizer tells a fiber that starts where the scheduler's stack is.
@@ -229,9 +247,21 @@ class Worker {
     start_context(fiber.context, stacks_.at(place), kStack - place % 32 * 128, entry);
   }
 
-  // Seed 0 takes threads in order, 1 backwards, any other in a new order each round.
+  // Seed 0 takes threads in order, 1 backwards, any other in a new order each round. An odd one
+  // above 1 lets a warp run until all of it waits: so a warp comes as far ahead of the others as
+  // barriers allow.
+  static bool warps_run_alone(unsigned seed) { return seed > 1 && seed % 2 == 1; }
+
   void reorder(unsigned seed, std::mt19937 &random) {
-    if (seed > 1) std::shuffle(order_.begin(), order_.end(), random);
+    if (seed <= 1) return;
+    std::shuffle(order_.begin(), order_.end(), random);
+    if (!warps_run_alone(seed)) return;
+    std::vector<unsigned> ranks(order_.size() / kWarp + 1);
+    std::iota(ranks.begin(), ranks.end(), 0u);
+    std::shuffle(ranks.begin(), ranks.end() - 1, random);
+    std::stable_sort(order_.begin(), order_.end(), [&](unsigned a, unsigned b) {
+      return ranks[a / kWarp] < ranks[b / kWarp];
+    });
   }
 
   void resume(Fiber &fiber) {
