@@ -5,8 +5,9 @@ that wherever the probe finds that they do: passes are padded to a multiple of s
 attention sees whole blocks of slots, masked (DESIGN 3.6).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -22,9 +23,12 @@ ROW_QUANTA = (8, 16, 32, 64)
 SLOT_BLOCKS = (128, 256, SLOT_BLOCK)
 SLOTS_OF_PROBE = 1024
 TILE, SMALLER_TILES = 8, (1, 2, 4)
+EXPONENTS = (-10, 14)  # float16 ends at 2 ** 16
+AMPLIFIED = 2.0**10  # the roundings of float32 scores of terms up to 2 ** 14 become about 1
 NUM_DRAWS = 3
 TAIL_FREE_BYTES = 128
 MAX_PASS_ROWS = 64
+Attend = Callable[[int, int, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -63,20 +67,22 @@ SWITCHED_OFF = Exactness(
 def probe(stack: "DecoderStack") -> Exactness:
     """The smallest padding at which rows do not influence each other; sets it on ``stack``."""
     blocks: tuple[int, ...] = SLOT_BLOCKS
+    tiles: tuple[int, ...] = (TILE,)
     if not stack.one_row:
-        blocks = tuple(b for b in SLOT_BLOCKS if blocks_agree(stack, b))[:1] or SLOT_BLOCKS[-1:]
-    smaller = () if stack.one_row else SMALLER_TILES
+        draws = attention_draws(stack)
+        blocks = tuple(b for b in SLOT_BLOCKS if blocks_agree(draws, b))[:1]
+        smaller = (t for t in SMALLER_TILES if blocks and tiles_agree(draws, t, blocks[0]))
+        tiles = (*smaller, TILE)
     fitting = [q for q in ROW_QUANTA if "some" not in tails(stack, q)]
     for block, quantum in product(blocks, fitting):
         reason = f"rows keep their bits in passes padded to {quantum} rows"
         if stack.one_row:
             reason += ", one sequence a pass: the model has attention code of its own"
-        tiles = (*(t for t in smaller if tiles_agree(stack, t, block)), TILE)
         stack.exactness = Exactness(True, quantum, block, reason, tiles)
         if rows_agree(stack, quantum, 1):
             return stack.exactness
     reason = "rows influence each other in every pass size: tokens run one by one"
-    return Exactness(False, ROW_QUANTA[0], blocks[-1], reason)
+    return Exactness(False, ROW_QUANTA[0], (*blocks, SLOT_BLOCK)[0], reason)
 
 
 def tails(stack: "DecoderStack", rows: int) -> list[str]:
@@ -93,49 +99,106 @@ def tails(stack: "DecoderStack", rows: int) -> list[str]:
     ]
 
 
-def blocks_agree(stack: "DecoderStack", block: int) -> bool:
-    """Whether attending to more masked blocks of this many slots leaves a row's bits alone."""
-    attend = _attention_of_noise(stack)
-    for position in _positions(block):
+def blocks_agree(draws: Sequence[Attend], block: int) -> bool:
+    """Whether attending to more masked blocks of this many slots leaves a row's bits alone, and
+    its place among ``TILE`` too."""
+    # At the start, in the middle and at the end of every block.
+    positions = [1, *_middles(block), *range(block - 1, SLOTS_OF_PROBE, block)]
+    for attend, position in product(draws, positions):
         ends = range((position // block + 1) * block, SLOTS_OF_PROBE + 1, block)
-        outputs = [attend(TILE, position, end) for end in ends]
-        if not all(torch.equal(outputs[0], other) for other in outputs[1:]):
+        outputs = torch.cat([attend(TILE, position, end) for end in ends], dim=1)
+        if not torch.equal(outputs, outputs[:, :1].expand_as(outputs)):
             return False
     return True
 
 
-def tiles_agree(stack: "DecoderStack", tile: int, block: int) -> bool:
+def tiles_agree(draws: Sequence[Attend], tile: int, block: int) -> bool:
     """Whether attention of ``tile`` positions gives each the bits it has among ``TILE``."""
-    attend = _attention_of_noise(stack)
     return all(
         torch.equal(attend(tile, position, end), attend(TILE, position, end)[:, :tile])
-        for position in _positions(block)
+        for attend, position in product(draws, _middles(block))
         for end in ((position // block + 1) * block, SLOTS_OF_PROBE)
     )
 
 
-def _positions(block: int) -> list[int]:
-    """At the start, in the middle and at the end of every block."""
-    middles, lasts = (range(first, SLOTS_OF_PROBE, block) for first in (block // 2, block - 1))
-    return [1, *middles, *lasts]
+def attention_agrees(stack: "DecoderStack") -> bool:
+    """Whether what ``stack.exactness`` says of attention holds with this thread's cores, too."""
+    if stack.one_row:
+        return True
+    draws, block = attention_draws(stack), stack.exactness.slot_block
+    smaller = (t for t in stack.exactness.tiles if t < TILE)
+    return blocks_agree(draws, block) and all(tiles_agree(draws, t, block) for t in smaller)
 
 
-def _attention_of_noise(stack: "DecoderStack") -> Callable[[int, int, int], torch.Tensor]:
-    """``attend(count, position, end)``: of the first ``count`` of some queries, all of which see
-    slots up to ``position``, over ``end`` slots."""
+def _middles(block: int) -> range:
+    return range(block // 2 - 1, SLOTS_OF_PROBE, block)
+
+
+def attention_draws(stack: "DecoderStack") -> list[Attend]:
+    """``attend(count, position, end)``: of one query ``count`` times over, each of which sees slots
+    up to ``position``, over ``end`` slots. On noise, and on two draws that show every rounding.
+
+    16-bit outputs hide the order in which sums were taken, but for one in some 100,000. So the
+    terms of a sum come in pairs that cancel: nothing but the roundings is left, and they differ in
+    most outputs wherever the order does. In one draw it is the scores, multiplied until they
+    matter; in the other the values, under equal weights.
+    """
     generator = torch.Generator().manual_seed(0)
-    heads, extra = stack.group * stack.num_kv_heads, stack.score_changes
+    kv_heads, dim = stack.num_kv_heads, stack.head_dim
+    heads = stack.group * kv_heads
 
     def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(stack.device, stack.dtype)
+        return torch.randn(shape, generator=generator)
 
-    q = noise(1, TILE, heads, stack.head_dim)
-    keys, values = (noise(1, SLOTS_OF_PROBE, stack.num_kv_heads, stack.head_dim) for _ in "kv")
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        """Of many magnitudes, else sums of a few bits each would need no rounding."""
+        return x * torch.randint(*EXPONENTS, x.shape, generator=generator).exp2()
 
+    q, keys = noise(1, 1, heads, dim), noise(1, SLOTS_OF_PROBE, kv_heads, dim)
+    values = noise(1, SLOTS_OF_PROBE, kv_heads, dim)
+    number, sign = _cancelling(dim, generator)
+    scores = q[..., number], spread(keys)[..., number] * sign
+    wide_values = spread(values)
+
+    @cache
+    def opposites(position: int) -> torch.Tensor:
+        seen = position + 1
+        number, sign = _cancelling(seen, torch.Generator().manual_seed(seen))
+        cancelling = wide_values[:, number] * sign[:, None, None]
+        return torch.cat([cancelling, wide_values[:, seen:]], dim=1)
+
+    return [
+        _attention(stack, q, keys, lambda _: values, 1.0),
+        _attention(stack, *scores, lambda _: values, AMPLIFIED),
+        _attention(stack, torch.zeros_like(q), keys, opposites, 1.0),
+    ]
+
+
+def _cancelling(count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which number stands at each of ``count`` places, and its sign: each comes once with either,
+    in random order; zero at the place that an odd ``count`` leaves."""
+    half = count // 2
+    order = torch.randperm(count, generator=generator)
+    sign = torch.cat([torch.ones(half), -torch.ones(half), torch.zeros(count % 2)])
+    return order % half, sign[order]
+
+
+def _attention(
+    stack: "DecoderStack",
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: Callable[[int], torch.Tensor],
+    scale: float,
+) -> Attend:
+    q, keys = (x.to(stack.device, stack.dtype) for x in (q, keys))
+
+    @cache
     def attend(count: int, position: int, end: int) -> torch.Tensor:
         mask = torch.zeros(1, 1, stack.group * count, end, dtype=stack.dtype, device=stack.device)
         mask[..., position + 1 :] = float("-inf")
-        return decode_attention(q[:, :count], keys[:, :end], values[:, :end], mask, 1.0, *extra)
+        queries, changes = q.repeat(1, count, 1, 1), stack.score_changes
+        v = values(position)[:, :end].to(stack.device, stack.dtype)
+        return decode_attention(queries, keys[:, :end], v, mask, scale, *changes)
 
     return attend
 

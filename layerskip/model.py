@@ -23,6 +23,7 @@ from layerskip.exactness import (
     ROW_QUANTA,
     SWITCHED_OFF,
     Exactness,
+    attention_agrees,
     probe,
     rows_agree,
 )
@@ -314,6 +315,8 @@ class DecoderStack:
         if not self.exactness.holds:
             return 1
         size = min(self._padded(num_tokens), MAX_PASS_ROWS)
+        if not self._is_proven(self.exactness.row_quantum):  # what larger passes are held against
+            return 1
         while size and not self._is_proven(size):
             size -= self.exactness.row_quantum
         return max(size, 1)
@@ -333,6 +336,8 @@ class DecoderStack:
             self.exactness.row_quantum,
             self.product_rows,
         )
+        if size == quantum and not attention_agrees(self):
+            return False
         fewer = [q for q in ROW_QUANTA if quantum <= q < min(now, size)][::-1]
         for rows in (now, *(fewer if self._forward.divides_products else ())):
             if rows_agree(self, size, quantum if size > quantum else 1, rows):

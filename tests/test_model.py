@@ -228,3 +228,47 @@ def test_rows_keep_their_bits_in_passes_that_were_proven(build, shape, dtype, pa
                 alone = stack.run_layers(hidden[i : i + 1], [0], apart, [Segment(0, 3 + i, 1)])
                 assert torch.equal(got[i], alone[0]), f"row {i} of {size}"
         assert torch.equal(together.keys[0], apart.keys[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_probe_sees_scores_summed_in_another_order(monkeypatch, dtype):
+    """Which 16-bit outputs hide, but for one in some 100,000."""
+    model, attend = make_model("llama", dtype), exactness_module.decode_attention
+
+    def attend_otherwise(q, k, *rest):
+        backwards = q.shape[1] == 4
+        return attend(q.flip(-1), k.flip(-1), *rest) if backwards else attend(q, k, *rest)
+
+    assert 4 in DecoderStack(model).exactness.tiles
+    monkeypatch.setattr(exactness_module, "decode_attention", attend_otherwise)
+    stack = DecoderStack(model)
+    assert stack.exactness.holds
+    assert 4 not in stack.exactness.tiles
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_probe_sees_values_summed_in_another_order(monkeypatch, dtype, shape):
+    """Where slots are many; no pass of several rows is promised if nothing helps."""
+    model, attend = make_model("llama", dtype, shape), exactness_module.decode_attention
+
+    def attend_otherwise(q, k, v, mask, *rest):
+        if k.shape[1] > 512:
+            k, v, mask = k.flip(1), v.flip(1), mask.flip(-1)
+        return attend(q, k, v, mask, *rest)
+
+    assert DecoderStack(model).exactness.holds
+    monkeypatch.setattr(exactness_module, "decode_attention", attend_otherwise)
+    stack = DecoderStack(model)
+    assert not stack.exactness.holds
+    assert "run one by one" in stack.exactness.reason
+
+
+def test_what_was_proven_of_attention_is_proven_again_with_other_threads(monkeypatch):
+    stack = DecoderStack(make_model("llama", "bfloat16"))
+    quantum = stack.exactness.row_quantum
+    assert stack._largest_proven(quantum) == quantum
+    monkeypatch.setattr(model_module, "attention_agrees", lambda _: False)
+    assert stack._largest_proven(quantum) == quantum
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
+    assert stack._largest_proven(quantum) == stack._largest_proven(2 * quantum) == 1
