@@ -19,11 +19,12 @@ import transformers
 from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM
 from layerskip.calibration import Calibration, read_texts
 from layerskip.checkpoint import held_out_modules
+from layerskip.plan import ranges
 from layerskip.prediction import count, draft_costs, predict
 from layerskip.profiling import measure_cost
 from layerskip.prompts import Example, held_out_code, read_prompts
-from layerskip.search import ranges, time_against_plain
 from layerskip.skipping import closest_skip_sets
+from layerskip.timing import time_against_plain
 
 MOST = 8
 AT_ONCE = 4  # texts on which one plan is timed before the next one's turn

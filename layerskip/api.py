@@ -209,6 +209,21 @@ class SelfSpeculativeLM:
         """One sentence: how rows keep their bits on this machine, or that they do not."""
         return self.stack.exactness.reason
 
+    @property
+    def plan_file(self) -> PlanFile:
+        """The plan, and what is known of it."""
+        return self._known
+
+    @property
+    def draft_head(self) -> DraftHead | None:
+        """Over the plan file's draft vocabulary; None where drafts use the whole head."""
+        return self._head
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Token ids that end a sequence."""
+        return self._eos_ids
+
     def _trimmed(self, known: PlanFile) -> tuple[DraftHead | None, CoverageMeter | None]:
         """The draft's head over the plan file's vocabulary, and what watches its coverage."""
         ids = known.draft_vocabulary

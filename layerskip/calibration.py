@@ -10,7 +10,7 @@ continuation) the text's tokens are fed in place of the model's choices, so that
 drafted token on the counts are an estimate.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 
@@ -139,12 +139,24 @@ class Calibration:
         agree = [a for group in self.groups for a in group.agreements[exit_layer]]
         return tuple(_runs(a, most) for a in agree)
 
-    def chains(self, plan: DraftPlan, most: int) -> Chains:
+    def chains(
+        self, plan: DraftPlan, most: int, vocabulary: Collection[int] | None = None
+    ) -> Chains:
         """For each text and each slot drafted from: drafted tokens until the first disagreement,
-        at most ``most``."""
-        if plan.shared_depth == len(plan.layers) < plan.num_layers:
+        at most ``most``.
+
+        Args:
+            plan: layers of the draft.
+            most: tokens of a draft.
+            vocabulary: ids that it may guess, beside those of its text so far; None: all.
+        """
+        if vocabulary is None and plan.shared_depth == len(plan.layers) < plan.num_layers:
             return self.exit_chains(len(plan.layers), most)
-        return tuple(c for group in self.groups for c in group.chains(plan, most))
+        kept = None
+        if vocabulary is not None:
+            kept = torch.zeros(self.stack.vocab_size, dtype=torch.bool, device=self.stack.device)
+            kept[list(vocabulary)] = True
+        return tuple(c for group in self.groups for c in group.chains(plan, most, kept))
 
     def states(self, depth: int) -> Tensor:
         """Hidden states of the samples after ``depth`` layers of the full model, 1 or more:
@@ -241,9 +253,11 @@ class _Group:
             self.cache.restore(row, text, len(text.token_ids))
 
     @torch.inference_mode()
-    def chains(self, plan: DraftPlan, most: int) -> list[tuple[int, ...]]:
-        """As of ``Calibration``. From the last slot down: a draft overwrites its own slots and
-        later ones, and those before it are at full depth still."""
+    def chains(
+        self, plan: DraftPlan, most: int, kept: Tensor | None = None
+    ) -> list[tuple[int, ...]]:
+        """As of ``Calibration``, ``kept`` being ``(vocab,)`` bool. From the last slot down: a draft
+        overwrites its own slots and later ones, and those before it are at full depth still."""
         self.restore()
         lengths = [[0] * t.window for t in self.texts]
         for back in range(1, max(t.window for t in self.texts) + 1):
@@ -251,23 +265,35 @@ class _Group:
             for drafted in range(min(most, back)):
                 if not going:
                     break
-                going = self._agreeing(plan, going, back - drafted)
+                going = self._agreeing(plan, going, back - drafted, kept)
                 for row in going:
                     lengths[row][self.texts[row].window - back] += 1
         return [tuple(chain) for chain in lengths]
 
-    def _agreeing(self, plan: DraftPlan, rows: Sequence[int], back: int) -> list[int]:
+    def _agreeing(
+        self, plan: DraftPlan, rows: Sequence[int], back: int, kept: Tensor | None
+    ) -> list[int]:
         """Those of ``rows`` whose draft from ``back`` slots before the window's end agrees."""
         stack = self.stack
         slots = [len(self.texts[r].ids) - 1 - back for r in rows]
         segments = [Segment(r, s, 1) for r, s in zip(rows, slots, strict=True)]
         hidden = stack.embed([self.texts[r].ids[s] for r, s in zip(rows, slots, strict=True)])
         logits = stack.logits(stack.run_layers(hidden, plan.layers, self.cache, segments))
+        if kept is not None:
+            logits = logits[: len(rows)].masked_fill(~self._known(kept, rows, slots), float("-inf"))
         return [
             r
             for i, (r, s) in enumerate(zip(rows, slots, strict=True))
             if self.samplers[r].pick(logits[i : i + 1], s + 1)[0] == self.targets[r][-back]
         ]
+
+    def _known(self, kept: Tensor, rows: Sequence[int], slots: Sequence[int]) -> Tensor:
+        """``(rows, vocab)`` bool: kept ids, and those of each text up to its slot. Drafted tokens
+        before the slot are in the text, and were in the draft's vocabulary: they add none."""
+        known = kept.repeat(len(rows), 1)
+        for i, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+            known[i, list(self.texts[row].ids[: slot + 1])] = True
+        return known
 
     @torch.inference_mode()
     def run_layer(self, layer: int, drafts: Sequence[Tensor]) -> list[Tensor]:

@@ -343,6 +343,7 @@ def _share(value: float | None) -> str:
 def _info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     import torch
 
+    from layerskip.commands.facts import plan_facts
     from layerskip.errors import UnsupportedModelError
     from layerskip.ops.build import description
 
@@ -360,9 +361,7 @@ def _info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "architecture": stack.twin.config.model_type,
         "num_layers": stack.num_layers,
         "exit_layers": f"1 to {stack.num_layers - 1}",
-        "draft_layers": list(lm.plan.layers) if lm.plan else None,
-        "shared_depth": lm.plan.shared_depth if lm.plan else None,
-        "num_draft_tokens": lm.num_draft_tokens,
+        **plan_facts(args, lm),
         "vocab_size": stack.vocab_size,
         "max_positions": stack.max_positions,
         "parameters": sum(p.numel() for p in stack.twin.parameters()),

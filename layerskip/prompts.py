@@ -54,6 +54,16 @@ def read_prompts(path: str | Path) -> list[Example]:
     return examples
 
 
+def read_texts(path: str | Path) -> list[str]:
+    """Texts of a JSON-lines file (.jsonl), each prompt with what follows it, or of a plain one."""
+    if Path(path).suffix == ".jsonl":
+        return [e.prompt + e.continuation for e in read_prompts(path)]
+    text = read_text(path)
+    if not text.strip():
+        raise ValueError(f"{path} holds no text")
+    return [text]
+
+
 def _example(row: dict[str, Any]) -> Example:
     if "question" in row:
         question, answer = _text(row["question"]), _text(row.get("answer", ""))

@@ -4,14 +4,14 @@ Exits cost one pass over the texts for all of them. Skip sets come from dynamic 
 hidden states (CLaSp), and are refined by what is measured: layers dropped, added and exchanged, as
 long as the predicted speed rises (Draft & Verify and SWIFT search the same space by Bayesian and
 random proposals: arXiv 2309.08168, 2410.06916). A plan whose cost leaves no room for an
-improvement, were every draft accepted, is not tried.
+improvement, were every draft accepted, is not tried. For the plan that is found a draft vocabulary
+is looked for (``layerskip.trimming``).
 """
 
 import hashlib
 import json
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,19 +22,16 @@ from layerskip.api import SelfSpeculativeLM
 from layerskip.calibration import Calibration, Text, read_texts
 from layerskip.compare import bootstrap_interval
 from layerskip.cost import CostTable
-from layerskip.decode import Decoder
-from layerskip.drafting import EarlyExitDrafter
 from layerskip.fingerprint import cost_key, fingerprint
 from layerskip.journal import Journal
-from layerskip.model import DecoderStack
 from layerskip.params import MAX_NUM_DRAFT_TOKENS, SamplingParams, check_integer
 from layerskip.plan import DraftPlan, PlanFile, ranges
 from layerskip.prediction import Counts, count, draft_costs, predict
 from layerskip.profiling import measure_cost
 from layerskip.prompts import Example
-from layerskip.row import RowSpec
-from layerskip.sampling import Sampler
 from layerskip.skipping import closest_skip_sets, neighbours
+from layerskip.timing import time_against_plain
+from layerskip.trimming import STEPS, Trimming, TrimmingSettings, trim
 
 DEFAULT_SAMPLING = SamplingParams(temperature=0.8, seed=0)
 PAYS = 1.05  # predicted speed-up below which a plan is not worth it
@@ -115,44 +112,13 @@ class SearchResult:
         file: to be saved; without a plan, and with 0 draft tokens, if none pays.
         tried: every plan that was measured, the best prediction first.
         verdict: one sentence.
+        trimming: what was found about draft vocabularies; None without a plan.
     """
 
     file: PlanFile
     tried: tuple[Tried, ...]
     verdict: str
-
-
-def time_against_plain(
-    stack: DecoderStack,
-    plan: DraftPlan,
-    num_draft_tokens: int,
-    texts: Sequence[Text],
-    *,
-    sampling: SamplingParams,
-    clock: Callable[[], float] = time.perf_counter,
-) -> list[float]:
-    """Speed-up over plain decoding after each text's prompt, both in turn, prefill not counted.
-
-    Ends of sequence are passed over, so that both decode as many tokens as the text has.
-    """
-
-    def seconds(text: Text, drafted: int) -> float:
-        decoder = Decoder(stack, EarlyExitDrafter(stack, plan), plan)
-        sampler = Sampler(sampling, text.seed, stack.vocab_size)
-        limit = len(text.ids) - text.start
-        row = decoder.join(RowSpec(text.ids[: text.start], sampler, limit, drafted))
-        decoder.step()
-        began = clock()
-        while row.finish_reason is None:
-            decoder.step()
-        return clock() - began
-
-    ratios = []
-    for i, text in enumerate((texts[0], *texts)):  # the first one twice: once to warm up
-        order = (0, num_draft_tokens) if i % 2 else (num_draft_tokens, 0)
-        took = {drafted: seconds(text, drafted) for drafted in order}
-        ratios.append(took[0] / took[num_draft_tokens])
-    return ratios[1:]
+    trimming: Trimming | None = None
 
 
 def search(
@@ -160,15 +126,17 @@ def search(
     examples: Sequence[Example],
     *,
     settings: SearchSettings | None = None,
+    vocabulary_texts: Sequence[str] = (),
     journal: str | Path | None = None,
     on_progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> SearchResult:
-    """Find the layers to draft with.
+    """Find the layers to draft with, and the tokens to draft over.
 
     Args:
         lm: the model; its own plan is not looked at.
         examples: prompts, with their continuations where those are known.
         settings: how much is measured; None is the default.
+        vocabulary_texts: more text like that to come, by which draft vocabularies are ranked.
         journal: a file that keeps every measurement as soon as it is made: a search that was
             interrupted goes on where it was. To be removed when the result is safe.
         on_progress: called with steps done, steps, and what comes next.
@@ -177,12 +145,17 @@ def search(
         ValueError: no usable text; or the journal is of another search.
     """
     settings = settings or SearchSettings()
-    work = json.dumps([[e.prompt, e.continuation] for e in examples])
     subject = cost_key(lm.stack, None) | {
-        "prompts": hashlib.sha256(work.encode()).hexdigest()[:16],
+        "prompts": _digest([[e.prompt, e.continuation] for e in examples]),
+        "vocabulary_texts": _digest(list(vocabulary_texts)),
         "settings": repr(settings),
     }
-    return _Search(lm, examples, settings, Journal(journal, subject), on_progress).run()
+    kept = Journal(journal, subject)
+    return _Search(lm, examples, settings, vocabulary_texts, kept, on_progress).run()
+
+
+def _digest(work: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(work).encode()).hexdigest()[:16]
 
 
 class _Search:
@@ -193,16 +166,18 @@ class _Search:
         lm: SelfSpeculativeLM,
         examples: Sequence[Example],
         settings: SearchSettings,
+        vocabulary_texts: Sequence[str],
         journal: Journal,
         on_progress: Callable[[int, int, str], None],
     ) -> None:
         self.lm, self.examples, self.settings = lm, examples, settings
         self.stack, self.depth = lm.stack, lm.stack.num_layers
+        self.vocabulary_texts = vocabulary_texts
         self.journal, self.on_progress = journal, on_progress
         self.tried: dict[tuple[int, ...], Tried] = {}
         self.texts: list[Text] = []
         self.done = 0
-        self.steps = 6 + self.depth + settings.refinements
+        self.steps = 6 + self.depth + settings.refinements + STEPS
 
     def run(self) -> SearchResult:
         if self.depth < 2:
@@ -345,14 +320,36 @@ class _Search:
         )
         if low <= 1.0:
             return self._off(f"{said}: not confirmed, so speculation is left off")
+        trimming = self._trim(best.plan, table)
+        found = self._measurements(said) | {"chosen": best.to_dict()}
         file = PlanFile(
             best.plan,
             cost=table,
             fingerprint=fingerprint(self.stack),
             acceptance=best.counts.acceptance,
-            measurements=self._measurements(said) | {"chosen": best.to_dict()},
+            measurements=found | {"vocabulary": trimming.to_dict()},
         )
-        return SearchResult(file, self._ranked(), said)
+        return SearchResult(_trimmed(file, trimming), self._ranked(), said, trimming)
+
+    def _trim(self, plan: DraftPlan, table: CostTable) -> Trimming:
+        settings = self.settings
+        tokenizer = self.lm.tokenizer
+        return trim(
+            self.lm,
+            plan,
+            table,
+            self.texts,
+            lambda: self.calibration,
+            TrimmingSettings(
+                settings.sampling,
+                settings.max_draft_tokens,
+                settings.cost_seconds,
+                CHECKED_TEXTS,
+                tuple(tuple(tokenizer(text)["input_ids"]) for text in self.vocabulary_texts),
+            ),
+            journal=self.journal,
+            say=self._say,
+        )
 
     def _own_costs(self, plan: DraftPlan) -> CostTable:
         return self.journal.once(
@@ -393,6 +390,20 @@ class _Search:
             "temperature": self.settings.sampling.temperature,
             "tried": [t.to_dict() for t in self._ranked()],
         }
+
+
+def _trimmed(file: PlanFile, trimming: Trimming) -> PlanFile:
+    """The file with the draft vocabulary that was chosen, and what is known of drafts with it."""
+    chosen = trimming.chosen
+    if chosen is None:
+        return file
+    return replace(
+        file,
+        draft_vocabulary=chosen.ids,
+        cost=trimming.cost,
+        acceptance=chosen.counts.acceptance,
+        measurements={**file.measurements, "coverage": chosen.promised},
+    )
 
 
 def _texts(entry: Sequence[Any]) -> list[Text]:

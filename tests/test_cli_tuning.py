@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from toys import NUM_LAYERS, PLANS, make_model
 
 from layerskip import SelfSpeculativeLM
 from layerskip.cli import main
-from layerskip.commands import tuning
 from layerskip.cost import CostTable
 from layerskip.fingerprint import mismatch
-from layerskip.plan import PlanFile
+from layerskip.plan import PlanFile, ranges
+from layerskip.profiling import measure_cost
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def profile(*argv: object) -> Result:
     """``layerskip profile ARGV`` in this process, briefly."""
+    return run("profile", *argv, "--seconds", "0.1")
+
+
+def run(*argv: object) -> Result:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code = main(["profile", *map(str, argv), "--seconds", "0.2"])
+            code = main([*map(str, argv)])
         except SystemExit as stopped:
             code = stopped.code
     return Result(code, out.getvalue(), err.getvalue())
@@ -63,7 +67,10 @@ def profiled(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 
 def test_the_file_fits_the_model_and_its_plan(folder, profiled):
-    table, lm = CostTable.load(profiled[0]), SelfSpeculativeLM.from_pretrained(folder)
+    table, lm = (
+        CostTable.load(profiled[0]),
+        SelfSpeculativeLM.from_pretrained(folder, num_draft_tokens=0),
+    )
     assert mismatch(table, lm.stack, PLANS["exit"]) is None
     assert str(table.key["backend"]) == lm.stack.backend
     assert table.draft_head.at(1, 0) > 0.0
@@ -108,6 +115,67 @@ def test_another_plan_can_be_measured(folder, tmp_path, kind):
     assert profile(folder, "--out", tmp_path / "cost.json", *option).code == 0
     layers = CostTable.load(tmp_path / "cost.json").key["draft_layers"]
     assert layers == ("0,1,2" if kind == "exit-layer" else "0,1,3,5")
+
+
+KEPT = tuple(range(0, 331, 3))
+
+
+@pytest.fixture
+def trimmed(tmp_path: Path) -> Path:
+    """A plan file with a draft vocabulary."""
+    path = tmp_path / "plan.json"
+    PlanFile(PLANS["skipping"], 3, draft_vocabulary=KEPT, measurements={"coverage": 0.957}).save(
+        path
+    )
+    return path
+
+
+def test_a_draft_vocabulary_is_measured_with_its_own_head(folder, tmp_path, trimmed, monkeypatch):
+    heads = []
+
+    def measured(stack, plan, *, head, **settings):
+        heads.append(head)
+        return measure_cost(stack, plan, head=head, **settings)
+
+    monkeypatch.setattr("layerskip.profiling.measure_cost", measured)
+    out = tmp_path / "cost.json"
+    result = profile(folder, "--out", out, "--plan", trimmed)
+    assert "draft layers 0-1, 3, 5 over 111 of 331 ids" in result.out
+    assert [tuple(head.ids.tolist()) for head in heads] == [KEPT]
+    table, lm = CostTable.load(out), SelfSpeculativeLM.from_pretrained(folder, num_draft_tokens=0)
+    assert mismatch(table, lm.stack, PLANS["skipping"], KEPT) is None
+    file = replace(PlanFile.load(trimmed), cost=table)
+    file.save(trimmed)
+    facts = info(folder, "--plan", trimmed)
+    assert facts["cost_table"] == "saved, and of this machine"
+
+
+def info(*argv: object) -> dict[str, Any]:
+    result = run("info", *argv, "--json")
+    assert result.code == 0, result.err
+    return json.loads(result.out.splitlines()[-1])
+
+
+def test_info_says_where_drafts_come_from(folder, trimmed):
+    facts = info(folder, "--plan", trimmed)
+    assert facts["plan_from"] == str(trimmed)
+    assert facts["num_draft_tokens"] == 3
+    assert facts["draft_vocabulary"].startswith(
+        "111 of 331 ids and those of a row's own text; 95.7%"
+    )
+    assert facts["cost_table"].startswith("none saved")
+    own = info(folder, "--num-draft-tokens", 0)
+    assert own["plan_from"] == "layerskip.json of the checkpoint"
+    assert own["draft_vocabulary"] == "all 331 ids"
+    assert info(folder, "--exit-layer", 1, "--num-draft-tokens", 0)["plan_from"] == "--exit-layer"
+
+
+def test_info_says_which_table_is_not_used(folder, trimmed, profiled):
+    replace(PlanFile.load(trimmed), cost=CostTable.load(profiled[0])).save(trimmed)
+    said = info(folder, "--plan", trimmed)["cost_table"]
+    assert said.startswith("not used: the cost table was measured ")
+    assert "(0,1, now 0,1,3,5)" in said
+    assert "(all, now 111 ids" in said
 
 
 def test_a_model_without_a_plan_is_measured_for_verify_alone(folder, tmp_path):
@@ -172,9 +240,9 @@ def test_an_interrupted_profile_leaves_nothing(folder, tmp_path, monkeypatch, ca
 
 
 def test_layers_are_written_as_ranges():
-    assert tuning._ranges([0, 1, 2, 5]) == "0-2, 5"
-    assert tuning._ranges([3]) == "3"
-    assert tuning._ranges(list(range(NUM_LAYERS))) == "0-5"
+    assert ranges([0, 1, 2, 5]) == "0-2, 5"
+    assert ranges([3]) == "3"
+    assert ranges(list(range(NUM_LAYERS))) == "0-5"
 
 
 def test_commands_are_described_without_torch():

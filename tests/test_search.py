@@ -12,7 +12,7 @@ import pytest
 import torch
 from toys import NUM_LAYERS, make_model, make_tokenizer, random_ids
 
-from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM, search
+from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM, search, timing, trimming
 from layerskip.cache import Segment
 from layerskip.calibration import Calibration, Text, read_texts, walk
 from layerskip.cli import main
@@ -24,7 +24,7 @@ from layerskip.journal import Journal
 from layerskip.plan import PlanFile
 from layerskip.prediction import Counts, count, draft_costs, predict
 from layerskip.prompts import Example
-from layerskip.row import RowSpec
+from layerskip.row import Row, RowSpec
 from layerskip.sampling import Sampler
 from layerskip.search import SearchSettings
 from layerskip.skipping import SkipSet, closest_skip_sets, neighbours
@@ -34,7 +34,7 @@ EXAMPLES = [
     Example("def first(argument):\n", "    return the argument\n    and more of it\n"),
     Example("the rain in Spain stays", " mainly in the plain, as rain in Spain does\n"),
 ]
-SETTINGS = SearchSettings(max_texts=2, max_new_tokens=24, max_draft_tokens=4, refinements=6)
+SETTINGS = SearchSettings(max_texts=2, max_new_tokens=16, max_draft_tokens=4, refinements=6)
 HEAD, LAYER = 0.25, 1.0
 
 
@@ -44,7 +44,9 @@ def given_cost(stack, plan, **settings) -> CostTable:
     def curve(seconds: float) -> Curve:
         return Curve((1, 64), (0,), ((seconds, seconds),))
 
-    layers, head = curve(LAYER * len(plan.layers)), curve(HEAD)
+    ids = settings.get("draft_vocabulary")
+    share = 1.0 if ids is None else len(ids) / stack.vocab_size
+    layers, head = curve(LAYER * len(plan.layers)), curve(HEAD * share)
     whole = curve(LAYER * stack.num_layers + HEAD)
     return CostTable(layers, head, whole, 0.0, 1, {"machine": "given"})
 
@@ -55,6 +57,9 @@ def given(monkeypatch) -> Callable[[float], None]:
 
     def install(speedup: float) -> None:
         monkeypatch.setattr(search, "measure_cost", given_cost)
+        monkeypatch.setattr(trimming, "measure_cost", given_cost)
+        took = [[speedup, 1.1, 1.0]] * 3
+        monkeypatch.setattr(trimming, "time_in_turn", lambda *_, **__: took)
         monkeypatch.setattr(search, "time_against_plain", lambda *_, **__: [speedup] * 3)
 
     return install
@@ -74,9 +79,10 @@ def unquiet(*identity: int) -> SelfSpeculativeLM:
     return SelfSpeculativeLM(model, make_tokenizer())
 
 
-def accepted(stack, plan, text: Text, sampling, k: int) -> list[int]:
+def accepted(stack, plan, text: Text, sampling, k: int, vocabulary=None) -> list[int]:
     """Accepted tokens of each round of the real decoder that drafted k."""
-    decoder = Decoder(stack, EarlyExitDrafter(stack, plan), plan)
+    head = None if vocabulary is None else stack.head_over(vocabulary)
+    decoder = Decoder(stack, EarlyExitDrafter(stack, plan), plan, head=head)
     sampler = Sampler(sampling, text.seed, stack.vocab_size)
     limit = len(text.ids) - text.start
     row = decoder.join(RowSpec(text.ids[: text.start], sampler, limit, k))
@@ -94,24 +100,54 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("sampling", [SAMPLED, SamplingParams()], ids=["sampled", "greedy"])
-def test_replayed_rounds_are_those_of_decoding(wrap, sampling):
+SOME_IDS = tuple(range(0, 331, 5))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "drafts"),
+    [
+        (SAMPLED, [("exit", None), ("skipping", None), ("without-layer-0", None)]),
+        (SamplingParams(), [("apart", None)]),
+        (SAMPLED, [("exit", SOME_IDS), ("skipping", SOME_IDS)]),
+        (SamplingParams(), [("apart", SOME_IDS)]),
+    ],
+    ids=["sampled", "greedy", "sampled-some-ids", "greedy-some-ids"],
+)
+def test_replayed_rounds_are_those_of_decoding(wrap, sampling, drafts):
     plain, k = wrap(None, "llama", "bfloat16"), 3
     stack = plain.stack
     texts = []
     for i, length in enumerate((9, 25)):  # texts of several lengths in one cache
         prompt = random_ids(length, seed=i)
         own = replace(sampling, seed=i)
-        out = plain.generate(prompt, max_new_tokens=16 + 5 * i, sampling=own)
+        out = plain.generate(prompt, max_new_tokens=12 + 5 * i, sampling=own)
         texts.append(Text((*prompt, *out.token_ids), length, i))
     calibration = Calibration(stack, texts, sampling=sampling)
-    for plan in PLANS.values():
-        for text, lengths in zip(texts, calibration.chains(plan, k), strict=True):
-            real = accepted(stack, plan, text, sampling, k)
+    # Decoding does not add the prefill's own token to what a row may draft.
+    first = [text.ids[text.start] for text in texts]
+    for name, ids in drafts:
+        plan, vocabulary = PLANS[name], None if ids is None else sorted({*ids, *first})
+        chains = calibration.chains(plan, k, vocabulary)
+        if vocabulary is not None:
+            assert chains != calibration.chains(plan, k)
+        for text, lengths in zip(texts, chains, strict=True):
+            real = accepted(stack, plan, text, sampling, k, vocabulary)
             # Decoding leaves room for one more token after a draft; a replay needs none.
             assert walk(lengths, k)[: len(real)] == real
             assert len(real) >= 3
             assert len(walk(lengths, k)) - len(real) in (0, 1)
+
+
+def test_a_draft_knows_its_text_up_to_the_slot(wrap):
+    texts = [Text(tuple(random_ids(30, seed=i)), 12, i) for i in range(2)]
+    calibration = Calibration(wrap().stack, texts, sampling=SAMPLED)
+    kept = torch.zeros(331, dtype=torch.bool)
+    kept[330] = True
+    known = calibration.groups[0]._known(kept, [1, 0], [20, 13])
+    assert [set(row.nonzero()[:, 0].tolist()) for row in known] == [
+        {330, *texts[1].ids[:21]},
+        {330, *texts[0].ids[:14]},
+    ]
 
 
 def test_plans_leave_the_texts_as_they_were(wrap):
@@ -170,18 +206,29 @@ def test_texts_have_to_be_some(talking, wrap):
         read_texts(wrap(), EXAMPLES, sampling=SAMPLED, max_texts=1, max_tokens=9)
 
 
-def similarity(lm: SelfSpeculativeLM, plan: DraftPlan, samples) -> float:
-    """Mean cosine of a draft's hidden state and the full one, each from a cache of its own."""
-    stack, cosines = lm.stack, []
+def similarities(lm: SelfSpeculativeLM, samples) -> Callable[[DraftPlan], float]:
+    """By plan: mean cosine of the draft's hidden state and the full one, over ``samples``."""
+    stack, caches = lm.stack, []
     for ids in samples:
-        hidden = []
-        for layers in (plan.layers, range(NUM_LAYERS)):
-            cache = stack.new_cache(num_rows=1, num_slots=len(ids))
-            stack.prefill(ids[:-1], cache, 0)
+        caches.append(stack.new_cache(num_rows=1, num_slots=len(ids)))
+        stack.prefill(ids[:-1], caches[-1], 0)
+
+    def last(layers) -> list[torch.Tensor]:
+        """Each sample's last slot: a pass writes it in the layers that it runs, and reads no
+        other's."""
+        states = []
+        for ids, cache in zip(samples, caches, strict=True):
             segments = [Segment(0, len(ids) - 1, 1)]
-            hidden.append(stack.run_layers(stack.embed(ids[-1:]), layers, cache, segments)[0])
-        cosines.append(torch.cosine_similarity(*hidden, dim=-1).item())
-    return sum(cosines) / len(cosines)
+            states.append(stack.run_layers(stack.embed(ids[-1:]), layers, cache, segments)[0])
+        return states
+
+    full = last(range(NUM_LAYERS))
+
+    def similarity(plan: DraftPlan) -> float:
+        pairs = zip(last(plan.layers), full, strict=True)
+        return sum(torch.cosine_similarity(a, b, dim=-1).item() for a, b in pairs) / len(samples)
+
+    return similarity
 
 
 @pytest.mark.parametrize("identity", [(), (3, 4)], ids=["all-matter", "two-do-nothing"])
@@ -194,10 +241,11 @@ def test_skip_sets_come_close_to_the_best_of_all_subsets(identity):
     with torch.inference_mode():
         found = closest_skip_sets(calibration, max_skipped=NUM_LAYERS - 1)
         assert list(found) == [1, 2, 3, 4, 5]
+        similarity = similarities(lm, samples)
         for size, skip_set in found.items():
             sets = combinations(range(1, NUM_LAYERS), size)
             plans = [DraftPlan.skipping(num_layers=NUM_LAYERS, skipped=s) for s in sets]
-            every = {p: similarity(lm, p, samples) for p in plans}
+            every = {p: similarity(p) for p in plans}
             assert skip_set.similarity == pytest.approx(every[skip_set.plan], abs=1e-4)
             assert skip_set.similarity > max(every.values()) - 0.03
             assert skip_set.similarity > sorted(every.values())[len(every) // 2] - 1e-6
@@ -312,11 +360,43 @@ def test_timing_decodes_both_ways_in_turn(talking):
     ticks = iter(range(10_000))
     texts = read_texts(talking, EXAMPLES, sampling=SAMPLED, max_texts=2, max_tokens=8)
     plan = DraftPlan(NUM_LAYERS, (0,))
-    ratios = search.time_against_plain(
+    ratios = timing.time_against_plain(
         talking.stack, plan, 2, texts, sampling=SAMPLED, clock=lambda: float(next(ticks))
     )
     assert ratios == [1.0, 1.0]  # a clock that ticks once a call
     assert next(ticks) == 3 * 2 * 2
+
+
+def test_each_way_gets_its_own_time_and_head(talking, monkeypatch):
+    heads, now = [], [0.0]
+
+    class GivenDecoder:
+        """Decodes in one step, in as many seconds as it drafts."""
+
+        def __init__(self, stack, drafter, plan, head):
+            heads.append(head)
+            self.prefilled = False
+
+        def join(self, spec):
+            self.row = Row(0, 0, spec, spec.stream)
+            return self.row
+
+        def step(self):
+            if self.prefilled:
+                now[0] += 1.0 + self.row.spec.num_draft_tokens
+                self.row.finish_reason = "length"
+            self.prefilled = True
+
+    monkeypatch.setattr(timing, "Decoder", GivenDecoder)
+    ways = [timing.PLAIN, timing.Way(2), timing.Way(4, talking.stack.head_over([5, 7]))]
+    texts = [Text(tuple(random_ids(9, seed=i)), 4, i) for i in range(3)]
+    plan = PLANS["exit"]
+    took = timing.time_in_turn(
+        talking.stack, plan, ways, texts, sampling=SAMPLED, clock=lambda: now[0]
+    )
+    assert took == [[1.0, 3.0, 5.0]] * 3
+    own = [way.head for way in ways]
+    assert heads == [*own[::-1], *own, *own[::-1], *own]
 
 
 class Stop(KeyboardInterrupt):
@@ -362,7 +442,7 @@ def test_an_interrupted_search_goes_on_and_measures_nothing_twice(given, monkeyp
     made = counting(monkeypatch)
     whole = search.search(lm, EXAMPLES, settings=SETTINGS)
     expected, made[:] = sorted(made), []
-    for step in (1, 3, 6, 10):
+    for step in (1, 6, 10):
         with pytest.raises(Stop):
             search.search(
                 lm, EXAMPLES, settings=SETTINGS, journal=journal, on_progress=interrupted_at(step)
@@ -443,7 +523,7 @@ def test_a_journal_that_cannot_be_written_is_named(tmp_path):
     ("prompts", "settings", "message"),
     [
         (EXAMPLES[:1], SETTINGS, "prompts"),
-        (EXAMPLES, replace(SETTINGS, max_new_tokens=20), "settings"),
+        (EXAMPLES, replace(SETTINGS, max_new_tokens=12), "settings"),
     ],
 )
 def test_a_journal_of_other_work_is_refused(given, tmp_path, prompts, settings, message):
@@ -477,20 +557,63 @@ def searching(folder, tmp_path, *more: object) -> int:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(vars(e)) + "\n" for e in EXAMPLES))
     argv = ["search", folder, "--prompts", prompts, "--out", tmp_path / "plan.json"]
-    argv += ["--max-new-tokens", 24, "--max-draft-tokens", 4, "--refinements", 2, *more]
+    argv += ["--max-new-tokens", 16, "--max-draft-tokens", 4, "--refinements", 2, *more]
     return main([str(a) for a in argv])
 
 
-def test_the_command_writes_a_plan_and_shows_what_it_tried(given, folder, tmp_path, capsys):
+VOCABULARY_TEXT = "return the argument\n" * 100
+
+
+def test_a_draft_vocabulary_is_chosen_for_the_plan(given, tmp_path, monkeypatch):
     given(1.3)
-    assert searching(folder, tmp_path, "--json") == 0
+    monkeypatch.setattr(trimming, "GAIN", 0.5)  # the toy's text is random, and tokens are missed
+    lm, journal = unquiet(3, 4), tmp_path / "journal"
+    settings = replace(SETTINGS, refinements=0)
+    found = [
+        search.search(
+            lm, EXAMPLES, settings=settings, vocabulary_texts=[VOCABULARY_TEXT], journal=journal
+        )
+        for _ in range(2)
+    ]
+    assert found[0] == found[1]
+    file, chosen = found[0].file, found[0].trimming.chosen
+    assert file.plan.layers == (0, 1, 2, 5)
+    assert file.draft_vocabulary == chosen.ids
+    assert len(chosen.ids) == 128
+    assert {0, 1} <= set(chosen.ids)  # special ones
+    assert file.acceptance == chosen.counts.acceptance
+    assert file.cost == given_cost(lm.stack, file.plan, draft_vocabulary=chosen.ids)
+    assert file.measurements["coverage"] == chosen.promised < chosen.coverage
+    assert file.measurements["vocabulary"]["chosen"]["num_ids"] == 128
+    file.save(tmp_path / "plan.json")
+    used = SelfSpeculativeLM(
+        make_model(), make_tokenizer(), PlanFile.load(tmp_path / "plan.json"), num_draft_tokens=2
+    )
+    assert used.coverage_meter.least_coverage == chosen.promised
+    with pytest.raises(ValueError, match="another search"):
+        search.search(lm, EXAMPLES, settings=settings, journal=journal)
+
+
+def test_the_command_writes_a_plan_and_shows_what_it_tried(
+    given, folder, tmp_path, capsys, monkeypatch
+):
+    given(1.3)
+    monkeypatch.setattr(trimming, "GAIN", 0.5)
+    (tmp_path / "more.txt").write_text(VOCABULARY_TEXT)
+    more = ["--vocabulary-texts", tmp_path / "more.txt", "--json"]
+    assert searching(folder, tmp_path, *more) == 0
     shown = capsys.readouterr()
     document = json.loads(shown.out.splitlines()[-1])
     assert document["draft_layers"] == [0, 1, 2, 5]
     assert {tuple(t["draft_layers"]) for t in document["tried"]} >= {(0,), (0, 1, 2, 5)}
     assert "0-2, 5" in shown.err
-    assert PlanFile.load(tmp_path / "plan.json").plan.layers == (0, 1, 2, 5)
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["plan.json", "prompts.jsonl"]
+    file = PlanFile.load(tmp_path / "plan.json")
+    assert file.plan.layers == (0, 1, 2, 5)
+    assert document["draft_vocabulary"] == len(file.draft_vocabulary) == 128
+    for words in ("draft vocabularies, ranked by", " 128 ", "a draft vocabulary of 128 of 331 ids"):
+        assert words in shown.err
+    left = sorted(f.name for f in tmp_path.iterdir())
+    assert left == ["more.txt", "plan.json", "prompts.jsonl"]
 
 
 def test_the_command_goes_on_after_an_interruption(given, folder, tmp_path, capsys, monkeypatch):
@@ -512,6 +635,7 @@ def test_the_command_goes_on_after_an_interruption(given, folder, tmp_path, caps
     [
         (["--limit", 0], "--limit must be at least 1, got 0"),
         (["--temperature", -1], "temperature must be"),
+        (["--vocabulary-texts", "/nowhere/text"], "/nowhere/text cannot be read"),
         (["--out", "/nowhere/plan.json"], "there is no folder /nowhere"),
     ],
 )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from layerskip.api import SelfSpeculativeLM
     from layerskip.cost import CostTable
     from layerskip.search import SearchResult
+    from layerskip.trimming import Trimming
 
 VERIFIED_ROWS = 8  # of the v that is printed
 MAX_SECONDS = 600.0
@@ -33,6 +34,7 @@ def add_parsers(commands: Any) -> None:
     """Add this module's commands to those of ``add_subparsers``."""
     profile = commands.add_parser("profile", help="measure what passes take, for a plan to use")
     model_options(profile)
+    profile.set_defaults(num_draft_tokens=0)  # else the loader measures a little by itself
     profile.add_argument("--out", required=True, help="JSON file for the cost table")
     profile.add_argument(
         "--seconds", type=float, default=20.0, help="most time to measure for (default 20)"
@@ -40,6 +42,12 @@ def add_parsers(commands: Any) -> None:
     search = commands.add_parser("search", help="find the layers to draft with, or that none pay")
     model_options(search, plans=False)
     search.add_argument("--prompts", help="JSON lines; without it, held-out library code")
+    search.add_argument(
+        "--vocabulary-texts",
+        metavar="FILE",
+        help="more text like that to come (.jsonl as for --prompts, else plain), to choose the "
+        "tokens of drafts by",
+    )
     search.add_argument("--out", required=True, help="JSON file for the plan")
     search.add_argument("--limit", type=int, default=16, help="most prompts (default 16)")
     search.add_argument("--max-new-tokens", type=int, default=64, help="after each prompt")
@@ -70,6 +78,8 @@ def run_profile(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         table = measure_cost(
             lm.stack,
             lm.plan,
+            draft_vocabulary=lm.plan_file.draft_vocabulary,
+            head=lm.draft_head,
             seconds=args.seconds,
             on_progress=lambda share: progress.update(task, completed=share),
         )
@@ -80,10 +90,13 @@ def run_profile(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "out": args.out,
         "seconds": seconds,
         "draft_layers": list(lm.plan.layers) if lm.plan else None,
+        "draft_vocabulary": None if lm.draft_head is None else len(lm.draft_head.ids),
         "units": _units(table),
         "cost": table.to_dict(),
     }
     of = f"draft layers {ranges(list(lm.plan.layers))}" if lm.plan else "no draft layers"
+    if lm.draft_head is not None:
+        of += f" over {len(lm.draft_head.ids)} of {lm.stack.vocab_size} ids"
     passes = f"{table.key['dtype']}, {table.key['threads']} threads"
     console.print(escape(f"{args.model}, {of}, {passes}"), soft_wrap=True, highlight=False)
     console.print(_cost_table(document, table))
@@ -132,7 +145,7 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     sampling = SamplingParams(temperature=args.temperature, seed=args.seed)
     quiet()
     from layerskip.checkpoint import held_out_modules
-    from layerskip.prompts import held_out_code, read_prompts
+    from layerskip.prompts import held_out_code, read_prompts, read_texts
     from layerskip.search import SearchSettings, search
 
     settings = SearchSettings(
@@ -147,6 +160,7 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         if args.prompts
         else held_out_code(held_out_modules(), args.limit)
     )
+    more = read_texts(args.vocabulary_texts) if args.vocabulary_texts else []
     lm = _without_plan(args)
     journal = Path(f"{args.out}.journal")
     columns = (
@@ -163,6 +177,7 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                 lm,
                 examples,
                 settings=settings,
+                vocabulary_texts=more,
                 journal=journal,
                 on_progress=lambda done, total, what: progress.update(
                     task, completed=done, total=total, description=what
@@ -174,12 +189,17 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     result.file.save(args.out)
     journal.unlink()
     console.print(_tried_table(result))
+    if result.trimming is not None:
+        if result.trimming.tried:
+            console.print(_vocabulary_table(result.trimming))
+        console.print(result.trimming.verdict, highlight=False)
     console.print(f"{result.verdict}; written to {args.out}", highlight=False)
-    plan = result.file.plan
+    plan, vocabulary = result.file.plan, result.file.draft_vocabulary
     return {
         "model": args.model,
         "out": args.out,
         "draft_layers": list(plan.layers) if plan else None,
+        "draft_vocabulary": None if vocabulary is None else len(vocabulary),
         **result.file.measurements,
     }
 
@@ -211,6 +231,30 @@ def _tried_table(result: "SearchResult") -> Table:
         shown.add_row(
             ranges(tried.plan.layers),
             tried.found_by,
+            f"{tried.counts.first:.0%}",
+            f"{tried.counts.lengths[tried.num_draft_tokens]:.2f}",
+            f"{tried.c:.3f}",
+            str(tried.num_draft_tokens),
+            f"{tried.predicted:.2f}x",
+            "" if tried.measured is None else f"{tried.measured[0]:.2f}x",
+        )
+    return shown
+
+
+def _vocabulary_table(trimming: "Trimming") -> Table:
+    """Every draft vocabulary that was measured, the whole one first."""
+    shown = Table(
+        box=None,
+        padding=(0, 1),
+        pad_edge=False,
+        title=f"draft vocabularies, ranked by {trimming.ranked_tokens} tokens of other texts",
+    )
+    for name in ("ids", "coverage", "accepted", "length", "c", "tokens", "predicted", "measured"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for tried in trimming.tried:
+        shown.add_row(
+            "all" if tried.ids is None else str(len(tried.ids)),
+            f"{tried.coverage:.1%}",
             f"{tried.counts.first:.0%}",
             f"{tried.counts.lengths[tried.num_draft_tokens]:.2f}",
             f"{tried.c:.3f}",
