@@ -101,7 +101,7 @@ def curve(*seconds: float) -> Curve:
     return Curve((1, 8, 64), (0,), (seconds,))
 
 
-DEAR, CHEAP = (0.5, 0.6, 1.5), (0.1, 0.1, 0.2)
+DEAR, CHEAP = (0.5, 0.6, 1.5), (0.1, 0.2, 0.4)
 COST = CostTable(curve(*CHEAP), curve(0.1, 0.1, 0.1), curve(*DEAR), 0.0, 1, {})
 SCRIPTS = ("bad_drafters", "paired", "exit_on_line", "never_slower", "workloads")
 
