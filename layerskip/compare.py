@@ -19,7 +19,7 @@ from layerskip.params import SamplingParams
 from layerskip.prompts import Example
 from layerskip.sampling import Sampler
 
-MODES = ("plain", "layerskip", "hf", "hf-early-exit", "hf-prompt-lookup")
+MODES = ("plain", "layerskip", "hf", "hf-early-exit", "hf-early-exit-default", "hf-prompt-lookup")
 REPEAT_SPAN = 8
 BOOTSTRAP_SAMPLES = 2000
 PROMPT_LOOKUP_TOKENS = 10
@@ -35,6 +35,7 @@ class Run:
         stats: of our modes; None for transformers'.
         positions: (token, position) pairs through layer 0; 0 where not counted.
         kv_cache_bytes: of every cache that the call used; 0 where not counted.
+        cpu_seconds: of this process meanwhile, on all its threads: other processes do not count.
     """
 
     token_ids: tuple[int, ...]
@@ -42,6 +43,7 @@ class Run:
     stats: DecodeStats | None = None
     positions: int = 0
     kv_cache_bytes: int = 0
+    cpu_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -50,7 +52,7 @@ class Run:
 
 @dataclass(frozen=True)
 class EarlyExitSettings:
-    """Transformers' early exit at its best on this work.
+    """Transformers' early exit, at its best on this work or as it comes.
 
     Attributes:
         exit_layer: ``assistant_early_exit``.
@@ -60,6 +62,9 @@ class EarlyExitSettings:
     exit_layer: int
     num_assistant_tokens: int
     confidence: float
+
+
+DEFAULT_EARLY_EXIT = EarlyExitSettings(2, 20, 0.4)  # transformers' defaults but for the exit
 
 
 @dataclass(frozen=True)
@@ -104,29 +109,34 @@ class Comparison:
         if mode in ("plain", "layerskip"):
             return self._ours(ids, 0 if mode == "plain" else None)
         extra: dict[str, Any] = {}
-        if mode == "hf-early-exit":
-            extra["assistant_early_exit"] = self.early_exit.exit_layer
+        settings = self.early_exit
+        if mode == "hf-early-exit-default":  # the best exit all the same
+            settings = replace(DEFAULT_EARLY_EXIT, exit_layer=settings.exit_layer)
+        if mode.startswith("hf-early-exit"):
+            extra["assistant_early_exit"] = settings.exit_layer
         elif mode == "hf-prompt-lookup":
             extra["prompt_lookup_num_tokens"] = PROMPT_LOOKUP_TOKENS
-        with _counted(self.model, count) as counts, self._early_exit_config():
-            began = time.perf_counter()
+        with _counted(self.model, count) as counts, self._configured(settings):
+            began, cpu_began = time.perf_counter(), time.process_time()
             tokens = self._transformers(ids, extra)
+            cpu_seconds = time.process_time() - cpu_began
             seconds = time.perf_counter() - began
-        return Run(tokens, seconds, None, counts.positions, counts.kv_cache_bytes)
+        return Run(tokens, seconds, None, counts.positions, counts.kv_cache_bytes, cpu_seconds)
 
     def _ours(self, ids: Sequence[int], num_draft_tokens: int | None) -> Run:
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         out = self.lm.generate(
             ids,
             max_new_tokens=self.max_new_tokens,
             sampling=self.sampling,
             num_draft_tokens=num_draft_tokens,
         )
+        cpu_seconds = time.process_time() - cpu_began
         seconds = time.perf_counter() - began
         assert isinstance(out, GenerationOutput)
         stats = out.stats
         positions, cache = stats.positions_through_first_layer, stats.kv_cache_bytes
-        return Run(out.token_ids, seconds, stats, positions, cache)
+        return Run(out.token_ids, seconds, stats, positions, cache, cpu_seconds)
 
     def _transformers(self, ids: Sequence[int], extra: dict[str, Any]) -> tuple[int, ...]:
         sampling = self.sampling
@@ -153,13 +163,13 @@ class Comparison:
         return tuple(out[0, len(ids) :].tolist())
 
     @contextmanager
-    def _early_exit_config(self) -> Iterator[None]:
+    def _configured(self, settings: EarlyExitSettings) -> Iterator[None]:
         """Transformers reads these from the model's own generation config only."""
         before = self.model.generation_config
         config: GenerationConfig = GenerationConfig.from_dict(before.to_dict())
-        config.num_assistant_tokens = self.early_exit.num_assistant_tokens
+        config.num_assistant_tokens = settings.num_assistant_tokens
         config.num_assistant_tokens_schedule = "constant"
-        config.assistant_confidence_threshold = self.early_exit.confidence
+        config.assistant_confidence_threshold = settings.confidence
         self.model.generation_config = config
         try:
             yield

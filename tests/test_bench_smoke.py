@@ -1,13 +1,23 @@
 """The benchmarks run, at a tiny size, and write what they promise."""
 
+import importlib
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from toys import NUM_LAYERS, PLANS, make_model, random_ids
+
+from layerskip import DraftPlan, Round, SamplingParams, SelfSpeculativeLM, api
+from layerskip.cost import CostTable, Curve
+from layerskip.plan import PlanFile
+from layerskip.prompts import Example
 
 REPO = Path(__file__).parents[1]
 MODES = [("test_plain", {})]
@@ -85,3 +95,242 @@ def test_drafting_modes_carry_acceptance_and_prediction(benchmarks: list[dict[st
         if b["name"].startswith("test_self_speculative["):
             assert 0.0 < info["c"] < 1.0
             assert info["theory_speedup"] > 0.0 < info["v"]
+
+
+def curve(*seconds: float) -> Curve:
+    return Curve((1, 8, 64), (0,), (seconds,))
+
+
+DEAR, CHEAP = (0.5, 0.6, 1.5), (0.1, 0.2, 0.4)
+COST = CostTable(curve(*CHEAP), curve(0.1, 0.1, 0.1), curve(*DEAR), 0.0, 1, {})
+SCRIPTS = ("bad_drafters", "paired", "exit_on_line", "never_slower", "workloads")
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[SimpleNamespace]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(REPO / "bench"))
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in SCRIPTS})
+    for name in SCRIPTS:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def arguments(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tokenizer: Any,
+    scripts: SimpleNamespace,
+) -> list[str]:
+    """A toy in a folder with its plan, prompts, and a table in place of a measured one."""
+    folder, prompts = tmp_path / "toy", tmp_path / "prompts.jsonl"
+    make_model().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    PlanFile(PLANS["exit"]).save(folder / "layerskip.json")
+    texts = ["one fish two fish", "to be or not", "a stitch in time saves", "as it is in rain"]
+    prompts.write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts), encoding="utf-8")
+    monkeypatch.setattr(api, "fitting_cost", lambda *_, **__: COST)
+    monkeypatch.setattr(scripts.workloads, "FIXED", (2, 3))
+    return ["--model", str(folder), "--prompts", str(prompts)]
+
+
+def run(script: ModuleType, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["script", *arguments])
+    script.main()
+
+
+def workload_arguments(arguments: Sequence[str], out: Path) -> list[str]:
+    *model, _, file = arguments
+    named = [f"--prompts={name}={file}" for name in ("code", "adversarial")]
+    size = ["--workloads", "code,adversarial", "--limit", "2", "--tokens", "8", "--no-theirs"]
+    return [*model, *named, *size, "--temperatures", "0.8", "--out", str(out)]
+
+
+def test_workloads_writes_every_mode_beside_plain(
+    scripts: SimpleNamespace,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out.json"
+    run(scripts.workloads, workload_arguments(arguments, out), monkeypatch)
+    document = json.loads(out.read_text(encoding="utf-8"))
+    code, adversarial = document["workloads"]
+    fixed = [f"k={k}" for k in scripts.workloads.FIXED]
+    ours = ["plain", *fixed, "automatic", "combined"]
+    assert sorted(code["modes"]) == sorted([*ours, "look-up", "look-up, automatic"])
+    assert sorted(adversarial["modes"]) == sorted(document["mix"]) == sorted(ours)
+    for mode in (*code["modes"].values(), *adversarial["modes"].values()):
+        assert mode["identical_to_plain"] == 1.0
+        for clock in ("", "cpu_"):
+            low, high = mode[f"{clock}speedup_vs_plain_ci95"]
+            assert low <= mode[f"{clock}speedup_vs_plain"] <= high
+    assert code["modes"]["plain"]["share_of_plain_rounds"] == 1.0
+    assert code["modes"]["plain"]["predicted_speedup"] == pytest.approx(1.0)
+    assert code["modes"]["k=3"]["acceptance_rate"] > 0.0
+    for mode in adversarial["modes"].values():
+        assert mode["acceptance_rate"] == 0.0
+    assert adversarial["modes"]["k=2"]["draft_tokens_per_round"] > 1.5
+    assert capsys.readouterr().out.count("automatic / ") == 2
+
+
+def test_workloads_stops_at_another_token_and_keeps_what_it_had(
+    scripts: SimpleNamespace,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    out, right = tmp_path / "out.json", scripts.workloads.decode
+
+    def wrong(lm: SelfSpeculativeLM, prompt: Any, k: Any, **settings: Any) -> Any:
+        got = right(lm, prompt, k, **settings)
+        spoilt = k == 3 and isinstance(lm._drafter, scripts.bad_drafters.Corrupted)
+        return scripts.paired.Decoded((0,), got.whole, got.first, got.rounds) if spoilt else got
+
+    monkeypatch.setattr(scripts.workloads, "decode", wrong)
+    with pytest.raises(AssertionError, match="adversarial, k=3: other tokens"):
+        run(scripts.workloads, workload_arguments(arguments, out), monkeypatch)
+    (code,) = json.loads(out.read_text(encoding="utf-8"))["workloads"]
+    assert (code["workload"], code["prompts"]) == ("code", 2)
+
+
+def test_never_slower_measures_every_bound(
+    scripts: SimpleNamespace,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(scripts.never_slower, "BLOCK", 2)
+    size = ["--turns", "4", "--ramp-turns", "1", "--rows", "3", "--tokens", "8"]
+    run(scripts.never_slower, [*arguments, *size, "--out", str(out)], monkeypatch)
+    cases = json.loads(out.read_text(encoding="utf-8"))["cases"]
+    assert set(cases) == set(scripts.never_slower.BOUNDS)
+    for name, case in cases.items():
+        assert case["bound"] == scripts.never_slower.BOUNDS[name]
+        for clock in ("wall", "cpu"):
+            assert case[f"{clock}_ci95"][0] <= case[clock] <= case[f"{clock}_ci95"][1]
+            assert case[f"{clock}_within"] == (case[clock] <= case["bound"])
+    assert cases["adversarial, cold"]["counted"] > 0.0
+    assert cases["bimodal at 0.95"]["counted"] < cases["bimodal at 0.05"]["counted"]
+
+
+@pytest.mark.parametrize("accuracy", [0.0, 1.0])
+def test_a_bad_drafter_is_right_as_often_as_told(scripts: SimpleNamespace, accuracy: float) -> None:
+    lm, prompt = SelfSpeculativeLM(make_model(), None, PLANS["exit"], lookup=False), random_ids(9)
+    plain = lm.generate(prompt, max_new_tokens=17, num_draft_tokens=0)
+    drafter = scripts.bad_drafters.install(lm, scripts.bad_drafters.Corrupted(lm, accuracy))
+    drafter.text = (*prompt, *plain.token_ids)
+    out = lm.generate(prompt, max_new_tokens=17, num_draft_tokens=3)
+    assert out.token_ids == plain.token_ids
+    assert out.stats.acceptance_rate == accuracy
+    assert all(r.num_draft_passes == r.num_draft_tokens for r in out.rounds)
+    assert out.rounds[1].num_draft_passes == 3
+
+
+@pytest.mark.parametrize("exit_layer", [1, 2, 3])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_playing_a_text_through_gives_the_engines_rounds(
+    scripts: SimpleNamespace, exit_layer: int, temperature: float
+) -> None:
+    lm = SelfSpeculativeLM(
+        make_model(),
+        None,
+        DraftPlan.exiting(num_layers=NUM_LAYERS, exit_layer=exit_layer),
+        lookup=False,
+    )
+    prompt, options = random_ids(9), SimpleNamespace(limit=1, tokens=24, max_repeated=1.0)
+    (text,) = scripts.exit_on_line.texts_of(lm, [prompt], (1, 2, 3), options, temperature)
+    sampling = SamplingParams(temperature=temperature, seed=0 if temperature else None)
+    out = lm.generate(prompt, max_new_tokens=24, sampling=sampling, num_draft_tokens=3)
+    assert len(text) == 23
+    at = 0
+    for r in out.rounds[1:]:
+        assert r.num_accepted_tokens == text.accepted(exit_layer, at, r.num_draft_tokens)
+        at += r.num_accepted_tokens + 1
+    prices = scripts.exit_on_line.Prices.of(COST, NUM_LAYERS, 2, (1, 2, 3))
+    seconds = sum(prices.round(exit_layer, r.num_draft_tokens) for r in out.rounds[1:])
+    assert scripts.exit_on_line.fixed(text, prices, exit_layer, 3) == pytest.approx(seconds)
+    best = scripts.exit_on_line.clairvoyant(text, prices, (exit_layer,))
+    assert best <= seconds
+    assert scripts.exit_on_line.clairvoyant(text, prices, (1, 2, 3)) <= best
+
+
+def test_hindsight_is_the_best_of_all_ways(scripts: SimpleNamespace) -> None:
+    exits = (1, 2)
+    prices = scripts.exit_on_line.Prices.of(COST, NUM_LAYERS, 2, exits)
+    text = scripts.exit_on_line.Text(
+        {1: (True, False, True, True, False), 2: (True, True, False, True, True)}
+    )
+    ways = itertools.product(itertools.product(exits, range(5)), repeat=5)
+    found = []
+    for way in ways:
+        at, seconds = 0, 0.0
+        for e, most in way:
+            if at < len(text):
+                k = min(most, len(text) - at - 1)
+                seconds += prices.round(e, k)
+                at += text.accepted(e, at, k) + 1
+        found.append(seconds)
+    assert scripts.exit_on_line.clairvoyant(text, prices, exits) == pytest.approx(min(found))
+
+
+def test_exit_on_line_prints_both_temperatures(
+    scripts: SimpleNamespace,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    size = ["--limit", "2", "--tokens", "8", "--exits", "1", "2", "--max-repeated", "1"]
+    run(scripts.exit_on_line, [*arguments, *size], monkeypatch)
+    printed = capsys.readouterr().out
+    assert printed.count("2 texts, 14 tokens") == 2
+    assert printed.count("the rule, if looking were free") == 2
+
+
+def record(drafted: int, accepted: int, *, ends: bool = False) -> Round:
+    return Round(
+        row=0,
+        index=1,
+        token_ids=(1,) * (accepted + 1),
+        text="",
+        num_draft_tokens=drafted,
+        num_accepted_tokens=accepted,
+        origin="plain",
+        draft_seconds=0.0,
+        verify_seconds=0.0,
+        positions=drafted + 1,
+        finish_reason="length" if ends else None,
+        num_draft_passes=drafted,
+    )
+
+
+def test_acceptance_by_position_counts_what_was_judged(scripts: SimpleNamespace) -> None:
+    rounds = [record(3, 3), record(3, 1), record(2, 2), record(0, 0), record(3, 0, ends=True)]
+    found = scripts.workloads.by_position(rounds)
+    assert found == pytest.approx([3 / 3, 2 / 3, 1 / 1])
+
+
+def test_prediction_is_the_formula_over_the_table(scripts: SimpleNamespace) -> None:
+    rounds = [record(3, 3), record(7, 1), record(0, 0)]
+    stats = SimpleNamespace(mean_accepted_length=7 / 3)
+    found = scripts.workloads.prediction(rounds, stats, COST, 0)
+    c, v = 0.2 / 0.5, sum(COST.verify_pass(n, 0) for n in (4, 8, 1)) / 3 / 0.5
+    assert (found["c"], found["v"], found["beta"]) == pytest.approx((c, v, v - 1.0))
+    assert found["draft_passes_per_round"] == pytest.approx(10 / 3)
+    assert found["predicted_speedup"] == pytest.approx(7 / 3 / (10 / 3 * c + v))
+
+
+def test_copying_asks_for_the_same_function_again(scripts: SimpleNamespace) -> None:
+    body = "        a = x\n        b = a\n        return b\n"
+    example = Example("import os\n\nclass A:\n    def f(self, x):\n", body)
+    (asked,) = scripts.workloads.copying([example, Example("def g():\n", "    pass\n")])
+    assert asked.prompt == f"    def f(self, x):\n{body.rstrip()}\n\n\n    def f(self, x):\n"
+
+
+def test_prompts_are_taken_from_all_over_a_file(scripts: SimpleNamespace) -> None:
+    prompts = [[i] for i in range(11)]
+    found = scripts.workloads.spread(prompts, 3)
+    assert found[:4] == [[0], [3], [6], [9]]
+    assert sorted(found) == prompts

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from toys import NUM_LAYERS, PLANS, make_model, random_ids
@@ -111,7 +112,7 @@ def test_transformers_early_exit_runs_more(comparison: Comparison) -> None:
     assert exiting.kv_cache_bytes > hf.kv_cache_bytes  # a second cache
 
 
-@pytest.mark.parametrize("mode", ["plain", "layerskip", "hf", "hf-early-exit", "hf-prompt-lookup"])
+@pytest.mark.parametrize("mode", compare.MODES)
 def test_every_mode_gives_the_same_greedy_tokens(comparison: Comparison, mode: str) -> None:
     prompt = torch.tensor([PROMPT])
     out = comparison.model.generate(
@@ -126,6 +127,22 @@ def test_nothing_is_counted_where_it_was_not_asked_for(comparison: Comparison) -
     run = comparison.run("hf", PROMPT)
     assert (run.positions, run.kv_cache_bytes) == (0, 0)
     assert not comparison.model.model.layers[0]._forward_pre_hooks
+
+
+def test_early_exit_as_it_comes_has_transformers_defaults() -> None:
+    config, ours = transformers.GenerationConfig(), compare.DEFAULT_EARLY_EXIT
+    theirs = config._get_default_generation_params()
+    assert ours.num_assistant_tokens == theirs["num_assistant_tokens"]
+    assert ours.confidence == theirs["assistant_confidence_threshold"]
+
+
+@pytest.mark.parametrize("mode", ["plain", "hf"])
+def test_a_run_knows_its_own_processor_time(
+    comparison: Comparison, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    times = iter([10.0, 13.5])
+    monkeypatch.setattr(compare.time, "process_time", lambda: next(times))
+    assert comparison.run(mode, PROMPT).cpu_seconds == 3.5
 
 
 def test_sampled_modes_repeat_with_their_seed(comparison: Comparison) -> None:
@@ -153,7 +170,9 @@ def test_early_exit_settings_are_lent_and_given_back(
     monkeypatch.setattr(comparison, "_transformers", look)
     monkeypatch.setattr(comparison, "early_exit", EarlyExitSettings(3, 6, 0.25))
     comparison.run("hf-early-exit", PROMPT)
-    assert seen == [(6, 0.25, {"assistant_early_exit": 3})]
+    comparison.run("hf-early-exit-default", PROMPT)
+    exiting = {"assistant_early_exit": 3}
+    assert seen == [(6, 0.25, exiting), (20, 0.4, exiting)]
     assert comparison.model.generation_config is before
     assert before.to_dict() == snapshot
 

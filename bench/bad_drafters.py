@@ -1,0 +1,66 @@
+"""Drafters that are wrong as often as told: real draft passes, then other tokens.
+
+They know the plain text, and nothing else does: greedy and coupled output does not depend on what
+is drafted. The states of the tokens that were really drafted do not belong to those put in their
+place, so verify gets none and runs every token through all layers, in a pass as wide as otherwise.
+The confidence is still the model's, about tokens that it never gets to see judged.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from layerskip import SelfSpeculativeLM
+from layerskip.cache import KVCache
+from layerskip.draft_head import DraftHead
+from layerskip.drafting import Draft, DraftRequest, EarlyExitDrafter
+
+
+class Corrupted(EarlyExitDrafter):
+    """Drafts the right token with a chance of ``accuracy``, else a wrong one.
+
+    One row only. ``text`` is what plain decoding makes of the prompt, the prompt included; it has
+    to be set before each request.
+    """
+
+    def __init__(self, lm: SelfSpeculativeLM, accuracy: float) -> None:
+        assert lm.plan is not None
+        super().__init__(lm.stack, lm.plan)
+        self.accuracy, self.text = accuracy, ()
+        self.random = random.Random(0)
+
+    def draft(
+        self, requests: Sequence[DraftRequest], cache: KVCache, head: DraftHead | None = None
+    ) -> list[Draft]:
+        drafts = super().draft(requests, cache, head)
+        return [self._spoilt(r, d) for r, d in zip(requests, drafts, strict=True)]
+
+    def _spoilt(self, request: DraftRequest, draft: Draft) -> Draft:
+        at = request.length
+        assert len(self.text) > at, "the text is of another prompt"
+        assert self.text[at] == request.pending, "the text is of another prompt"
+        coming = self.text[at + 1 : at + 1 + len(draft.tokens)]
+        # Past the text's end nothing is emitted, whatever is drafted.
+        right = [*coming, *draft.tokens[len(coming) :]]
+        return replace(draft, tokens=tuple(map(self.instead, right)), shared=())
+
+    def instead(self, right: int) -> int:
+        if self.random.random() < self.accuracy:
+            return right
+        return (right + 1) % self.stack.vocab_size
+
+
+class Random(Corrupted):
+    """Drafts any token at all."""
+
+    def __init__(self, lm: SelfSpeculativeLM) -> None:
+        super().__init__(lm, 0.0)
+
+    def instead(self, right: int) -> int:
+        return self.random.randrange(self.stack.vocab_size)
+
+
+def install(lm: SelfSpeculativeLM, drafter: Corrupted) -> Corrupted:
+    """Have ``lm`` draft with it."""
+    lm._drafter = drafter
+    return drafter

@@ -1,0 +1,356 @@
+"""How much slower than plain decoding it can get: DESIGN's bounds by the clock.
+
+    OMP_NUM_THREADS=1 python bench/never_slower.py
+    OMP_NUM_THREADS=1 python bench/never_slower.py --prompts prompts.jsonl --cases 'short; ramp'
+
+Each turn decodes the same work plainly and otherwise, in random order; a figure is the median of
+the turns' ratios less one, with a bootstrap 95 % interval, by the wall and by the process's own CPU
+time; "counted" are the passes after the first token times the cost table, summed over all turns.
+Every mode must emit plain decoding's tokens, or the script stops.
+
+- adversarial, random: no drafted token is right, or hardly any, yet the model is as sure of them as
+  ever (bench/bad_drafters.py); in a stream of requests, and with a controller that knows nothing.
+- bimodal: requests of 0.95 and 0.05 acceptance in random order, one controller; the latter alone.
+- switching: rounds of 0 and k drafted tokens in blocks of one kind and in blocks that alternate,
+  all in the same generation. The overhead is that of the alternating rounds over as many of both
+  kinds among their own: what it costs to change, beyond the passes.
+- ramp: requests that join once so much has been emitted: batches of 1 to 32 rows and back.
+- short: outputs of 16 tokens by the default setting; and what comes before their first token.
+"""
+
+import argparse
+import datetime
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import transformers
+from bad_drafters import Corrupted, Random, install
+from paired import Clock, Decoded, circumstances, decode, forget, ratios, wrapped, write
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from layerskip import SamplingParams, SelfSpeculativeLM
+from layerskip.checkpoint import held_out_modules
+from layerskip.cost import CostTable
+from layerskip.prompts import held_out_code, read_prompts
+
+ROWS = 32
+SWITCHED = 5  # draft tokens
+BLOCK = 6  # rounds
+SHORT = 16
+CONTEXT = 200  # of the cost table, for what is counted
+GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True)
+class Lab:
+    """One checkpoint, its prompts and its cost table."""
+
+    model: Any
+    tokenizer: Any
+    plan: Any
+    cost: CostTable
+    prompts: list[list[int]]
+    tokens: int
+    rows: int
+
+    def lm(self, *, lookup: bool = False) -> SelfSpeculativeLM:
+        """With a controller that has seen nothing."""
+        return wrapped(self.model, self.tokenizer, self.plan, self.cost, lookup=lookup)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same work in plain decoding and otherwise.
+
+    Attributes:
+        kind: tells pairs of a case apart.
+        counted: seconds by the cost table, of the passes after the first token of each.
+    """
+
+    plain: Clock
+    other: Clock
+    kind: str = ""
+    counted: tuple[float, float] = (0.0, 0.0)
+
+
+Case = Callable[[Lab, random.Random], Callable[[int], list[Pair]]]
+
+
+def taking_turns(
+    lm: SelfSpeculativeLM, prompt: Sequence[int], tokens: int, chance: random.Random
+) -> tuple[Decoded, Decoded]:
+    """Plain and automatic, in random order."""
+    got = {
+        k: decode(lm, prompt, k, max_new_tokens=tokens, sampling=GREEDY)
+        for k in chance.sample((0, "auto"), 2)
+    }
+    same(got["auto"].token_ids, got[0].token_ids)
+    return got[0], got["auto"]
+
+
+def pair(got: tuple[Decoded, Decoded], cost: CostTable, kind: str = "") -> Pair:
+    plain, other = got
+    return Pair(plain.whole, other.whole, kind, (counted(plain, cost), counted(other, cost)))
+
+
+def counted(decoded: Decoded, cost: CostTable) -> float:
+    rounds = [r for r in decoded.rounds if r.index > 0]
+    return sum(
+        r.num_draft_passes * cost.draft_pass(1, CONTEXT)
+        + cost.verify_pass(r.num_draft_tokens + 1, CONTEXT)
+        for r in rounds
+    )
+
+
+def bad(accuracies: Sequence[float] | None, *, cold: bool = False) -> Case:
+    """A stream of requests with a drafter that is right so often; None: it draws any token."""
+
+    def case(lab: Lab, chance: random.Random) -> Callable[[int], list[Pair]]:
+        lm = lab.lm()
+        drafter = install(lm, Random(lm) if accuracies is None else Corrupted(lm, 0.0))
+
+        def turn(i: int) -> list[Pair]:
+            prompt = lab.prompts[i % len(lab.prompts)]
+            wanted = decode(lm, prompt, 0, max_new_tokens=lab.tokens, sampling=GREEDY)
+            drafter.text = (*prompt, *wanted.token_ids)
+            if accuracies is not None:
+                drafter.accuracy = chance.choice(accuracies)
+            if cold:
+                forget(lm)
+            got = taking_turns(lm, prompt, lab.tokens, chance)
+            same(got[0].token_ids, wanted.token_ids)
+            kind = f"at {drafter.accuracy:g}" if accuracies and len(accuracies) > 1 else ""
+            return [pair(got, lab.cost, kind)]
+
+        return turn
+
+    return case
+
+
+def switching(lab: Lab, chance: random.Random) -> Callable[[int], list[Pair]]:
+    lm = lab.lm()
+
+    def turn(i: int) -> list[Pair]:
+        prompt = lab.prompts[i % len(lab.prompts)]
+        most = lm.stack.max_positions - len(prompt) - SWITCHED
+        times: dict[tuple[str, int], list[Clock]] = {}
+        batch = lm.open_batch(max_new_tokens=most, num_draft_tokens=SWITCHED, ignore_eos=True)
+        row, text = batch.add(prompt), []
+        text += batch.step()[0].token_ids
+        for kind in chance.sample(["0", "k", "alternating", "alternating"] * 2, 8):
+            for n in range(BLOCK + 1):
+                count = {"0": 0, "k": SWITCHED}.get(kind, SWITCHED * (n % 2))
+                force(batch, row, count)
+                began = Clock.now()
+                record = batch.step()[0]
+                spent = Clock.now() - began
+                assert record.num_draft_tokens == count
+                text += record.token_ids
+                if n > 0:  # the first round of a block is a change itself
+                    times.setdefault((kind[:1], count), []).append(spent)
+        wanted = decode(lm, prompt, 0, max_new_tokens=len(text), sampling=GREEDY).token_ids
+        same(tuple(text[: len(wanted)]), wanted)
+        return [Pair(both(times, "0", "k"), both(times, "a", "a"))]
+
+    return turn
+
+
+def both(times: dict[tuple[str, int], list[Clock]], plain: str, drafting: str) -> Clock:
+    """A plain round and one with drafts, of blocks of these kinds: medians."""
+    parts = times[plain, 0], times[drafting, SWITCHED]
+    wall = sum(statistics.median(c.wall for c in part) for part in parts)
+    return Clock(wall, sum(statistics.median(c.cpu for c in part) for part in parts))
+
+
+def force(batch: Any, row: int, num_draft_tokens: int) -> None:
+    """What a row's next round drafts."""
+    state = batch._rows.rows[row]
+    state.spec = replace(state.spec, num_draft_tokens=num_draft_tokens)
+
+
+def ramp(lab: Lab, chance: random.Random) -> Callable[[int], list[Pair]]:
+    lm = lab.lm(lookup=True)
+
+    def turn(i: int) -> list[Pair]:
+        some = [lab.prompts[(i * lab.rows + n) % len(lab.prompts)] for n in range(lab.rows)]
+        found = {k: ramped(lm, some, lab, k) for k in chance.sample((0, "auto"), 2)}
+        same(found["auto"][1], found[0][1])
+        assert found[0][2] == lab.rows, f"{found[0][2]} rows at most, not {lab.rows}"
+        return [Pair(found[0][0], found["auto"][0])]
+
+    return turn
+
+
+def ramped(
+    lm: SelfSpeculativeLM, prompts: Sequence[list[int]], lab: Lab, num_draft_tokens: Any
+) -> tuple[Clock, dict[int, tuple[int, ...]], int]:
+    """Time, texts and the most rows at once. All rows have joined by the time that the first one
+    has emitted half of its text; then they end one after another."""
+    batch = lm.open_batch(
+        max_new_tokens=lab.tokens, num_draft_tokens=num_draft_tokens, ignore_eos=True
+    )
+    joins = [lab.tokens // 2 * n // len(prompts) for n in range(len(prompts))]
+    waiting = list(zip(joins, prompts, strict=True))[::-1]
+    texts: dict[int, tuple[int, ...]] = {}
+    first = most = 0  # tokens of the row that joined first
+    began = Clock.now()
+    while waiting or batch.unfinished:
+        while waiting and waiting[-1][0] <= first:
+            batch.add(waiting.pop()[1])
+        most = max(most, len(batch.unfinished))
+        for record in batch.step():
+            first += len(record.token_ids) if record.row == 0 else 0
+            if record.finish_reason is not None:
+                texts[record.row] = batch.remove(record.row).token_ids
+    return Clock.now() - began, texts, most
+
+
+def short(lab: Lab, chance: random.Random) -> Callable[[int], list[Pair]]:
+    lm = lab.lm(lookup=True)
+
+    def turn(i: int) -> list[Pair]:
+        prompt = lab.prompts[i % len(lab.prompts)]
+        got = taking_turns(lm, prompt, SHORT, chance)
+        return [pair(got, lab.cost), Pair(got[0].first, got[1].first, "to the first token")]
+
+    return turn
+
+
+def same(tokens: object, wanted: object) -> None:
+    if tokens != wanted:
+        raise AssertionError("other tokens than plain decoding's")
+
+
+SETUPS: dict[str, Case] = {
+    "adversarial": bad((0.0,)),
+    "adversarial, cold": bad((0.0,), cold=True),
+    "random": bad(None),
+    "bimodal": bad((0.95, 0.05)),
+    "switching": switching,
+    "ramp": ramp,
+    "short": short,
+}
+BOUNDS = {  # percent slower
+    "adversarial": 3.0,
+    "adversarial, cold": 3.0,
+    "random": 3.0,
+    "bimodal": 3.0,
+    "bimodal at 0.05": 3.0,
+    "bimodal at 0.95": 3.0,
+    "switching": 1.0,
+    "ramp": 3.0,
+    "short": 2.0,
+    "short to the first token": 1.0,
+}
+
+
+def figures(name: str, pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Percent slower than plain, by both clocks."""
+    found = ratios([p.plain for p in pairs], [p.other for p in pairs])
+    plain, other = (sum(p.counted[i] for p in pairs) for i in (0, 1))
+    out: dict[str, Any] = {
+        "turns": len(pairs),
+        "bound": BOUNDS[name],
+        "counted": 100.0 * (other / plain - 1.0) if plain else None,
+    }
+    for clock in ("wall", "cpu"):
+        out[clock] = 100.0 * (found[clock] - 1.0)
+        out[f"{clock}_ci95"] = [100.0 * (x - 1.0) for x in found[f"{clock}_ci95"]]
+        out[f"{clock}_within"] = out[clock] <= BOUNDS[name]
+    return out
+
+
+def summed(name: str, pairs: Sequence[Pair]) -> dict[str, dict[str, Any]]:
+    """A case as a whole, and its kinds."""
+    kinds = sorted({p.kind for p in pairs})
+    found = {
+        f"{name} {k}".strip(): figures(f"{name} {k}".strip(), [p for p in pairs if p.kind == k])
+        for k in kinds
+    }
+    if "" not in kinds:
+        found = {name: figures(name, pairs)} | found
+    return found
+
+
+def table(found: dict[str, dict[str, Any]]) -> Table:
+    out = Table(box=None, header_style="bold", title="slower than plain, median (95 %)")
+    out.add_column("case")
+    for column in ("turns", "bound", "counted", "wall", "CPU", "within (CPU)"):
+        out.add_column(column, justify="right")
+    for name, f in found.items():
+        cells = [
+            "{:+.1f} % ({:+.1f} to {:+.1f})".format(f[c], *f[f"{c}_ci95"]) for c in ("wall", "cpu")
+        ]
+        counted = "" if f["counted"] is None else f"{f['counted']:+.1f} %"
+        within = "yes" if f["cpu_within"] else "no"
+        out.add_row(name, str(f["turns"]), f"{f['bound']:g} %", counted, *cells, within)
+    return out
+
+
+def lab_of(options: argparse.Namespace) -> Lab:
+    model, tokenizer, known, _ = SelfSpeculativeLM.load_parts(options.model, device="cpu")
+    if known.plan is None:
+        raise SystemExit(f"no plan is known for {options.model}")
+    cost = wrapped(model, tokenizer, known.plan, known.cost, lookup=False).controller.cost
+    if options.prompts:
+        examples = read_prompts(options.prompts)
+    else:
+        examples = held_out_code(held_out_modules(), max(64, options.turns))
+    random.Random(0).shuffle(examples)
+    room = model.config.max_position_embeddings // 2
+    prompts = [
+        ids for ids in (tokenizer(e.prompt)["input_ids"] for e in examples) if 0 < len(ids) <= room
+    ]
+    return Lab(model, tokenizer, known.plan, cost, prompts, options.tokens, options.rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--prompts", help="JSON lines; default: held-out functions")
+    parser.add_argument("--cases", default=None, help=f"separated by ';' of {'; '.join(SETUPS)}")
+    parser.add_argument("--turns", type=int, default=40, help="pairs of each case (40)")
+    parser.add_argument("--ramp-turns", type=int, default=8, help="of the ramp (8)")
+    parser.add_argument("--tokens", type=int, default=64, help="of long outputs (64)")
+    parser.add_argument(
+        "--rows", type=int, default=ROWS, help=f"of the ramp at its height ({ROWS})"
+    )
+    today = datetime.datetime.now(datetime.UTC).date()
+    default = Path(__file__).parent / "results" / f"{today}-never-slower.json"
+    parser.add_argument("--out", type=Path, default=default)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    names = [n.strip() for n in options.cases.split(";")] if options.cases else list(SETUPS)
+    unknown = [n for n in names if n not in SETUPS]
+    if unknown:
+        raise SystemExit(f"--cases has {unknown[0]!r}; allowed are {'; '.join(SETUPS)}")
+    lab, console, found = lab_of(options), Console(width=120), {}
+    with Progress(console=console, transient=True) as progress:
+        for name in names:
+            turns = options.ramp_turns if name == "ramp" else options.turns
+            turn = SETUPS[name](lab, random.Random(0))
+            if not name.endswith("cold"):
+                turn(0)  # allocates, and shows the controller one request
+            task, began, pairs = progress.add_task(name, total=turns), time.monotonic(), []
+            for i in range(turns):
+                pairs += turn(i + 1)
+                progress.update(task, completed=i + 1)
+                if i == 0:
+                    seconds = turns * (time.monotonic() - began)
+                    progress.console.print(f"{name}: about {seconds:.0f} s")
+            found |= summed(name, pairs)
+            document = {"model": options.model, **circumstances(), "tokens": options.tokens}
+            write(options.out, document | {"cases": found})
+    console.print(table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What the wall-clock measurements share: one decoding and its clocks, ratios to plain, reports."""
+
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import layerskip
+from layerskip import DecodeStats, Round, SamplingParams, SelfSpeculativeLM
+from layerskip.compare import bootstrap_interval
+from layerskip.controller import Controller
+from layerskip.cost import CostTable
+from layerskip.params import NumDraftTokens
+from layerskip.plan import DraftPlan, PlanFile
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds on the wall and of this process's own work, on all its threads."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> "Clock":
+        return cls(time.perf_counter(), time.process_time())
+
+    def __sub__(self, other: "Clock") -> "Clock":
+        return Clock(self.wall - other.wall, self.cpu - other.cpu)
+
+    def __add__(self, other: "Clock") -> "Clock":
+        return Clock(self.wall + other.wall, self.cpu + other.cpu)
+
+
+NO_TIME = Clock(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One prompt decoded once.
+
+    Attributes:
+        token_ids: emitted.
+        whole: the call.
+        first: up to its first token; none of transformers' modes tells.
+        rounds: the records, of our modes.
+    """
+
+    token_ids: tuple[int, ...]
+    whole: Clock
+    first: Clock = NO_TIME
+    rounds: tuple[Round, ...] = ()
+
+    @property
+    def after_first(self) -> Clock:
+        return self.whole - self.first
+
+    @property
+    def stats(self) -> DecodeStats:
+        return DecodeStats.from_rounds(self.rounds, prompt_tokens=0, kv_cache_bytes=0)
+
+
+def decode(
+    lm: SelfSpeculativeLM,
+    prompt: Sequence[int],
+    num_draft_tokens: NumDraftTokens,
+    *,
+    max_new_tokens: int,
+    sampling: SamplingParams,
+) -> Decoded:
+    """One prompt through the public stream, with the clock at its first token."""
+    began, first, rounds = Clock.now(), None, []
+    steps = lm.stream(
+        prompt,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        num_draft_tokens=num_draft_tokens,
+    )
+    for step in steps:
+        first = first or Clock.now() - began
+        rounds.append(step.round)
+    whole = Clock.now() - began
+    tokens = tuple(token for r in rounds for token in r.token_ids)
+    return Decoded(tokens, whole, first or whole, tuple(rounds))
+
+
+def wrapped(
+    model: Any,
+    tokenizer: Any,
+    plan: DraftPlan | None,
+    cost: CostTable | None,
+    *,
+    lookup: bool,
+) -> SelfSpeculativeLM:
+    """A decoder whose controller has seen nothing yet, over a table measured before."""
+    return SelfSpeculativeLM(model, tokenizer, PlanFile(plan, cost=cost), lookup=lookup)
+
+
+def forget(lm: SelfSpeculativeLM) -> None:
+    """Give ``lm`` a controller that has seen nothing, over the same table."""
+    lm._controller = Controller(lm.controller.cost)
+
+
+def ratios(of: Sequence[Clock], to: Sequence[Clock]) -> dict[str, Any]:
+    """Medians of paired ratios ``to / of`` (above 1: ``of`` is faster), each with its interval."""
+    found: dict[str, Any] = {}
+    for name in ("wall", "cpu"):
+        pairs = [getattr(b, name) / getattr(a, name) for a, b in zip(of, to, strict=True)]
+        found[name] = statistics.median(pairs)
+        found[f"{name}_ci95"] = bootstrap_interval(pairs)
+    return found
+
+
+def total(clocks: Sequence[Clock]) -> Clock:
+    return sum(clocks, start=NO_TIME)
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def circumstances() -> dict[str, Any]:
+    """Where and with what it was measured; the load says whether the wall clock means much."""
+    return {
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "load": [round(load, 1) for load in os.getloadavg()],
+        "versions": {
+            "layerskip": layerskip.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """The whole document at once, so that a run that is broken off leaves what it had."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    beside.replace(path)

@@ -1,0 +1,462 @@
+"""One table per workload: plain, each fixed number of draft tokens, automatic, look-ups, theirs.
+
+    OMP_NUM_THREADS=1 python bench/workloads.py
+    OMP_NUM_THREADS=1 python bench/workloads.py --prompts math=math.jsonl --prompts chat=chat.jsonl
+
+Code, copying and adversarial come from this Python's library; other workloads are JSON lines, taken
+evenly from the whole file. Modes decode each prompt in random order; a ratio is one prompt's, by
+the wall and by the process's own CPU time, and its figure is the median with a bootstrap 95 %
+interval. Greedy prompts whose plain output loops are left out. Our modes must emit what plain
+decoding does, or the script stops; for transformers' the share of prompts is given.
+
+The prediction is ``mean_accepted_length / (passes c + v)`` from the cost table, for what follows
+the first token; what was measured of that stands beside it. Adversarial means that no drafted token
+is ever right, while the model is as sure of its own as always (bench/bad_drafters.py).
+"""
+
+import argparse
+import datetime
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+from bad_drafters import Corrupted, install
+from paired import (
+    Clock,
+    Decoded,
+    circumstances,
+    decode,
+    geometric_mean,
+    ratios,
+    total,
+    wrapped,
+    write,
+)
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from layerskip import DecodeStats, Round, SamplingParams, SelfSpeculativeLM
+from layerskip.checkpoint import held_out_modules
+from layerskip.compare import Comparison, repeated_share
+from layerskip.cost import CostTable
+from layerskip.params import MAX_AUTO_DRAFT_TOKENS, NumDraftTokens
+from layerskip.prompts import Example, held_out_code, read_prompts
+
+FIXED = (2, 3, 4, 5, 7)
+LOOKED_UP = 10
+THEIRS = ("hf-early-exit", "hf-early-exit-default", "hf-prompt-lookup")
+COPIED_CHARACTERS = 1200
+GOAL = 0.03
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way of decoding. ``lm`` is None for transformers' own."""
+
+    name: str
+    lm: SelfSpeculativeLM | None
+    num_draft_tokens: NumDraftTokens = 0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all workloads share."""
+
+    model: Any
+    tokenizer: Any
+    known: Any
+    cost: CostTable
+    alone: CostTable
+    tokens: int
+    limit: int
+    repeats: int
+    max_repeated: float
+    theirs: bool
+
+
+def copying(examples: Sequence[Example]) -> list[Example]:
+    """A function, then the same function asked for again with its first line given."""
+    asked = []
+    for e in examples:
+        start = e.prompt.rfind("\n", 0, max(0, e.prompt.rfind("def "))) + 1
+        function = (e.prompt[start:] + e.continuation).rstrip()
+        first = function.split("\n", 1)[0]
+        if len(function) <= COPIED_CHARACTERS and function.count("\n") > 2:
+            asked.append(Example(f"{function}\n\n\n{first}\n"))
+    return asked
+
+
+def spread(prompts: Sequence[list[int]], limit: int) -> list[list[int]]:
+    """``limit`` of them, evenly from all: files are sorted by kind. Then the others, as spares."""
+    step = max(1, len(prompts) // limit)
+    return [p for offset in range(step) for p in prompts[offset::step]]
+
+
+def modes_of(name: str, setting: Setting, bad: list[Corrupted]) -> list[Mode]:
+    """Of one workload, with controllers that have seen nothing yet."""
+
+    def lm(*, plan: bool = True, lookup: bool = False) -> SelfSpeculativeLM:
+        made = wrapped(
+            setting.model,
+            setting.tokenizer,
+            setting.known.plan if plan else None,
+            setting.cost if plan else setting.alone,
+            lookup=lookup,
+        )
+        if plan and name == "adversarial":
+            bad.append(install(made, Corrupted(made, 0.0)))
+        return made
+
+    exiting = lm()
+    modes = [Mode("plain", exiting, 0)]
+    modes += [Mode(f"k={k}", exiting, k) for k in FIXED]
+    modes += [Mode("automatic", lm(), "auto")]
+    if name != "adversarial":
+        modes += [Mode("look-up", lm(plan=False, lookup=True), LOOKED_UP)]
+        modes += [Mode("look-up, automatic", lm(plan=False, lookup=True), "auto")]
+    modes += [Mode("combined", lm(lookup=True), "auto")]
+    theirs = THEIRS if setting.theirs and name != "adversarial" else ()
+    return [*modes, *(Mode(theirs_name, None) for theirs_name in theirs)]
+
+
+class Workload:
+    """One workload at one temperature: runs, and what they come to."""
+
+    def __init__(self, name: str, setting: Setting, sampling: SamplingParams) -> None:
+        self.name, self.setting, self.sampling = name, setting, sampling
+        self.bad: list[Corrupted] = []
+        self.modes = modes_of(name, setting, self.bad)
+        self.comparison = Comparison(
+            setting.model, self.modes[0].lm, sampling=sampling, max_new_tokens=setting.tokens
+        )
+        self.runs: dict[str, list[Decoded]] = {m.name: [] for m in self.modes}
+        self.left_out, self.lengths, self.repeated = 0, [], []
+
+    def decode(self, mode: Mode, prompt: Sequence[int]) -> Decoded:
+        setting = self.setting
+        if mode.lm is None:
+            run = self.comparison.run(mode.name, prompt)
+            return Decoded(run.token_ids, Clock(run.seconds, run.cpu_seconds))
+        return decode(
+            mode.lm,
+            prompt,
+            mode.num_draft_tokens,
+            max_new_tokens=setting.tokens,
+            sampling=self.sampling,
+        )
+
+    def run(self, prompts: Sequence[list[int]], on_turn: Callable[[int, int], None]) -> None:
+        """Every mode on ``limit`` prompts that do not loop."""
+        shuffle, setting = random.Random(0), self.setting
+        if setting.theirs and self.name != "adversarial":
+            self.comparison.tune_early_exit(prompts[-2:])
+        kept = 0
+        for prompt in prompts:
+            if kept == setting.limit:
+                break
+            plain = self.decode(self.modes[0], prompt)
+            share = repeated_share([plain.token_ids])
+            if len(plain.token_ids) < 2 or (self.sampling.greedy and share > setting.max_repeated):
+                self.left_out += 1
+                continue
+            for drafter in self.bad:
+                drafter.text = (*prompt, *plain.token_ids)
+            if not kept:  # each mode's first call allocates, and imports
+                for mode in self.modes:
+                    self.decode(mode, prompt)
+            kept += 1
+            self.lengths.append(len(prompt))
+            self.repeated.append(share)
+            for _ in range(setting.repeats):
+                for mode in shuffle.sample(self.modes, len(self.modes)):
+                    self._add(mode, self.decode(mode, prompt), plain.token_ids)
+            on_turn(kept, setting.limit)
+
+    def _add(self, mode: Mode, decoded: Decoded, wanted: tuple[int, ...]) -> None:
+        if mode.lm is not None and decoded.token_ids != wanted:
+            raise AssertionError(f"{self.name}, {mode.name}: other tokens than plain decoding")
+        self.runs[mode.name].append(decoded)
+
+    def document(self) -> dict[str, Any]:
+        plain = self.runs["plain"]
+        if not plain:
+            return {"workload": self.name, "temperature": self.sampling.temperature, "prompts": 0}
+        return {
+            "workload": self.name,
+            "temperature": self.sampling.temperature,
+            "prompts": len(self.lengths),
+            "prompts_left_out": self.left_out,
+            "new_tokens": sum(len(r.token_ids) for r in plain),
+            "repeated_8gram_share": sum(self.repeated) / len(self.repeated),
+            "modes": {m.name: self._figures(m) for m in self.modes},
+            "automatic_to_best_fixed": self._against_best("automatic"),
+            "combined_to_best_fixed": self._against_best("combined"),
+        }
+
+    def _figures(self, mode: Mode) -> dict[str, Any]:
+        runs, plain = self.runs[mode.name], self.runs["plain"]
+        speed = ratios([r.whole for r in runs], [r.whole for r in plain])
+        same = [r.token_ids == p.token_ids for r, p in zip(runs, plain, strict=True)]
+        spent = total([r.whole for r in runs])
+        tokens = sum(len(r.token_ids) for r in runs)
+        figures = {
+            "tokens_per_second": tokens / spent.wall,
+            "speedup_vs_plain": speed["wall"],
+            "speedup_vs_plain_ci95": speed["wall_ci95"],
+            "cpu_speedup_vs_plain": speed["cpu"],
+            "cpu_speedup_vs_plain_ci95": speed["cpu_ci95"],
+            "identical_to_plain": sum(same) / len(same)
+            if mode.lm is not None or self.sampling.greedy
+            else None,
+        }
+        if mode.lm is None:
+            best = self.comparison.early_exit
+            figures["settings"] = {"exit_layer": best.exit_layer}
+            if mode.name == "hf-early-exit":
+                figures["settings"] |= {"k": best.num_assistant_tokens, "p": best.confidence}
+            return figures
+        return figures | self._of_ours(mode, runs, plain)
+
+    def _of_ours(
+        self, mode: Mode, runs: Sequence[Decoded], plain: Sequence[Decoded]
+    ) -> dict[str, Any]:
+        stats = DecodeStats.merge(r.stats for r in runs)
+        rounds = [r for run in runs for r in run.rounds if r.index > 0]
+        context = sum(self.lengths) / len(self.lengths) + self.setting.tokens / 2
+        cost = mode.lm.controller.cost if mode.lm.plan is not None else self.setting.cost
+        spent, base = (total([r.after_first for r in of]) for of in (runs, plain))
+        kind = "greedy" if self.sampling.greedy else "coupled"
+        learns = mode.num_draft_tokens == "auto" and mode.lm.plan is not None
+        return {
+            "acceptance_rate": stats.acceptance_rate,
+            "mean_accepted_length": stats.mean_accepted_length,
+            "acceptance_by_position": by_position(rounds),
+            "draft_tokens_per_round": stats.num_draft_tokens / max(1, stats.num_rounds),
+            "share_of_plain_rounds": stats.num_plain_rounds / max(1, stats.num_rounds),
+            "share_of_lookup_rounds": stats.num_lookup_rounds / max(1, stats.num_rounds),
+            **prediction(rounds, stats, cost, context),
+            "measured_speedup": base.wall / spent.wall,
+            "measured_cpu_speedup": base.cpu / spent.cpu,
+            "calibration_error": mode.lm.controller.calibration_error(kind) if learns else None,
+        }
+
+    def _against_best(self, name: str) -> dict[str, Any]:
+        """A mode beside the fixed number of draft tokens, or plain, that took least CPU time."""
+        of = {n: [r.whole for r in runs] for n, runs in self.runs.items()}
+        fixed = ["plain", *(f"k={k}" for k in FIXED)]
+        best = min(fixed, key=lambda n: total(of[n]).cpu)
+        return {"best": best, **ratios(of[name], of[best])}
+
+
+def by_position(rounds: Sequence[Round]) -> list[float]:
+    """Share of the first, second, ... drafted token that is accepted after accepted ones.
+
+    The rounds that a text ends in are left out: they may be cut before what was accepted.
+    """
+    shares = []
+    whole = [r for r in rounds if r.finish_reason is None]
+    for i in range(MAX_AUTO_DRAFT_TOKENS):
+        judged = [r for r in whole if r.num_draft_tokens > i and r.num_accepted_tokens >= i]
+        if not judged:
+            break
+        shares.append(sum(r.num_accepted_tokens > i for r in judged) / len(judged))
+    return shares
+
+
+def prediction(
+    rounds: Sequence[Round], stats: DecodeStats, cost: CostTable, context: float
+) -> dict[str, Any]:
+    """Speed-up by the cost table; c and v are means over the passes that were made."""
+    plain, drafted, verified, passes = cost.verify_pass(1, context), 0.0, 0.0, 0
+    for r in rounds:
+        verified += cost.verify_pass(r.num_draft_tokens + 1, context)
+        if r.num_draft_passes:
+            passes += r.num_draft_passes
+            # Of an early exit's round, all but one of the positions are the draft's.
+            each = max(1, round((r.positions - 1) / r.num_draft_passes))
+            drafted += r.num_draft_passes * cost.draft_pass(each, context)
+    count = max(1, len(rounds))
+    c, v = drafted / max(1, passes) / plain, verified / count / plain
+    return {
+        "draft_passes_per_round": passes / count,
+        "c": c,
+        "v": v,
+        "beta": v - 1.0,
+        "predicted_speedup": stats.mean_accepted_length / (passes / count * c + v),
+    }
+
+
+def speed_table(document: dict[str, Any]) -> Table:
+    """As people read it."""
+    title = (
+        f"{document['workload']}, temperature {document['temperature']:g}: {document['prompts']} "
+        f"prompts ({document['prompts_left_out']} left out), "
+        f"{document['repeated_8gram_share']:.0%} repeated"
+    )
+    table = Table(title=title, box=None, header_style="bold", title_justify="left")
+    table.add_column("mode")
+    columns = ("same", "wall / plain", "CPU / plain", "length", "passes", "c", "v", "predicted")
+    for column in (*columns, "measured", "plain", "ECE", "a by position"):
+        table.add_column(column, justify="left" if column == "a by position" else "right")
+    for name, mode in document["modes"].items():
+        table.add_row(name, *cells(mode))
+    return table
+
+
+def cells(mode: dict[str, Any]) -> list[str]:
+    def number(name: str, form: str = ".2f") -> str:
+        value = mode.get(name)
+        return "" if value is None else format(value, form)
+
+    def with_interval(name: str) -> str:
+        low, high = mode[f"{name}_ci95"]
+        return f"{mode[name]:.2f} ({low:.2f}-{high:.2f})"
+
+    return [
+        number("identical_to_plain", ".0%"),
+        with_interval("speedup_vs_plain"),
+        with_interval("cpu_speedup_vs_plain"),
+        number("mean_accepted_length"),
+        number("draft_passes_per_round"),
+        number("c", ".3f"),
+        number("v"),
+        number("predicted_speedup"),
+        number("measured_cpu_speedup"),
+        number("share_of_plain_rounds", ".0%"),
+        number("calibration_error", ".3f"),
+        " ".join(f"{a:.2f}" for a in mode.get("acceptance_by_position", [])[:7]),
+    ]
+
+
+def mix(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Geometric means of the medians over all workloads, of the modes that all have."""
+    done = [d for d in documents if d["prompts"]]
+    names = [n for n in done[0]["modes"] if all(n in d["modes"] for d in done)] if done else []
+    return {
+        n: {
+            key: geometric_mean([d["modes"][n][key] for d in done])
+            for key in ("speedup_vs_plain", "cpu_speedup_vs_plain")
+        }
+        for n in names
+    }
+
+
+def texts_of(name: str, files: dict[str, str], wanted: int) -> list[Example]:
+    """At least so many prompts where there are as many."""
+    if name in files:
+        return read_prompts(files[name])
+    code = held_out_code(held_out_modules(), 8 * wanted)
+    return copying(code) if name == "copying" else code
+
+
+def verdicts(documents: Sequence[dict[str, Any]], console: Console) -> None:
+    """The issue's goals beside what was found."""
+    for d in (d for d in documents if d["prompts"]):
+        found = d["automatic_to_best_fixed"]
+        low, high = found["cpu_ci95"]
+        console.print(
+            f"{d['workload']}, {d['temperature']:g}: automatic / {found['best']} "
+            f"{found['cpu']:.3f} (95 % {low:.3f}-{high:.3f}; {1 - GOAL:.2f} or more is asked for), "
+            f"combined / it {d['combined_to_best_fixed']['cpu']:.3f}, by CPU time"
+        )
+        for name, mode in d["modes"].items():
+            if "predicted_speedup" in mode and name != "plain":
+                off = mode["measured_cpu_speedup"] / mode["predicted_speedup"] - 1.0
+                if abs(off) > 0.1:
+                    console.print(f"  {name}: {off:+.0%} of what the cost table predicts")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument(
+        "--prompts", action="append", default=[], metavar="NAME=FILE", help="a workload's prompts"
+    )
+    parser.add_argument("--workloads", help="comma-separated; default: all that there are")
+    parser.add_argument("--limit", type=int, default=30, help="prompts of a workload (30)")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens of a prompt (64)")
+    parser.add_argument("--repeats", type=int, default=1, help="of each prompt and mode (1)")
+    parser.add_argument("--max-repeated", type=float, default=0.2, help="8-grams, greedy (0.2)")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--no-theirs", action="store_true", help="leave transformers' modes out")
+    today = datetime.datetime.now(datetime.UTC).date()
+    default = Path(__file__).parent / "results" / f"{today}-workloads.json"
+    parser.add_argument("--out", type=Path, default=default)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    files = dict(pair.split("=", 1) for pair in options.prompts)
+    names = (options.workloads or ",".join(["code", *files, "copying", "adversarial"])).split(",")
+    setting = setting_of(options)
+    console, documents = Console(width=170), []
+    turns, done, began = len(names) * len(options.temperatures), 0, time.monotonic()
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=float(turns))
+        for temperature in options.temperatures:
+            sampling = SamplingParams(temperature=temperature, seed=0 if temperature else None)
+            for name in dict.fromkeys(names):
+                workload = Workload(name, setting, sampling)
+
+                def on_turn(kept: int, limit: int, done: int = done) -> None:
+                    progress.update(task, completed=done + kept / limit)
+                    if done == 0 and kept in (1, limit):
+                        # The first prompt pays for warming up, too.
+                        minutes = (time.monotonic() - began) / kept * limit * turns / 60.0
+                        progress.console.print(f"about {minutes:.0f} minutes in all, or less")
+
+                workload.run(prompts_of(name, files, setting), on_turn)
+                done += 1
+                documents.append(workload.document())
+                found = {
+                    "model": options.model,
+                    **circumstances(),
+                    "command": vars(options) | {"out": options.out.name, "prompts": sorted(files)},
+                }
+                write(options.out, found | {"workloads": documents, "mix": mix(documents)})
+                if documents[-1]["prompts"]:
+                    progress.console.print(speed_table(documents[-1]))
+                else:
+                    progress.console.print(f"{name}, {temperature:g}: every prompt loops")
+    verdicts(documents, console)
+    for name, speed in mix(documents).items():
+        console.print(f"mix, {name}: {speed['cpu_speedup_vs_plain']:.3f} by CPU time")
+
+
+def setting_of(options: argparse.Namespace) -> Setting:
+    model, tokenizer, known, _ = SelfSpeculativeLM.load_parts(
+        options.model, dtype=options.dtype, device="cpu"
+    )
+    if known.plan is None:
+        raise SystemExit(f"no plan is known for {options.model}")
+    exiting = wrapped(model, tokenizer, known.plan, known.cost, lookup=False)
+    alone = wrapped(model, tokenizer, None, None, lookup=True)
+    return Setting(
+        model,
+        tokenizer,
+        known,
+        exiting.controller.cost,
+        alone.controller.cost,
+        options.tokens,
+        options.limit,
+        options.repeats,
+        options.max_repeated,
+        not options.no_theirs,
+    )
+
+
+def prompts_of(name: str, files: dict[str, str], setting: Setting) -> list[list[int]]:
+    """Encoded, those that leave room, spread over the file."""
+    examples = texts_of(name, files, setting.limit)
+    room = setting.model.config.max_position_embeddings - setting.tokens - LOOKED_UP
+    encoded = [setting.tokenizer(e.prompt)["input_ids"] for e in examples]
+    return spread([ids for ids in encoded if 0 < len(ids) <= room], setting.limit)
+
+
+if __name__ == "__main__":
+    main()
