@@ -136,7 +136,9 @@ class Decoder:
         row.stream, row.finish_reason = emission.stream, emission.finish_reason
         row.rounds.append(step.record)
         row.spec.sampler.forget_before(len(row.spec.prompt) + len(row.token_ids))
-        if step.attempt is not None:
+        if step.attempt is None:
+            self.speculator.began(row)
+        else:
             num_matches = step.judged.verdict.num_matches
             self.speculator.observe(row, step.attempt, emission.token_ids, num_matches)
         if row.spec.sink is not None:

@@ -63,10 +63,9 @@ class Speculator:
         self._kept = frozenset(head.ids.tolist()) if head is not None else frozenset()
 
     def admit(self, row: Row) -> None:
-        """Give a new row its estimates, and its draft the tokens of its prompt."""
+        """Give a new row its estimates, and see whether the head's weights are new."""
         if self._base is not None:
             self._base = self._head = self._base.fresh()
-            row.own_ids = frozenset(row.spec.prompt) - self._kept
         if row.spec.num_draft_tokens == AUTO and self.controller is not None:
             sampler = row.spec.sampler
             row.state = self.controller.row(
@@ -227,6 +226,11 @@ class Speculator:
             tokens, context, rows=len(attempts), longest=longest
         )
         self.controller.observe_seconds(draft_seconds, draft, verify_seconds, verify)
+
+    def began(self, row: Row) -> None:
+        """After a row's prefill: its draft may take the tokens of its prompt, and the first one."""
+        if self._base is not None:
+            row.own_ids = frozenset(row.context) - self._kept
 
     def observe(self, row: Row, attempt: Attempt, emitted: Sequence[int], num_matches: int) -> None:
         """What became of a row's draft; the row has ``emitted`` already.
