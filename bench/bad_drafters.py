@@ -7,7 +7,7 @@ The confidence is still the model's, about tokens that it never gets to see judg
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from layerskip import SelfSpeculativeLM
@@ -30,9 +30,13 @@ class Corrupted(EarlyExitDrafter):
         self.random = random.Random(0)
 
     def draft(
-        self, requests: Sequence[DraftRequest], cache: KVCache, head: DraftHead | None = None
+        self,
+        requests: Sequence[DraftRequest],
+        cache: KVCache,
+        head: DraftHead | None = None,
+        pays: Callable[[Sequence[int]], bool] | None = None,
     ) -> list[Draft]:
-        drafts = super().draft(requests, cache, head)
+        drafts = super().draft(requests, cache, head, pays)
         return [self._spoilt(r, d) for r, d in zip(requests, drafts, strict=True)]
 
     def _spoilt(self, request: DraftRequest, draft: Draft) -> Draft:

@@ -8,6 +8,7 @@ import transformers
 from torch import Tensor
 
 from layerskip.cache import KVCache, Segment
+from layerskip.exactness import Exactness
 
 PREFILL_CHUNK = 16
 NUM_LAYERS = 4
@@ -109,6 +110,11 @@ class OpsStack:
         second = {"norm_weight": layer.post_attention_layernorm.weight, "eps": self.eps}
         gated = ops.swiglu(hidden, layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight, **second)
         return ops.linear(gated, layer.mlp.down_proj.weight, residual=hidden)
+
+    @property
+    def exactness(self) -> Exactness:
+        """Kernels keep a row's bits in a pass of any size: nothing is padded."""
+        return Exactness(True, 1, SLOT_BLOCK, "by construction")
 
     def logits(self, hidden: Tensor) -> Tensor:
         norm = {"norm_weight": self.model.model.norm.weight, "eps": self.eps}
