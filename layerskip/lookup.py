@@ -12,6 +12,7 @@ from dataclasses import dataclass
 GRAMS = (3, 2)  # the longer one first
 MOST_TRIED = 16  # latest occurrences of an n-gram that are compared
 LONGEST_MATCH = 64
+FORCED_MATCH = LONGEST_MATCH + 1  # stands for text that a grammar forces
 SEPARATOR = -1  # between texts of a store: no token
 
 

@@ -1,0 +1,215 @@
+"""A grammar's word on one row's tokens: masks for draft and verify, where it ends, what it forces.
+
+A ``Constraint`` answers for any text, as a function of the text alone: its matcher is moved to the
+tokens that are asked about, back over drafted ones that were dropped and on over new ones. So an
+error anywhere leaves nothing to repair, and draft and verify share what they ask.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from layerskip.grammar import Matcher
+
+_BITS = torch.arange(8, dtype=torch.uint8)
+
+
+class Constraint:
+    """The grammar of one row.
+
+    Args:
+        matcher: at the beginning of the grammar.
+        prompt_length: tokens that come before the grammar's text.
+        eos_ids: what ends the row; allowed where the text is complete, and only there.
+        vocab_size: columns of the scores.
+
+    Raises:
+        ValueError: no text but the empty one fits the grammar with this vocabulary.
+    """
+
+    def __init__(
+        self, matcher: Matcher, *, prompt_length: int, eos_ids: frozenset[int], vocab_size: int
+    ) -> None:
+        self._matcher, self._prompt_length, self._vocab_size = matcher, prompt_length, vocab_size
+        self._eos_ids = sorted(eos_ids)
+        self._path: list[int] = []  # tokens that the matcher has taken
+        self._masks: dict[int, Tensor] = {}  # by number of tokens taken, of this path
+        if not self._text_mask(0).any():
+            raise ValueError(
+                "no token of the vocabulary can begin what the grammar allows; it contradicts "
+                "itself, allows the empty text alone, or needs characters that the tokenizer lacks"
+            )
+
+    def masked(self, scores: Tensor, context: Sequence[int]) -> Tensor:
+        """Scores with -inf for what the grammar forbids, each row by its own state.
+
+        Args:
+            scores: ``(rows, vocab)`` float32 of consecutive positions.
+            context: all tokens before the last row's prediction.
+
+        Returns:
+            The same shape. A row behind the grammar's end, or behind a token that it forbids, is
+            as it was: nothing of it can be emitted.
+        """
+        output = context[self._prompt_length :]
+        first = len(output) - scores.shape[0] + 1
+        masks = [
+            self._allowed(count) if self._goes_to(output, count) else None
+            for count in range(first, len(output) + 1)
+        ]
+        if all(mask is None for mask in masks):
+            return scores
+        free = torch.ones(self._vocab_size, dtype=torch.bool)
+        allowed = torch.stack([free if mask is None else mask for mask in masks])
+        return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
+
+    def closed(self, context: Sequence[int]) -> bool:
+        """Whether the text can't go on: it is whole, or its end has been emitted."""
+        output = context[self._prompt_length :]
+        if self._eos_ids and not set(self._eos_ids).isdisjoint(output):
+            return True
+        return self._goes_to(output, len(output), closed=True) and self._is_closed(len(output))
+
+    def guess(
+        self, context: Sequence[int], found: Sequence[int], most: int
+    ) -> tuple[tuple[int, ...], bool]:
+        """Tokens that may follow: those of forced text, else those found, as far as allowed.
+
+        Returns:
+            At most ``most`` tokens, and whether they are forced.
+        """
+        output = context[self._prompt_length :]
+        if most < 1 or not self._goes_to(output, len(output)):
+            return (), False
+        forced = self._matcher.forced()
+        tokens = forced or tuple(found)
+        return self._legal(tokens[:most]), bool(forced)
+
+    def forget_before(self, position: int) -> None:
+        """Drop masks that can't be asked for again."""
+        for old in [n for n in self._masks if n < position - self._prompt_length]:
+            del self._masks[old]
+
+    def _legal(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """The allowed ones up to the first that is not."""
+        count = 0
+        for token in tokens:
+            if token in self._eos_ids or not self._matcher.advance(token):
+                break
+            count += 1
+        self._matcher.rollback(count)
+        return tokens[:count]
+
+    def _goes_to(self, output: Sequence[int], count: int, *, closed: bool = False) -> bool:
+        """Move the matcher behind the first ``count`` tokens of ``output``; False if it can't.
+
+        Args:
+            closed: whether a text that is whole counts.
+        """
+        same = self._shared(output, count)
+        if same < len(self._path):
+            self._matcher.rollback(len(self._path) - same)
+            del self._path[same:]
+            for gone in [n for n in self._masks if n > same]:
+                del self._masks[gone]
+        for token in output[same:count]:
+            if token in self._eos_ids or not self._matcher.advance(token):
+                return False
+            self._path.append(token)
+        return closed or not self._is_closed(count)
+
+    def _shared(self, output: Sequence[int], count: int) -> int:
+        """Length of the common prefix of the path and the first ``count`` tokens."""
+        most = min(len(self._path), count)
+        if list(output[:most]) == self._path[:most]:
+            return most
+        return next(i for i in range(most) if output[i] != self._path[i])
+
+    def _is_closed(self, count: int) -> bool:
+        return self._matcher.complete and not self._text_mask(count).any()
+
+    def _allowed(self, count: int) -> Tensor:
+        """What may follow ``count`` tokens, where the matcher is: ``(vocab,)`` bool."""
+        mask = self._text_mask(count)
+        if self._eos_ids and self._matcher.complete:
+            mask = mask.clone()
+            mask[self._eos_ids] = True
+        return mask
+
+    def _text_mask(self, count: int) -> Tensor:
+        """The same without the end of sequence."""
+        if count not in self._masks:
+            words = torch.zeros(-(-self._vocab_size // 32), dtype=torch.int32)
+            self._matcher.fill(words)
+            mask = unpacked(words, self._vocab_size)
+            mask[self._eos_ids] = False
+            self._masks[count] = mask
+        return self._masks[count]
+
+
+def unpacked(words: Tensor, vocab_size: int) -> Tensor:
+    """``(vocab_size,)`` bool of int32 words whose lowest bit is the first token."""
+    return (words.view(torch.uint8)[:, None] >> _BITS & 1).flatten()[:vocab_size].bool()
+
+
+def packed(mask: Tensor) -> Tensor:
+    """The int32 words of a ``(vocab_size,)`` bool mask."""
+    padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -len(mask) % 32))
+    return (padded.view(-1, 8) << _BITS).sum(-1).to(torch.uint8).view(torch.int32)
+
+
+class AfterMarker:
+    """A matcher that allows everything until a marker has been written, then asks another.
+
+    Args:
+        inner: at the beginning of its grammar.
+        marker: bytes to wait for; they may fall apart into any tokens.
+        token_bytes: of every id; those of none are never allowed.
+    """
+
+    def __init__(self, inner: Matcher, marker: bytes, token_bytes: Sequence[bytes]) -> None:
+        self._inner, self._marker, self._bytes = inner, marker, token_bytes
+        self._anything = packed(torch.tensor([bool(text) for text in token_bytes]))
+        self._text: list[bytes] = []  # of tokens up to and with the marker's last
+        self._inside = 0  # tokens that the inner matcher has taken
+        self._found = False
+
+    @property
+    def complete(self) -> bool:
+        return self._found and self._inner.complete
+
+    def fill(self, mask: Tensor) -> None:
+        if self._found:
+            self._inner.fill(mask)
+            return
+        mask.copy_(self._anything)
+
+    def advance(self, token: int) -> bool:
+        if self._found:
+            taken = self._inner.advance(token)
+            self._inside += taken
+            return taken
+        if token >= len(self._bytes) or not self._bytes[token]:
+            return False
+        self._text.append(self._bytes[token])
+        # The marker is as long as its tokens at most: no need to look further back.
+        self._found = self._marker in b"".join(self._text[-len(self._marker) :])
+        return True
+
+    def rollback(self, count: int) -> None:
+        inside = min(count, self._inside)
+        if inside:
+            self._inner.rollback(inside)
+            self._inside -= inside
+        if count > inside:
+            del self._text[len(self._text) - (count - inside) :]
+            self._found = False
+
+    def fork(self) -> "AfterMarker":
+        copy = AfterMarker(self._inner.fork(), self._marker, self._bytes)
+        copy._text, copy._inside, copy._found = [*self._text], self._inside, self._found
+        return copy
+
+    def forced(self) -> tuple[int, ...]:
+        return self._inner.forced() if self._found else ()
