@@ -22,6 +22,9 @@ VALUES = {
     "params",
     "plan",
     "schema_check",
+    "schema_merge",
+    "schema_patterns",
+    "schema_values",
     "text",
     "vocabulary",
 }
