@@ -6,6 +6,7 @@ error anywhere leaves nothing to repair, and draft and verify share what they as
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,21 @@ from torch import Tensor
 from layerskip.grammar import Matcher
 
 _BITS = torch.arange(8, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What holds after some tokens.
+
+    Attributes:
+        following: tokens of the text that may follow, ``(vocab,)`` bool; the end is none of it.
+        complete: whether the text may end.
+        closed: whether it has to.
+    """
+
+    following: Tensor
+    complete: bool
+    closed: bool
 
 
 class Constraint:
@@ -34,8 +50,9 @@ class Constraint:
         self._matcher, self._prompt_length, self._vocab_size = matcher, prompt_length, vocab_size
         self._eos_ids = sorted(eos_ids)
         self._path: list[int] = []  # tokens that the matcher has taken
-        self._masks: dict[int, Tensor] = {}  # by number of tokens taken, of this path
-        if not self._text_mask(0).any():
+        self._states: dict[int, _State] = {}  # by number of tokens taken, along the path
+        first = self._state((), 0)
+        if first is None or not first.following.any():
             raise ValueError(
                 "no token of the vocabulary can begin what the grammar allows; it contradicts "
                 "itself, allows the empty text alone, or needs characters that the tokenizer lacks"
@@ -54,10 +71,7 @@ class Constraint:
         """
         output = context[self._prompt_length :]
         first = len(output) - scores.shape[0] + 1
-        masks = [
-            self._allowed(count) if self._goes_to(output, count) else None
-            for count in range(first, len(output) + 1)
-        ]
+        masks = [self._allowed(output, count) for count in range(first, len(output) + 1)]
         if all(mask is None for mask in masks):
             return scores
         free = torch.ones(self._vocab_size, dtype=torch.bool)
@@ -67,9 +81,10 @@ class Constraint:
     def closed(self, context: Sequence[int]) -> bool:
         """Whether the text can't go on: it is whole, or its end has been emitted."""
         output = context[self._prompt_length :]
-        if self._eos_ids and not set(self._eos_ids).isdisjoint(output):
+        if output and output[-1] in self._eos_ids:
             return True
-        return self._goes_to(output, len(output), closed=True) and self._is_closed(len(output))
+        state = self._state(output, len(output))
+        return state is not None and state.closed
 
     def guess(
         self, context: Sequence[int], found: Sequence[int], most: int
@@ -80,72 +95,74 @@ class Constraint:
             At most ``most`` tokens, and whether they are forced.
         """
         output = context[self._prompt_length :]
-        if most < 1 or not self._goes_to(output, len(output)):
+        if most < 1 or not self._moved(output, len(output), self._shared(output)):
             return (), False
         forced = self._matcher.forced()
-        tokens = forced or tuple(found)
-        return self._legal(tokens[:most]), bool(forced)
-
-    def forget_before(self, position: int) -> None:
-        """Drop masks that can't be asked for again."""
-        for old in [n for n in self._masks if n < position - self._prompt_length]:
-            del self._masks[old]
-
-    def _legal(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """The allowed ones up to the first that is not."""
+        tokens = (forced or tuple(found))[:most]
         count = 0
         for token in tokens:
             if token in self._eos_ids or not self._matcher.advance(token):
                 break
             count += 1
         self._matcher.rollback(count)
-        return tokens[:count]
+        return tokens[:count], bool(forced)
 
-    def _goes_to(self, output: Sequence[int], count: int, *, closed: bool = False) -> bool:
-        """Move the matcher behind the first ``count`` tokens of ``output``; False if it can't.
+    def forget_before(self, position: int) -> None:
+        """Drop masks that can't be asked for again."""
+        for old in [n for n in self._states if n < position - self._prompt_length]:
+            del self._states[old]
+
+    def _allowed(self, output: Sequence[int], count: int) -> Tensor | None:
+        """What may follow the first ``count`` tokens, ``(vocab,)`` bool; None: it can't matter."""
+        state = self._state(output, count)
+        if state is None or state.closed:
+            return None
+        if not state.complete or not self._eos_ids:
+            return state.following
+        mask = state.following.clone()
+        mask[self._eos_ids] = True
+        return mask
+
+    def _state(self, output: Sequence[int], count: int) -> _State | None:
+        """After the first ``count`` tokens; None if the grammar forbids one of them."""
+        same = self._shared(output)
+        if count <= same and count in self._states:
+            return self._states[count]
+        if not self._moved(output, count, same):
+            return None
+        words = torch.zeros(-(-self._vocab_size // 32), dtype=torch.int32)
+        self._matcher.fill(words)
+        following = unpacked(words, self._vocab_size)
+        following[self._eos_ids] = False
+        complete = self._matcher.complete
+        state = _State(following, complete, complete and not bool(following.any()))
+        self._states[count] = state
+        return state
+
+    def _moved(self, output: Sequence[int], count: int, same: int) -> bool:
+        """Bring the matcher behind the first ``count`` tokens; False if it can't go there.
 
         Args:
-            closed: whether a text that is whole counts.
+            same: length of the common prefix of ``output`` and the path.
         """
-        same = self._shared(output, count)
+        same = min(same, count)
         if same < len(self._path):
             self._matcher.rollback(len(self._path) - same)
             del self._path[same:]
-            for gone in [n for n in self._masks if n > same]:
-                del self._masks[gone]
+            for gone in [n for n in self._states if n > same]:
+                del self._states[gone]
         for token in output[same:count]:
             if token in self._eos_ids or not self._matcher.advance(token):
                 return False
             self._path.append(token)
-        return closed or not self._is_closed(count)
+        return True
 
-    def _shared(self, output: Sequence[int], count: int) -> int:
-        """Length of the common prefix of the path and the first ``count`` tokens."""
-        most = min(len(self._path), count)
+    def _shared(self, output: Sequence[int]) -> int:
+        """Length of the common prefix of the path and ``output``."""
+        most = min(len(self._path), len(output))
         if list(output[:most]) == self._path[:most]:
             return most
         return next(i for i in range(most) if output[i] != self._path[i])
-
-    def _is_closed(self, count: int) -> bool:
-        return self._matcher.complete and not self._text_mask(count).any()
-
-    def _allowed(self, count: int) -> Tensor:
-        """What may follow ``count`` tokens, where the matcher is: ``(vocab,)`` bool."""
-        mask = self._text_mask(count)
-        if self._eos_ids and self._matcher.complete:
-            mask = mask.clone()
-            mask[self._eos_ids] = True
-        return mask
-
-    def _text_mask(self, count: int) -> Tensor:
-        """The same without the end of sequence."""
-        if count not in self._masks:
-            words = torch.zeros(-(-self._vocab_size // 32), dtype=torch.int32)
-            self._matcher.fill(words)
-            mask = unpacked(words, self._vocab_size)
-            mask[self._eos_ids] = False
-            self._masks[count] = mask
-        return self._masks[count]
 
 
 def unpacked(words: Tensor, vocab_size: int) -> Tensor:
@@ -190,7 +207,7 @@ class AfterMarker:
             taken = self._inner.advance(token)
             self._inside += taken
             return taken
-        if token >= len(self._bytes) or not self._bytes[token]:
+        if not 0 <= token < len(self._bytes) or not self._bytes[token]:
             return False
         self._text.append(self._bytes[token])
         # The marker is as long as its tokens at most: no need to look further back.

@@ -137,7 +137,7 @@ class XGrammarMatcher:
 
     def advance(self, token: int) -> bool:
         text = self._vocabulary.text
-        if token >= len(text) or not text[token]:
+        if not 0 <= token < len(text) or not text[token]:
             return False
         return bool(self._matcher.accept_token(token))
 

@@ -218,9 +218,9 @@ def _properties(one: Node, other: Node) -> dict[str, Any]:
     """What both say of properties, each for those that the other names."""
     for node, rest in ((one, other), (other, one)):
         free = rest.words.get("additionalProperties", True)
-        if "patternProperties" in node.words and free is not True and free != {}:
-            if node.words["patternProperties"] != rest.words.get("patternProperties"):
-                raise Unmergeable("additionalProperties", rest.places["additionalProperties"])
+        others = node.words.get("patternProperties", {})
+        if others and free is not True and others != rest.words.get("patternProperties"):
+            raise Unmergeable("additionalProperties", rest.places["additionalProperties"])
     names = dict.fromkeys((*one.words.get("properties", {}), *other.words.get("properties", {})))
     found: dict[str, Any] = {}
     if names:
@@ -284,9 +284,9 @@ def _one_spelling(schema: Mapping[str, Any]) -> dict[str, Any]:
         if "additionalItems" in schema:
             words["items"] = schema["additionalItems"]
     for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-        if isinstance(words.get(exclusive), bool):
-            if words.pop(exclusive) and bound in words:
-                words[exclusive] = words.pop(bound)
+        boolean = isinstance(words.get(exclusive), bool)  # draft 4
+        if boolean and words.pop(exclusive) and bound in words:
+            words[exclusive] = words.pop(bound)
     if isinstance(words.get("required"), bool):  # draft 3
         del words["required"]
     if words.get("additionalProperties") == {}:
