@@ -126,8 +126,11 @@ class Speculator:
     def _fixed(self, row: Row, guess: Guess) -> Choice:
         wanted = row.spec.num_draft_tokens
         count = 0 if wanted == AUTO else min(most_draft_tokens(wanted), _room(row))
-        forced = guess.match_length == FORCED_MATCH and len(guess.tokens) >= count
-        if self.drafter is None or forced:  # what is forced needs no draft pass
+        # What is forced needs no draft pass, if there is nothing to draft after it.
+        forced = guess.match_length == FORCED_MATCH and (
+            len(guess.tokens) >= count or row.spec.sampler.closed((*row.context, *guess.tokens))
+        )
+        if self.drafter is None or forced:
             count = min(count, len(guess.tokens))
             return Choice("lookup", count) if count else PLAIN
         return Choice("early_exit", count) if count else PLAIN
