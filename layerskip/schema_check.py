@@ -57,6 +57,7 @@ def checked_schema(schema: Any, *, strict: bool = True) -> str:
         root = core.ref("")
     except RecursionError:
         raise ValueError("the schema is nested too deeply, or goes round in circles") from None
+    _check_circles(core.defs)
     if core.defs[root] == NOTHING:
         raise ValueError("the schema contradicts itself: no value fulfils it")
     return json.dumps({"$ref": f"#/$defs/{root}", "$defs": core.defs})
@@ -131,9 +132,13 @@ class _Core:
             return self._schema(node)
         except Contradiction:
             return NOTHING
+
+    def _merged(self, one: Node, other: Node) -> Node:
+        try:
+            return merged(one, other)
         except Unmergeable as error:
             self.refuse(_Place(error.keyword, error.pointer), "it can't be merged with its like")
-            return self.schema(node.without(error.keyword))
+            return self._merged(one, other.without(error.keyword))
 
     def _schema(self, node: Node) -> dict[str, Any]:
         words = node.words
@@ -165,11 +170,11 @@ class _Core:
             self.refuse(_Place("$ref", node.places["$ref"]), "it repeats itself beside keywords")
             return self.schema(beside)
         target = Node.of(self.at(pointer), pointer, (*node.through, pointer))
-        return self.schema(merged(beside, target))
+        return self.schema(self._merged(beside, target))
 
     def _and(self, rest: Node, node: Node, keyword: str) -> Node:
         for part in node.parts(keyword):
-            rest = merged(rest, self._opened(part))
+            rest = self._merged(rest, self._opened(part))
         return rest
 
     def _opened(self, node: Node) -> Node:
@@ -180,7 +185,7 @@ class _Core:
                 self.refuse(_Place("$ref", node.places["$ref"]), "it repeats itself")
                 return node.without("$ref")
             target = Node.of(self.at(pointer), pointer, (*node.through, pointer))
-            node = merged(node.without("$ref"), target)
+            node = self._merged(node.without("$ref"), target)
         return node
 
     def _any(self, node: Node, keyword: str) -> dict[str, Any]:
@@ -188,7 +193,7 @@ class _Core:
         parts = node.parts(keyword)
         if not rest.says_something and keyword == "anyOf":
             return _any_of([self.schema(part) for part in parts])
-        branches = [merged(rest, self._opened(part)) for part in parts]
+        branches = [self._merged(rest, self._opened(part)) for part in parts]
         if keyword == "oneOf":
             branches = self._exclusive(node, [self._opened(part) for part in parts], branches)
         return _any_of([self.schema(branch) for branch in branches])
@@ -220,7 +225,7 @@ class _Core:
             return True
         if "enum" in both.words:
             return not any(fits(v, both.words) is not False for v in both.words["enum"])
-        if kinds_of(both) != ("object",) or depth > 2:
+        if (kinds_of(both) or self._implied(both)) != ("object",) or depth > 2:
             return False
         for name in both.words.get("required", ()):
             parts = [self._opened(p) for n in (one, other) if (p := n.property(name)) is not None]
@@ -427,6 +432,16 @@ class _Core:
         except ValueError as error:
             self.refuse(place, str(error))
             return string_pattern(None)
+
+
+def _check_circles(defs: Mapping[str, Any]) -> None:
+    """Raise if a reference leads back to itself and to nothing else."""
+    for name in defs:
+        seen = [name]
+        while set(defs[seen[-1]]) == {"$ref"}:
+            seen.append(defs[seen[-1]]["$ref"].rpartition("/")[2])
+            if seen[-1] in seen[:-1]:
+                raise ValueError("the schema's references go round in circles")
 
 
 def _any_of(cores: list[dict[str, Any]]) -> dict[str, Any]:

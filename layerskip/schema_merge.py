@@ -71,10 +71,7 @@ class Node:
         for word, value in words.items():
             _check(word, value, f"{pointer}/{word}")
         spelt = {"enum": "const", "prefixItems": "items"}
-        places = {
-            w: f"{pointer}/{w if w in schema else spelt.get(w, w)}".replace("~", "~0")
-            for w in words
-        }
+        places = {w: f"{pointer}/{w if w in schema else spelt.get(w, w)}" for w in words}
         return cls(words, places, False, through)
 
     @property
