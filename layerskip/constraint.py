@@ -34,6 +34,9 @@ class _State:
 class Constraint:
     """The grammar of one row.
 
+    Text that has to follow is spelt as the tokenizer would, drafts or not: the tokens of all but
+    its end are certain then, and a model of another mind can't make them rare ones.
+
     Args:
         matcher: at the beginning of the grammar.
         prompt_length: tokens that come before the grammar's text.
@@ -97,15 +100,25 @@ class Constraint:
         output = context[self._prompt_length :]
         if most < 1 or not self._moved(output, len(output), self._shared(output)):
             return (), False
-        forced = self._matcher.forced()
-        tokens = (forced or tuple(found))[:most]
+        forced = self._legal(self._matcher.forced(), certain=True)
+        if forced:
+            return forced[:most], True
+        return self._legal(tuple(found[:most])), False
+
+    def _legal(self, tokens: tuple[int, ...], *, certain: bool = False) -> tuple[int, ...]:
+        """The allowed ones, up to the first that is not.
+
+        Args:
+            certain: without the last, unless the text ends with it.
+        """
         count = 0
         for token in tokens:
             if token in self._eos_ids or not self._matcher.advance(token):
                 break
             count += 1
+        ends = self._matcher.complete
         self._matcher.rollback(count)
-        return tokens[:count], bool(forced)
+        return tokens[: count - 1] if certain and count and not ends else tokens[:count]
 
     def forget_before(self, position: int) -> None:
         """Drop masks that can't be asked for again."""
@@ -135,6 +148,11 @@ class Constraint:
         following = unpacked(words, self._vocab_size)
         following[self._eos_ids] = False
         complete = self._matcher.complete
+        spelt = () if complete else self._matcher.forced()
+        # The last token of forced text may reach into what follows it: the model's to choose.
+        if len(spelt) > 1 and following[spelt[0]]:
+            following = torch.zeros_like(following)
+            following[spelt[0]] = True
         state = _State(following, complete, complete and not bool(following.any()))
         self._states[count] = state
         return state

@@ -15,6 +15,7 @@ from layerskip.constraint import AfterMarker, packed
 from layerskip.grammar import Grammar, Matcher
 
 MAX_COMPILED = 256
+MAX_SPELT = 4096
 PROBE = '{"a": [1, true], "b": "c d"}'
 
 
@@ -109,14 +110,18 @@ class Vocabulary:
         self.info = xgrammar.TokenizerInfo([*self.text, b""], stop_token_ids=[vocab_size])
         self.everything = packed(torch.tensor([bool(token) for token in self.text]))
         self._tokenizer = tokenizer
+        self._spelt: dict[str, tuple[int, ...]] = {}
 
-    def tokens_of(self, text: bytes) -> tuple[int, ...]:
-        """How the tokenizer writes a piece of text, as far as it writes nothing else."""
-        try:
-            ids = self._tokenizer(text.decode(), add_special_tokens=False)["input_ids"]
-        except UnicodeDecodeError:
-            return ()
-        return tuple(ids) if b"".join(self.text[i] for i in ids) == text else ()
+    def tokens_of(self, text: str) -> tuple[int, ...]:
+        """How the tokenizer writes a piece of text; none if it would add anything."""
+        known = self._spelt.get(text)
+        if known is None:
+            ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            known = ids if b"".join(self.text[i] for i in ids) == text.encode() else ()
+            if len(self._spelt) >= MAX_SPELT:
+                self._spelt.clear()
+            self._spelt[text] = known
+        return known
 
 
 class XGrammarMatcher:
@@ -149,8 +154,11 @@ class XGrammarMatcher:
         return XGrammarMatcher(self._matcher.fork(), self._vocabulary)
 
     def forced(self) -> tuple[int, ...]:
-        text = self._matcher.find_jump_forward_string()
-        return self._vocabulary.tokens_of(text.encode()) if text else ()
+        try:
+            text = self._matcher.find_jump_forward_string()
+        except UnicodeDecodeError:  # it ends within a character
+            return ()
+        return self._vocabulary.tokens_of(text) if text else ()
 
 
 def _xgrammar() -> ModuleType:

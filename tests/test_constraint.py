@@ -144,6 +144,7 @@ def test_guesses_are_cut_at_the_first_forbidden_token():
     assert constraint.guess(PROMPT, (4, 1), 9) == ((), False)
     assert constraint.guess((*PROMPT, 3), (3, EOS), 9) == ((3,), False)
     assert constraint.guess((*PROMPT, 2), (4,), 9) == ((1, 1), True)
+    assert constraint.guess((*PROMPT, 3, 2), (1, 4), 1) == ((1,), True)
     assert constraint.guess((*PROMPT, 2), (4,), 1) == ((1,), True)
     assert constraint.guess((*PROMPT, 3, 3), (1,), 9) == ((), False)
     assert allowed(constraint, (3,)) == [{2, 3}]

@@ -153,8 +153,8 @@ def test_a_row_ends_where_its_grammar_does(ending, count):
 
 def test_an_open_grammar_ends_with_the_end_of_sequence(ending):
     likes_it = SamplingParams(logit_bias={1: 50.0})
-    out = ending.generate(PROMPT, grammar=Grammar.regex("a{3}[a-z]*"), sampling=likes_it)
-    assert out.text == "aaa"
+    out = ending.generate(PROMPT, grammar=Grammar.regex("b{3}[a-z]*"), sampling=likes_it)
+    assert out.text == "bbb"
     assert out.finish_reason == "stop"
     assert out.token_ids[-1] == 1
 
@@ -187,6 +187,20 @@ def test_forced_text_costs_no_draft_pass(ending):
     assert drafted
     assert all(r.drafter == "lookup" and r.num_draft_passes == 0 for r in drafted)
     assert sum(r.num_accepted_tokens for r in drafted) == sum(r.num_draft_tokens for r in drafted)
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_forced_text_is_spelt_as_the_tokenizer_would(ending, tokenizer, count):
+    text = "{tea in tins: 3}!"
+    out = ending.generate(
+        PROMPT, grammar=Grammar.choice([text]), sampling=SAMPLED, num_draft_tokens=count
+    )
+    assert list(out.token_ids) == tokenizer(text)["input_ids"]
+
+
+def test_a_draft_ends_where_the_grammar_does(ending):
+    out = ending.generate(PROMPT, grammar=Grammar.regex("[QW][XY]"), num_draft_tokens=8)
+    assert [r.num_draft_tokens for r in out.rounds] == [0, 1]
 
 
 def test_looked_up_tokens_that_the_grammar_forbids_are_not_verified(toy, tokenizer):
