@@ -96,6 +96,10 @@ def test_the_end_is_allowed_where_the_text_is_whole_and_only_there():
     assert allowed(constraint_of(eos=frozenset()), (1,)) == [{2}]
 
 
+def test_the_end_is_never_text():
+    assert allowed(constraint_of(Listed(((EOS, 1), (2,)))), ()) == [{2}]
+
+
 @pytest.mark.parametrize("text", [(3, 3, 1, 1), (1, EOS, 2, 2), (2, 3, 1, 1)])
 def test_rows_past_the_end_or_past_a_forbidden_token_are_left_alone(text):
     """vLLM #53777, xgrammar's "has terminated": legal to draft past the end, cut, not an error."""
