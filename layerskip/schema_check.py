@@ -496,6 +496,8 @@ def _rewritten(node: Node, keyword: str) -> Node | None:
         if "number" in kinds and named == ("integer",):
             return None
         kept = [k for k in kinds if k not in named and not (k == "integer" and "number" in named)]
+        if not kept:
+            return Node.of(False, node.places["not"])
         return rest.having("type", kept, node.places["not"])
     if set(part.words) == {"enum"} and "enum" in rest.words:
         kept = [

@@ -40,6 +40,7 @@ BAD = [
     ({"type": "strnig"}, "'type' at /type must be one or more of null, boolean"),
     ({"properties": {"a": {"minLength": "3"}}}, "at /properties/a/minLength must be a number"),
     ({"properties": {"a": 3}}, "what stands at /properties/a is no schema: 3"),
+    ({"type": "integer", "not": {"type": "integer"}}, "contradicts itself"),
     ({"$ref": "#/$defs/none"}, "nothing at"),
     ({"$ref": "http://elsewhere/x"}, "leads out of it"),
     ({"$ref": "#"}, "round in circles|can't be held to"),
