@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from layerskip.api import SelfSpeculativeLM as SelfSpeculativeLM
     from layerskip.errors import UnsupportedModelError as UnsupportedModelError
+    from layerskip.grammar import Grammar as Grammar
     from layerskip.lookup import LookupStore as LookupStore
     from layerskip.outputs import DecodeStats as DecodeStats
     from layerskip.outputs import GenerationOutput as GenerationOutput
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "SelfSpeculativeLM": "layerskip.api",
+    "Grammar": "layerskip.grammar",
     "UnsupportedModelError": "layerskip.errors",
     "LookupStore": "layerskip.lookup",
     "DecodeStats": "layerskip.outputs",

@@ -17,13 +17,14 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip import hf
-from layerskip.batch import Batch, RowSettings, StreamStep, seeded
+from layerskip.batch import Batch, RowSettings, StreamStep, as_grammar, seeded
 from layerskip.cache import CachedText
 from layerskip.checkpoint import BUILTIN, builtin_folder, known_plan, load_checkpoint
 from layerskip.controller import Controller
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
+from layerskip.grammar_xgrammar import XGrammarBackend
 from layerskip.lookup import LookupStore
 from layerskip.model import DecoderStack
 from layerskip.outputs import GenerationOutput
@@ -111,6 +112,9 @@ class SelfSpeculativeLM:
         self._store = lookup if isinstance(lookup, LookupStore) else None
         self._encoder = PromptEncoder(
             tokenizer, vocab_size=self.stack.vocab_size, max_positions=self.stack.max_positions
+        )
+        self._grammars = (
+            XGrammarBackend(tokenizer, self.stack.vocab_size) if tokenizer is not None else None
         )
         self._eos_ids = _eos_ids(model)
         self._drafter = EarlyExitDrafter(self.stack, self.plan) if self.plan is not None else None
@@ -272,6 +276,7 @@ class SelfSpeculativeLM:
         logprobs: int | None = None,
         cache: CachedText | None = None,
         return_cache: bool = False,
+        grammar: Any = None,
     ) -> GenerationOutput | list[GenerationOutput]:
         """Decode one prompt, or several of any lengths together.
 
@@ -299,6 +304,9 @@ class SelfSpeculativeLM:
                 the first token on, is not prefilled again. Rounding may then differ from that
                 of a whole prefill, and is the same with drafts and without.
             return_cache: keep prompt and output as ``cache`` of the output.
+            grammar: a ``Grammar`` that the text has to follow, or a pydantic model class, whose
+                JSON it is then. The row ends ("stop") where nothing more may follow; "length"
+                tells of a text that is not whole.
 
         Returns:
             One output for one prompt, a list for a list.
@@ -316,6 +324,7 @@ class SelfSpeculativeLM:
             logprobs=logprobs,
             cache=cache,
             return_cache=return_cache,
+            grammar=grammar,
         )
         encoded = self._encoder.encode_all(prompts, messages)
         requests = [
@@ -338,6 +347,7 @@ class SelfSpeculativeLM:
         logits_processor: Sequence[Processor] = (),
         logprobs: int | None = None,
         cache: CachedText | None = None,
+        grammar: Any = None,
     ) -> Iterator[StreamStep]:
         """Decode one prompt, yielding a ``StreamStep`` per round; arguments as in ``generate``.
 
@@ -355,6 +365,7 @@ class SelfSpeculativeLM:
             logits_processor=logits_processor,
             logprobs=logprobs,
             cache=cache,
+            grammar=grammar,
         )
         return batch.stream(batch.check(self._encoder.encode_all(prompt, messages)[0]))
 
@@ -371,6 +382,7 @@ class SelfSpeculativeLM:
         logprobs: int | None = None,
         cache: CachedText | None = None,
         return_cache: bool = False,
+        grammar: Any = None,
     ) -> Batch:
         """An empty batch that rows join and leave between rounds.
 
@@ -395,6 +407,7 @@ class SelfSpeculativeLM:
             logprobs=logprobs,
             cache=cache,
             return_cache=return_cache,
+            grammar=as_grammar(grammar),
         )
         return Batch(
             self.stack,
@@ -407,6 +420,7 @@ class SelfSpeculativeLM:
             store=self._store,
             head=self._head,
             meter=self.coverage_meter,
+            grammars=self._grammars,
         )
 
     def custom_generate(
@@ -420,6 +434,7 @@ class SelfSpeculativeLM:
         num_draft_tokens: NumDraftTokens | None = None,
         verification: Verification = "coupled",
         seed: int | None = None,
+        grammar: Any = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """For ``model.generate(**inputs, custom_generate=lm.custom_generate)``.
@@ -434,7 +449,8 @@ class SelfSpeculativeLM:
             model: the model that this object wraps.
             input_ids, logits_processor, stopping_criteria, generation_config: from transformers.
             streamer: of a batch of one.
-            num_draft_tokens, verification: as in ``generate``; give them to ``model.generate``.
+            num_draft_tokens, verification, grammar: as in ``generate``; give them to
+                ``model.generate``.
             seed: of sampling; None draws one from torch's generator.
             model_kwargs: what transformers adds for the model's forward.
 
@@ -455,12 +471,13 @@ class SelfSpeculativeLM:
             model_kwargs,
         )
         return hf.generate(
-            self.open_batch(),
+            self.open_batch(grammar=grammar),
             call,
             [self.encode(prompt) for prompt in call.prompts()],
             num_draft_tokens=num_draft_tokens,
             verification=verification,
             seed=seed,
+            grammar=as_grammar(grammar),
         )
 
     def encode(self, prompt: Prompt) -> list[int]:

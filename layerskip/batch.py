@@ -9,11 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from layerskip.cache import CachedText
+from layerskip.constraint import Constraint
 from layerskip.controller import Controller
 from layerskip.decode import Decoder
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
+from layerskip.grammar import Grammar
+from layerskip.grammar_xgrammar import XGrammarBackend
 from layerskip.lookup import LookupStore
 from layerskip.model import DecoderStack
 from layerskip.outputs import DecodeStats, GenerationOutput, Round
@@ -74,6 +77,7 @@ class RowSettings:
     logprobs: int | None = None
     cache: CachedText | None = None
     return_cache: bool = False
+    grammar: Grammar | None = None
     ends: Callable[[Sequence[int]], bool] | None = None
     sink: Callable[[Tensor, Tensor], None] | None = None
 
@@ -92,6 +96,12 @@ class RowSettings:
         if self.cache is not None and not isinstance(self.cache, CachedText):
             raise TypeError(
                 f"cache must be the cache of an earlier output, got {type(self.cache).__name__}"
+            )
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise TypeError(
+                "grammar must be a Grammar or a pydantic model class, "
+                f"got {type(self.grammar).__name__}; make one with Grammar.json_schema(...), "
+                ".regex(...), .ebnf(...), .json() or .choice(...)"
             )
 
 
@@ -125,7 +135,9 @@ class Batch:
         store: LookupStore | None,
         head: DraftHead | None,
         meter: CoverageMeter | None,
+        grammars: XGrammarBackend | None,
     ) -> None:
+        self._grammars = grammars
         self._stack, self._drafter, self._plan = stack, drafter, plan
         self._controller, self._looks_up, self._store = controller, looks_up, store
         self._head, self._meter, self._alarmed = head, meter, False
@@ -144,14 +156,15 @@ class Batch:
         sampling: SamplingParams | None = None,
         verification: Verification | None = None,
         cache: CachedText | None = None,
+        grammar: Any = None,
     ) -> int:
         """Add a row; its prefill runs in the next ``step``. Returns its id.
 
         Args:
             prompt: text or token ids.
             messages: a chat instead.
-            max_new_tokens, num_draft_tokens, sampling, verification, cache: of this row; None is
-                the batch's own.
+            max_new_tokens, num_draft_tokens, sampling, verification, cache, grammar: of this row;
+                None is the batch's own.
         """
         check_sampling(sampling)
         own: dict[str, Any] = {
@@ -160,6 +173,7 @@ class Batch:
             "sampling": None if sampling is None else seeded(sampling),
             "verification": verification,
             "cache": cache,
+            "grammar": as_grammar(grammar),
         }
         settings = replace(self._settings, **{k: v for k, v in own.items() if v is not None})
         self._check_settings(settings)
@@ -249,6 +263,19 @@ class Batch:
             )
         if settings.stop and self._encoder.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none")
+        self._constraint(settings, 0)
+
+    def _constraint(self, settings: RowSettings, prompt_length: int) -> Constraint | None:
+        if settings.grammar is None:
+            return None
+        if self._grammars is None:
+            raise ValueError("a grammar needs a tokenizer, and this model has none")
+        return Constraint(
+            self._grammars.matcher(settings.grammar),
+            prompt_length=prompt_length,
+            eos_ids=settings.eos_ids,
+            vocab_size=self._stack.vocab_size,
+        )
 
     def _reserve(self, requests: Sequence[RowRequest]) -> None:
         self._rows = Decoder(
@@ -282,6 +309,7 @@ class Batch:
             vocab_size=self._stack.vocab_size,
             device=self._stack.device,
         )
+        constraint = self._constraint(settings, len(request.prompt))
         return RowSpec(
             request.prompt,
             Sampler(
@@ -290,12 +318,13 @@ class Batch:
                 self._stack.vocab_size,
                 verification=settings.verification,
                 processors=[*rules, *settings.logits_processor],
+                constraint=constraint,
             ),
             settings.max_new_tokens,
             settings.num_draft_tokens,
             settings.eos_ids,
             TextStream(tokenizer, settings.stop) if tokenizer is not None else None,
-            settings.ends,
+            _either(settings.ends, constraint.closed if constraint is not None else None),
             settings.logprobs,
             settings.sink,
         )
@@ -320,6 +349,21 @@ class Batch:
             rounds=tuple(row.rounds),
             cache=cache.copied(row.slot_row, held, self._stack) if wanted else None,
         )
+
+
+Condition = Callable[[Sequence[int]], bool]
+
+
+def _either(one: Condition | None, other: Condition | None) -> Condition | None:
+    """What ends a row if one of two conditions does."""
+    if one is None or other is None:
+        return one or other
+    return lambda context: one(context) or other(context)
+
+
+def as_grammar(value: Any) -> Any:
+    """A pydantic model class stands for its schema; anything else is left."""
+    return Grammar.json_schema(value) if hasattr(value, "model_json_schema") else value
 
 
 def seeded(sampling: SamplingParams) -> SamplingParams:

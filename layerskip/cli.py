@@ -21,6 +21,7 @@ from layerskip.params import AUTO, VERIFICATIONS
 
 if TYPE_CHECKING:
     from layerskip.api import SelfSpeculativeLM
+    from layerskip.grammar import Grammar
     from layerskip.outputs import GenerationOutput
     from layerskip.params import SamplingParams
     from layerskip.prompts import Example
@@ -65,6 +66,7 @@ def parser() -> Parser:
     _sampling_options(generate)
     _rule_options(generate)
     generate.add_argument("--stop", action="append", default=[], help="may be given repeatedly")
+    _grammar_options(generate)
     comparing = commands.add_parser("compare", help="time our modes and transformers' in turn")
     _model_options(comparing)
     comparing.add_argument("--prompts", help="JSON lines; without it, held-out library code")
@@ -127,6 +129,22 @@ def _rule_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _grammar_options(command: argparse.ArgumentParser) -> None:
+    kinds = command.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--json-schema", metavar="FILE", help="write JSON that this schema describes"
+    )
+    kinds.add_argument("--json-output", action="store_true", help="write any JSON value")
+    kinds.add_argument("--regex", metavar="PATTERN", help="write what matches it as a whole")
+    kinds.add_argument("--ebnf", metavar="FILE", help="write what a GBNF grammar's root describes")
+    kinds.add_argument(
+        "--choice", action="append", metavar="TEXT", help="write one of these; given repeatedly"
+    )
+    command.add_argument(
+        "--grammar-after", metavar="TEXT", help="the grammar begins after this, such as </think>"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; bad input is one sentence on stderr and exit code 2."""
     args = parser().parse_args(argv)
@@ -163,11 +181,33 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
     )
 
 
+def _grammar(args: argparse.Namespace) -> "Grammar | None":
+    from layerskip.grammar import Grammar
+    from layerskip.prompts import read_text
+
+    grammar = None
+    if args.json_schema is not None:
+        grammar = Grammar.json_schema(read_text(args.json_schema))
+    elif args.json_output:
+        grammar = Grammar.json()
+    elif args.regex is not None:
+        grammar = Grammar.regex(args.regex)
+    elif args.ebnf is not None:
+        grammar = Grammar.ebnf(read_text(args.ebnf))
+    elif args.choice:
+        grammar = Grammar.choice(args.choice)
+    if args.grammar_after is None:
+        return grammar
+    if grammar is None:
+        raise ValueError("--grammar-after needs a grammar, such as --json-schema FILE")
+    return grammar.after(args.grammar_after)
+
+
 def _generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     from layerskip.outputs import DecodeStats
     from layerskip.prompts import read_text
 
-    sampling = _sampling(args)
+    sampling, grammar = _sampling(args), _grammar(args)
     prompt = read_text(args.prompt_file) if args.prompt_file else args.prompt
     messages = [{"role": "user", "content": args.chat}] if args.chat is not None else None
     lm = load(args)
@@ -177,6 +217,7 @@ def _generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         verification=args.verification,
         stop=args.stop,
         logprobs=args.logprobs,
+        grammar=grammar,
     )
     row = batch.add(messages=messages) if messages else batch.add(prompt)
     if prompt is not None:

@@ -24,7 +24,7 @@ class DraftRequest:
         pending: emitted token that is not in the cache yet.
         num_draft_tokens: how many to draft; 0 is plain decoding.
         sampler: shared with verification.
-        context: prompt and output, for processors; empty if there are none.
+        context: prompt and output, for processors and grammar; empty if there is neither.
         goes_on: asked after each token, with its confidence (``Drawn``); None drafts
             ``num_draft_tokens``. The token stays in any case.
         guess: looked-up tokens after those drafted so far, at most so many: the draft's layers
@@ -212,6 +212,9 @@ class _Growing:
         """Whether the token just drafted is the next one that went through the layers."""
         goes_on = self.request.goes_on
         if goes_on is not None and not goes_on(confidence):
+            self.ended = True
+        # The token stays and is verified: ending here leaves the output's distribution alone.
+        if self.request.sampler.closed((*self.request.context, *self.tokens)):
             self.ended = True
         return not self.done and i + 1 < len(inputs) and inputs[i + 1] == self.tokens[-1]
 

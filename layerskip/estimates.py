@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from layerskip.lookup import FORCED_MATCH
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
 DEFAULT_ACCEPTANCE = 0.7
@@ -18,8 +19,8 @@ PRIOR_FLOOR = 0.3  # drafts are right more often than they are sure
 LEAST_SURVIVAL = 0.02
 LARGEST = 0.995  # of an estimate: nothing is certain
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
-MATCH_EDGES = (2, 3, 5, 9, 17)
-LOOKUP_PRIORS = (0.3, 0.5, 0.65, 0.75, 0.82, 0.87)  # after matches between the edges
+MATCH_EDGES = (2, 3, 5, 9, 17, FORCED_MATCH)
+LOOKUP_PRIORS = (0.3, 0.5, 0.65, 0.75, 0.82, 0.87, 0.97)  # after matches between the edges
 FIRST_TOKENS = 4
 NUM_ERROR_BINS = 10
 

@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip.batch import Batch, RowRequest, RowSettings
 from layerskip.cache import CachedText
+from layerskip.grammar import Grammar
 from layerskip.outputs import GenerationOutput
 from layerskip.params import NumDraftTokens, SamplingParams, Verification
 
@@ -133,7 +134,11 @@ class HostedRow:
         self.kept.append((logits, scores))
 
     def settings(
-        self, num_draft_tokens: NumDraftTokens, verification: Verification, seed: int
+        self,
+        num_draft_tokens: NumDraftTokens,
+        verification: Verification,
+        seed: int,
+        grammar: Grammar | None,
     ) -> RowSettings:
         config = self.call.generation_config
         dictionary = bool(config.return_dict_in_generate)
@@ -145,11 +150,19 @@ class HostedRow:
             verification=verification,
             logits_processor=(self.process,) if self.call.logits_processor else (),
             return_cache=dictionary and self.call.model_kwargs.get("use_cache") is not False,
+            # A stopping criterion ends the row as well; a grammar has to know what may.
+            eos_ids=_eos_ids(config) if grammar is not None else frozenset(),
+            grammar=grammar,
             ends=self.ends,
             sink=self.keep
             if dictionary and (config.output_scores or config.output_logits)
             else None,
         )
+
+
+def _eos_ids(config: GenerationConfig) -> frozenset[int]:
+    eos = config.eos_token_id
+    return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
 
 
 def _knows_rows(processor: Any) -> bool:
@@ -166,6 +179,7 @@ def generate(
     num_draft_tokens: NumDraftTokens,
     verification: Verification,
     seed: int | None,
+    grammar: Grammar | None = None,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode what transformers asks for.
 
@@ -180,7 +194,9 @@ def generate(
     rows = [HostedRow(call, i, tuple(prompt)) for i, prompt in enumerate(prompts)]
     requests = [
         batch.check(
-            row.prompt, seed_offset=i, settings=row.settings(num_draft_tokens, verification, seed)
+            row.prompt,
+            seed_offset=i,
+            settings=row.settings(num_draft_tokens, verification, seed, grammar),
         )
         for i, row in enumerate(rows)
     ]

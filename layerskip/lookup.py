@@ -19,6 +19,7 @@ LONGEST_MATCH = 64
 STORE_HANDICAP = 3
 # Between two texts of a store. No token is negative, so nothing matches across it.
 SEPARATOR = -1
+FORCED_MATCH = LONGEST_MATCH + 1  # stands for text that a grammar forces
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from layerskip.constraint import Constraint
 from layerskip.ops.reference import DRAFT_STREAM, gumbel_noise, uniforms
 from layerskip.outputs import TokenLogprob
 from layerskip.params import SamplingParams, Verification
@@ -108,6 +109,7 @@ class Sampler:
         processors: called as transformers' logits processors are, with ``(1, tokens)`` ids of
             prompt, output and drafted prefix, and ``(1, vocab)`` float32 scores. They must be
             functions of these two alone, and may write into the scores only.
+        constraint: a grammar's masks, after the processors.
     """
 
     def __init__(
@@ -118,7 +120,9 @@ class Sampler:
         *,
         verification: Verification = "coupled",
         processors: Sequence[Processor] = (),
+        constraint: Constraint | None = None,
     ) -> None:
+        self.constraint = constraint
         self.params, self.seed, self.vocab_size = params, seed, vocab_size
         self.processors = tuple(processors)
         self.verification: Verification = "coupled" if params.greedy else verification
@@ -127,7 +131,16 @@ class Sampler:
     @property
     def is_argmax(self) -> bool:
         """Whether the next token is the likeliest of the bare logits."""
-        return self.params.greedy and not self.processors
+        return self.params.greedy and not self.reads_context
+
+    @property
+    def reads_context(self) -> bool:
+        """Whether scores depend on the tokens before them."""
+        return bool(self.processors) or self.constraint is not None
+
+    def closed(self, context: Sequence[int]) -> bool:
+        """Whether a grammar lets nothing follow the text."""
+        return self.constraint is not None and self.constraint.closed(context)
 
     def noise(self, position: int) -> Tensor:
         """Gumbel noise of ``position``, made once however often it is drafted and verified."""
@@ -139,13 +152,16 @@ class Sampler:
         """Drop noise that can't be asked for again."""
         for old in [p for p in self._noise if p < position]:
             del self._noise[old]
+        if self.constraint is not None:
+            self.constraint.forget_before(position)
 
     def scores(self, logits: Tensor, context: Sequence[int] = ()) -> Tensor:
         """What the tokens are chosen by: the softmax is the distribution of the next token.
 
         Args:
             logits: ``(rows, vocab)`` of consecutive positions.
-            context: all tokens before the last row's prediction; read by processors only.
+            context: all tokens before the last row's prediction; read by processors and the
+                grammar only.
 
         Returns:
             ``(rows, vocab)`` float32.
@@ -157,6 +173,8 @@ class Sampler:
             scores = torch.cat(
                 [self._processed(ids[:, :n], scores[i : i + 1]) for i, n in enumerate(known)]
             )
+        if self.constraint is not None:
+            scores = self.constraint.masked(scores, context)
         if self.params.greedy:
             return scores
         return keep_mask(scores / self.params.temperature, self.params)
@@ -211,11 +229,14 @@ class Sampler:
             with_confidence: fill in ``Drawn.confidence``.
 
         Returns:
-            None if the distribution is not finite. Nothing was drawn then, so ending the draft
-            here leaves token and block verification exact.
+            None if the distribution is not finite, or a trimmed draft vocabulary has nothing that
+            the grammar allows. Nothing was drawn then, so ending the draft here leaves token and
+            block verification exact.
         """
         if self.verification == "coupled":
             scores = logits if self.is_argmax else self.scores(logits, context)
+            if self.constraint is not None and not scores.isfinite().any():
+                return None
             token = greedy_tokens(logits)[0] if self.is_argmax else self.choose(scores, position)[0]
             if not with_confidence:
                 return Drawn(token)

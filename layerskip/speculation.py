@@ -8,8 +8,8 @@ import torch
 from layerskip.cache import KVCache
 from layerskip.controller import PLAIN, Ask, Choice, Controller, Stopper
 from layerskip.draft_head import DraftHead
-from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
-from layerskip.lookup import Guess, LookupStore, TokenIndex
+from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter, Guesser
+from layerskip.lookup import FORCED_MATCH, Guess, LookupStore, TokenIndex
 from layerskip.params import AUTO, MAX_NUM_DRAFT_TOKENS, most_draft_tokens
 from layerskip.row import Row
 
@@ -77,7 +77,9 @@ class Speculator:
         guesses = [self._guess(row) for row in rows]
         choices = self._choices(rows, guesses)
         drafting = sum(c.source == "early_exit" for c in choices)
-        width = self._width(drafting, max(row.length for row in rows))
+        context = max(row.length for row in rows)
+        guessing = self.looks_up or any(row.spec.sampler.constraint for row in rows)
+        width = self._width(drafting, context, guessing=guessing)
         stoppers = [self._stopper(row, c) for row, c in zip(rows, choices, strict=True)]
         requests = [
             self._request(row, c, s, width)
@@ -91,15 +93,21 @@ class Speculator:
 
     def _guess(self, row: Row) -> Guess:
         room, wanted = _room(row), row.spec.num_draft_tokens
-        if not self.looks_up or room == 0 or wanted == 0:
+        constraint = row.spec.sampler.constraint
+        if not (self.looks_up or constraint) or room == 0 or wanted == 0:
             return NO_GUESS
-        if row.index is None:
+        if self.looks_up and row.index is None:
             row.index = TokenIndex(row.context, store=self.store)
-        guess = row.index.guess(min(room, most_draft_tokens(wanted)))
-        ends = [i for i, token in enumerate(guess.tokens) if token in row.spec.eos_ids]
-        if not ends:  # nothing is emitted after an end of sequence
+        most = min(room, most_draft_tokens(wanted))
+        guess = row.index.guess(most) if row.index is not None else NO_GUESS
+        guess = _until_end(guess, row.spec.eos_ids)
+        if constraint is None:
             return guess
-        return Guess(guess.tokens[: ends[0] + 1], guess.match_length, guess.stored)
+        tokens, forced = constraint.guess(row.context, guess.tokens, most)
+        if not tokens:
+            return NO_GUESS
+        length = FORCED_MATCH if forced else guess.match_length
+        return Guess(tokens, length, guess.stored and not forced)
 
     def _choices(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> list[Choice]:
         choices: dict[int, Choice] = {}
@@ -125,14 +133,18 @@ class Speculator:
     def _fixed(self, row: Row, guess: Guess) -> Choice:
         wanted = row.spec.num_draft_tokens
         count = 0 if wanted == AUTO else min(most_draft_tokens(wanted), _room(row))
-        if self.drafter is None:
+        # What is forced needs no draft pass, if there is nothing to draft after it.
+        forced = guess.match_length == FORCED_MATCH and (
+            len(guess.tokens) >= count or row.spec.sampler.closed((*row.context, *guess.tokens))
+        )
+        if self.drafter is None or forced:
             count = min(count, len(guess.tokens))
             return Choice("lookup", count) if count else PLAIN
         return Choice("early_exit", count) if count else PLAIN
 
-    def _width(self, drafting: int, context: int) -> int:
-        """Looked-up tokens that each row brings into a draft pass."""
-        if not self.looks_up or not drafting:
+    def _width(self, drafting: int, context: int, *, guessing: bool) -> int:
+        """Looked-up or forced tokens that each row brings into a draft pass."""
+        if not guessing or not drafting:
             return 0
         if self.controller is not None:
             return self.controller.guesses(drafting, context)
@@ -146,16 +158,16 @@ class Speculator:
     def _request(
         self, row: Row, choice: Choice, stopper: Stopper | None, width: int
     ) -> DraftRequest:
-        sampler, index = row.spec.sampler, row.index
+        sampler = row.spec.sampler
         return DraftRequest(
             row.slot_row,
             row.length,
             row.token_ids[-1],
             choice.num_draft_tokens,
             sampler,
-            row.context if sampler.processors else (),
+            row.context if sampler.reads_context else (),
             stopper.goes_on if stopper is not None else None,
-            (lambda ahead, most: index.guess(most, ahead).tokens) if index is not None else None,
+            _guesser(row),
             width,
             row.own_ids,
         )
@@ -255,6 +267,29 @@ class Speculator:
             return
         accepted = [True] * num_matches + [False] * (num_matches < drafted)
         self.controller.observe_draft(row.state, row.length, accepted, stopper.confidences)
+
+
+def _guesser(row: Row) -> Guesser | None:
+    """What may follow tokens drafted so far: forced text, else what is looked up."""
+    index, constraint = row.index, row.spec.sampler.constraint
+    if index is None and constraint is None:
+        return None
+
+    def guess(ahead: Sequence[int], most: int) -> Sequence[int]:
+        found = index.guess(most, ahead).tokens if index is not None else ()
+        if constraint is None:
+            return found
+        return constraint.guess((*row.context, *ahead), found, most)[0]
+
+    return guess
+
+
+def _until_end(guess: Guess, eos_ids: frozenset[int]) -> Guess:
+    """Nothing is emitted after an end of sequence."""
+    ends = [i for i, token in enumerate(guess.tokens) if token in eos_ids]
+    if not ends:
+        return guess
+    return Guess(guess.tokens[: ends[0] + 1], guess.match_length, guess.stored)
 
 
 def judged(guessed: Sequence[int], emitted: Sequence[int]) -> list[bool]:

@@ -99,7 +99,8 @@ def _check_largest(largest: Tensor, position: int) -> None:
         bad = int((~finite).nonzero()[0])
         raise ValueError(
             f"the scores at position {position + bad} are NaN, infinite or rule out every token; "
-            "use bfloat16 or float32 in place of float16, and look at the logits processors"
+            "use bfloat16 or float32 in place of float16, and look at the logits processors "
+            "and the grammar"
         )
 
 

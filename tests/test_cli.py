@@ -622,3 +622,30 @@ def test_a_process_says_one_sentence(bad: Path) -> None:
         model.model.norm.weight[0] = float("nan")
     model.save_pretrained(bad)  # and no plan: that is no second sentence
     assert_refused(run_apart("generate", bad, "--prompt", "x"), "model.norm.weight")
+
+
+def test_generate_keeps_to_a_grammar(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("xgrammar")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}', "utf-8")
+    rules = tmp_path / "rules.gbnf"
+    rules.write_text('root ::= "(" [ab] ")"', "utf-8")
+    for option, allowed in (
+        (("--json-schema", schema), ('{"a": 1}', '{"a": 22}')),
+        (("--ebnf", rules), ("(a)", "(b)")),
+        (("--regex", "[ab]c"), ("ac", "bc")),
+        (("--choice", "yes", "--choice", "no"), ("yes", "no")),
+    ):
+        document = run("generate", folder, "--prompt", PROMPTS[0], *option, "--json").document
+        assert document["text"] in allowed
+        assert document["finish_reason"] == "stop"
+
+
+def test_a_bad_grammar_is_one_sentence(folder: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"uniqueItems": true}', "utf-8")
+    argv = ("generate", folder, "--prompt", "x")
+    assert_refused(run(*argv, "--json-schema", schema), "'uniqueItems' at /uniqueItems")
+    assert_refused(run(*argv, "--json-schema", tmp_path / "none"), "cannot be read")
+    assert_refused(run(*argv, "--grammar-after", "x"), "needs a grammar")
+    assert_refused(run(*argv, "--regex", "a", "--choice", "b"), "not allowed with")

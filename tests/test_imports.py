@@ -16,16 +16,22 @@ VALUES = {
     "errors",
     "families",
     "files",
+    "grammar",
     "lookup",
     "outputs",
     "params",
     "plan",
+    "schema_check",
+    "schema_merge",
+    "schema_patterns",
+    "schema_values",
     "text",
     "vocabulary",
 }
 # From the bottom up: a module may import what stands in the lines before its own.
 ENGINE = [
-    {"cache", "sampling", "estimates"},
+    {"cache", "constraint", "estimates"},
+    {"grammar_xgrammar", "sampling"},
     {"draft_head"},
     {"exactness", "dense", "admission", "guest", "verification", "processors", "row", "controller"},
     {"skeleton"},

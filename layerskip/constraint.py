@@ -1,0 +1,250 @@
+"""A grammar's word on one row's tokens: masks for draft and verify, where it ends, what it forces.
+
+A ``Constraint`` answers for any text, as a function of the text alone: its matcher is moved to the
+tokens that are asked about, back over drafted ones that were dropped and on over new ones. So an
+error anywhere leaves nothing to repair, and draft and verify share what they ask.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerskip.grammar import Matcher
+
+_BITS = torch.arange(8, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What holds after some tokens.
+
+    Attributes:
+        following: tokens of the text that may follow, ``(vocab,)`` bool; the end is none of it.
+        complete: whether the text may end.
+        closed: whether it has to.
+    """
+
+    following: Tensor
+    complete: bool
+    closed: bool
+
+
+class Constraint:
+    """The grammar of one row.
+
+    Text that has to follow is spelt as the tokenizer would, drafts or not: the tokens of all but
+    its end are certain then, and a model of another mind can't make them rare ones.
+
+    Args:
+        matcher: at the beginning of the grammar.
+        prompt_length: tokens that come before the grammar's text.
+        eos_ids: what ends the row; allowed where the text is complete, and only there.
+        vocab_size: columns of the scores.
+
+    Raises:
+        ValueError: no text but the empty one fits the grammar with this vocabulary.
+    """
+
+    def __init__(
+        self, matcher: Matcher, *, prompt_length: int, eos_ids: frozenset[int], vocab_size: int
+    ) -> None:
+        self._matcher, self._prompt_length, self._vocab_size = matcher, prompt_length, vocab_size
+        self._eos_ids = sorted(eos_ids)
+        self._path: list[int] = []  # tokens that the matcher has taken
+        self._states: dict[int, _State] = {}  # by number of tokens taken, along the path
+        first = self._state((), 0)
+        if first is None or not first.following.any():
+            raise ValueError(
+                "no token of the vocabulary can begin what the grammar allows; it contradicts "
+                "itself, allows the empty text alone, or needs characters that the tokenizer lacks"
+            )
+
+    def masked(self, scores: Tensor, context: Sequence[int]) -> Tensor:
+        """Scores with -inf for what the grammar forbids, each row by its own state.
+
+        Args:
+            scores: ``(rows, vocab)`` float32 of consecutive positions.
+            context: all tokens before the last row's prediction.
+
+        Returns:
+            The same shape. A row behind the grammar's end, or behind a token that it forbids, is
+            as it was: nothing of it can be emitted.
+        """
+        output = context[self._prompt_length :]
+        first = len(output) - scores.shape[0] + 1
+        masks = [self._allowed(output, count) for count in range(first, len(output) + 1)]
+        if all(mask is None for mask in masks):
+            return scores
+        free = torch.ones(self._vocab_size, dtype=torch.bool)
+        allowed = torch.stack([free if mask is None else mask for mask in masks])
+        return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
+
+    def closed(self, context: Sequence[int]) -> bool:
+        """Whether the text can't go on: it is whole, or its end has been emitted."""
+        output = context[self._prompt_length :]
+        if output and output[-1] in self._eos_ids:
+            return True
+        state = self._state(output, len(output))
+        return state is not None and state.closed
+
+    def guess(
+        self, context: Sequence[int], found: Sequence[int], most: int
+    ) -> tuple[tuple[int, ...], bool]:
+        """Tokens that may follow: those of forced text, else those found, as far as allowed.
+
+        Returns:
+            At most ``most`` tokens, and whether they are forced.
+        """
+        output = context[self._prompt_length :]
+        if most < 1 or not self._moved(output, len(output), self._shared(output)):
+            return (), False
+        forced = self._legal(self._matcher.forced(), certain=True)
+        if forced:
+            return forced[:most], True
+        return self._legal(tuple(found[:most])), False
+
+    def _legal(self, tokens: tuple[int, ...], *, certain: bool = False) -> tuple[int, ...]:
+        """The allowed ones, up to the first that is not.
+
+        Args:
+            certain: without the last, unless the text ends with it.
+        """
+        count = 0
+        for token in tokens:
+            if token in self._eos_ids or not self._matcher.advance(token):
+                break
+            count += 1
+        ends = self._matcher.complete
+        self._matcher.rollback(count)
+        return tokens[: count - 1] if certain and count and not ends else tokens[:count]
+
+    def forget_before(self, position: int) -> None:
+        """Drop masks that can't be asked for again."""
+        for old in [n for n in self._states if n < position - self._prompt_length]:
+            del self._states[old]
+
+    def _allowed(self, output: Sequence[int], count: int) -> Tensor | None:
+        """What may follow the first ``count`` tokens, ``(vocab,)`` bool; None: it can't matter."""
+        state = self._state(output, count)
+        if state is None or state.closed:
+            return None
+        if not state.complete or not self._eos_ids:
+            return state.following
+        mask = state.following.clone()
+        mask[self._eos_ids] = True
+        return mask
+
+    def _state(self, output: Sequence[int], count: int) -> _State | None:
+        """After the first ``count`` tokens; None if the grammar forbids one of them."""
+        same = self._shared(output)
+        if count <= same and count in self._states:
+            return self._states[count]
+        if not self._moved(output, count, same):
+            return None
+        words = torch.zeros(-(-self._vocab_size // 32), dtype=torch.int32)
+        self._matcher.fill(words)
+        following = unpacked(words, self._vocab_size)
+        following[self._eos_ids] = False
+        complete = self._matcher.complete
+        spelt = () if complete else self._matcher.forced()
+        # The last token of forced text may reach into what follows it: the model's to choose.
+        if len(spelt) > 1 and following[spelt[0]]:
+            following = torch.zeros_like(following)
+            following[spelt[0]] = True
+        state = _State(following, complete, complete and not bool(following.any()))
+        self._states[count] = state
+        return state
+
+    def _moved(self, output: Sequence[int], count: int, same: int) -> bool:
+        """Bring the matcher behind the first ``count`` tokens; False if it can't go there.
+
+        Args:
+            same: length of the common prefix of ``output`` and the path.
+        """
+        same = min(same, count)
+        if same < len(self._path):
+            self._matcher.rollback(len(self._path) - same)
+            del self._path[same:]
+            for gone in [n for n in self._states if n > same]:
+                del self._states[gone]
+        for token in output[same:count]:
+            if token in self._eos_ids or not self._matcher.advance(token):
+                return False
+            self._path.append(token)
+        return True
+
+    def _shared(self, output: Sequence[int]) -> int:
+        """Length of the common prefix of the path and ``output``."""
+        most = min(len(self._path), len(output))
+        if list(output[:most]) == self._path[:most]:
+            return most
+        return next(i for i in range(most) if output[i] != self._path[i])
+
+
+def unpacked(words: Tensor, vocab_size: int) -> Tensor:
+    """``(vocab_size,)`` bool of int32 words whose lowest bit is the first token."""
+    return (words.view(torch.uint8)[:, None] >> _BITS & 1).flatten()[:vocab_size].bool()
+
+
+def packed(mask: Tensor) -> Tensor:
+    """The int32 words of a ``(vocab_size,)`` bool mask."""
+    padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -len(mask) % 32))
+    return (padded.view(-1, 8) << _BITS).sum(-1).to(torch.uint8).view(torch.int32)
+
+
+class AfterMarker:
+    """A matcher that allows everything until a marker has been written, then asks another.
+
+    Args:
+        inner: at the beginning of its grammar.
+        marker: bytes to wait for; they may fall apart into any tokens.
+        token_bytes: of every id; those of none are never allowed.
+    """
+
+    def __init__(self, inner: Matcher, marker: bytes, token_bytes: Sequence[bytes]) -> None:
+        self._inner, self._marker, self._bytes = inner, marker, token_bytes
+        self._anything = packed(torch.tensor([bool(text) for text in token_bytes]))
+        self._text: list[bytes] = []  # of tokens up to and with the marker's last
+        self._inside = 0  # tokens that the inner matcher has taken
+        self._found = False
+
+    @property
+    def complete(self) -> bool:
+        return self._found and self._inner.complete
+
+    def fill(self, mask: Tensor) -> None:
+        if self._found:
+            self._inner.fill(mask)
+            return
+        mask.copy_(self._anything)
+
+    def advance(self, token: int) -> bool:
+        if self._found:
+            taken = self._inner.advance(token)
+            self._inside += taken
+            return taken
+        if not 0 <= token < len(self._bytes) or not self._bytes[token]:
+            return False
+        self._text.append(self._bytes[token])
+        # The marker is as long as its tokens at most: no need to look further back.
+        self._found = self._marker in b"".join(self._text[-len(self._marker) :])
+        return True
+
+    def rollback(self, count: int) -> None:
+        inside = min(count, self._inside)
+        if inside:
+            self._inner.rollback(inside)
+            self._inside -= inside
+        if count > inside:
+            del self._text[len(self._text) - (count - inside) :]
+            self._found = False
+
+    def fork(self) -> "AfterMarker":
+        copy = AfterMarker(self._inner.fork(), self._marker, self._bytes)
+        copy._text, copy._inside, copy._found = [*self._text], self._inside, self._found
+        return copy
+
+    def forced(self) -> tuple[int, ...]:
+        return self._inner.forced() if self._found else ()

@@ -1,0 +1,154 @@
+"""What output must look like: ``Grammar`` is the user's value, ``Matcher`` what decoding asks.
+
+A backend makes matchers (``layerskip.grammar_xgrammar``); decoding knows this protocol alone.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from layerskip.params import check_integer
+from layerskip.schema_check import checked_schema
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Kind = Literal["json_schema", "regex", "ebnf"]
+MAX_WHITESPACE = 1000
+
+
+class Matcher(Protocol):
+    """Where a text stands in a grammar. It belongs to one row, and one thread at a time.
+
+    The end of sequence is no token of the text: it is never given to ``advance``, and whether it
+    may follow is what ``complete`` says.
+    """
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text so far may end here."""
+
+    def fill(self, mask: "Tensor") -> None:
+        """Write the tokens that may follow.
+
+        Args:
+            mask: ``(ceil(vocab / 32),)`` int32 on the CPU; bit i of word j is token 32 j + i.
+        """
+
+    def advance(self, token: int) -> bool:
+        """Add a token to the text; False, and nothing has changed, if it may not follow."""
+
+    def rollback(self, count: int) -> None:
+        """Take the last ``count`` tokens back."""
+
+    def fork(self) -> "Matcher":
+        """An independent copy."""
+
+    def forced(self) -> tuple[int, ...]:
+        """Tokens of the text that has to follow whatever happens, as the tokenizer would write
+        it; another spelling may be allowed too."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a row may emit; made by one of the constructors below.
+
+    Attributes:
+        kind: of ``source``.
+        source: the grammar as text; of a schema the form that ``checked_schema`` gives.
+        max_whitespace: of JSON: 0 writes ``{"a": [1, 2]}`` as ``json.dumps`` does; a number allows
+            up to so many blanks and line breaks at every place where JSON takes them.
+        marker: text after which the grammar begins; before it everything but the end is allowed.
+    """
+
+    kind: Kind
+    source: str
+    max_whitespace: int = 0
+    marker: str = ""
+
+    def __post_init__(self) -> None:
+        check_integer("max_whitespace", self.max_whitespace, 0, MAX_WHITESPACE)
+        for name, value in ((self.kind, self.source), ("the marker", self.marker)):
+            if not isinstance(value, str):
+                raise TypeError(f"{name} must be text, got {value!r}")
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"{name} is not valid Unicode: {error}") from None
+
+    @classmethod
+    def json_schema(cls, schema: Any, *, strict: bool = True, max_whitespace: int = 0) -> "Grammar":
+        """JSON that a schema describes.
+
+        Properties come in the order of the schema. An object that names properties gets no
+        others, unless ``additionalProperties`` is a schema that says more than ``true``.
+
+        Args:
+            schema: a mapping, JSON text, or a pydantic model class.
+            strict: refuse keywords that can't be held to. False leaves them out: output may then
+                be invalid.
+            max_whitespace: see the class.
+
+        Raises:
+            ValueError: the schema is none, nothing fulfils it, or a keyword can't be held to; the
+                message names it and its JSON pointer.
+        """
+        return cls("json_schema", checked_schema(_loaded(schema), strict=strict), max_whitespace)
+
+    @classmethod
+    def json(cls, *, max_whitespace: int = 0) -> "Grammar":
+        """Any JSON value."""
+        return cls("json_schema", "{}", max_whitespace)
+
+    @classmethod
+    def regex(cls, pattern: str) -> "Grammar":
+        """Text that a regular expression matches from its beginning to its end."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def ebnf(cls, rules: str) -> "Grammar":
+        """Text of a grammar in llama.cpp's notation (GBNF); it begins with the rule ``root``."""
+        return cls("ebnf", rules)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> "Grammar":
+        """One of several texts."""
+        if isinstance(texts, str) or not isinstance(texts, Sequence):
+            raise TypeError(f"choice takes a list of texts, got {texts!r}")
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError(f"choice takes one or more non-empty texts, got {texts!r}")
+        return cls("ebnf", f"root ::= {' | '.join(map(_literal, dict.fromkeys(texts)))}")
+
+    def after(self, marker: str) -> "Grammar":
+        """The same, beginning where ``marker`` has been written, such as ``</think>``.
+
+        Until then everything but the end of sequence is allowed. The marker may be spelt with any
+        tokens; what stands behind it in its last token does not count.
+        """
+        if not isinstance(marker, str) or not marker:
+            raise ValueError(f"marker must be a non-empty text, got {marker!r}")
+        return replace(self, marker=marker)
+
+
+def _loaded(schema: Any) -> Any:
+    """A schema as Python values."""
+    if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
+        return schema.model_json_schema()
+    if isinstance(schema, str):
+        try:
+            return json.loads(schema)
+        except ValueError as error:
+            raise ValueError(f"the schema is not JSON: {error}") from None
+    if not isinstance(schema, Mapping | bool):
+        raise TypeError(
+            "a schema must be a mapping, JSON text or a pydantic model class, "
+            f"got {type(schema).__name__}"
+        )
+    return schema
+
+
+def _literal(text: str) -> str:
+    """A string of the notation: JSON's escapes are among its own, but for pairs of surrogates."""
+    escapes = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+    return '"' + "".join(escapes.get(c, c) for c in text) + '"'

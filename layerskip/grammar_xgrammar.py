@@ -1,0 +1,189 @@
+"""Matchers by xgrammar (Dong et al. 2024, https://arxiv.org/abs/2411.15100), an optional package.
+
+xgrammar is imported when the first grammar is compiled, not before.
+"""
+
+import threading
+from collections import OrderedDict
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerskip.constraint import AfterMarker, packed
+from layerskip.grammar import Grammar, Matcher
+
+MAX_COMPILED = 256
+MAX_SPELT = 4096
+PROBE = '{"a": [1, true], "b": "c d"}'
+
+
+class XGrammarBackend:
+    """Compiles grammars for one tokenizer, each once; threads may share it.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        vocab_size: of the model, which may know more ids than the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[tuple[str, str, int], Any] = OrderedDict()
+        self._vocabulary: Vocabulary | None = None
+        self._compiler: Any = None
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """A matcher at the beginning of the grammar.
+
+        Raises:
+            ValueError: xgrammar is not installed, the tokenizer's tokens can't be read as bytes,
+                or the grammar is none.
+        """
+        xgrammar = _xgrammar()
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(xgrammar, self._tokenizer, self._vocab_size)
+                self._compiler = xgrammar.GrammarCompiler(
+                    self._vocabulary.info, max_threads=1, cache_enabled=False
+                )
+            compiled = self._of(grammar)
+        matcher = XGrammarMatcher(xgrammar.GrammarMatcher(compiled), self._vocabulary)
+        if not grammar.marker:
+            return matcher
+        marker = grammar.marker.encode()
+        return AfterMarker(matcher, marker, self._vocabulary.spelling)
+
+    def _of(self, grammar: Grammar) -> Any:
+        key = (grammar.kind, grammar.source, grammar.max_whitespace)
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(grammar)
+        self._compiled.move_to_end(key)
+        while len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        return self._compiled[key]
+
+    def _compile(self, grammar: Grammar) -> Any:
+        try:
+            if grammar.kind == "regex":
+                return self._compiler.compile_regex(grammar.source)
+            if grammar.kind == "ebnf":
+                return self._compiler.compile_grammar(grammar.source)
+            return self._compiler.compile_json_schema(
+                grammar.source,
+                any_whitespace=grammar.max_whitespace > 0,
+                max_whitespace_cnt=grammar.max_whitespace or None,
+                strict_mode=False,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"the {grammar.kind} is not usable: {_reason(error)}") from None
+
+
+class Vocabulary:
+    """A tokenizer's tokens as bytes.
+
+    Attributes:
+        info: xgrammar's.
+        text: bytes of each id; empty for special tokens, which are no text.
+        spelling: the same, with special tokens by their names: a marker may be one.
+    """
+
+    def __init__(self, xgrammar: ModuleType, tokenizer: Any, vocab_size: int) -> None:
+        try:
+            known = xgrammar.TokenizerInfo.from_huggingface(
+                tokenizer, vocab_size=vocab_size, stop_token_ids=[0]
+            ).decoded_vocab
+            special = _special_ids(tokenizer)
+            ids = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
+            readable = b"".join(known[i] for i in ids).strip() == PROBE.encode()
+        except (AttributeError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{_unreadable(tokenizer)}: {_reason(error)}") from None
+        if not readable:
+            raise ValueError(f"{_unreadable(tokenizer)}: its tokens do not add up to the text")
+        self.text = [b"" if i in special else token for i, token in enumerate(known)]
+        self.spelling = list(known)
+        for i, name in special.items():
+            self.spelling[i] = name.encode()
+        # xgrammar wants a stop token: it gets one behind the vocabulary. Whether the text may end
+        # we ask of it otherwise.
+        self.info = xgrammar.TokenizerInfo([*self.text, b""], stop_token_ids=[vocab_size])
+        self.everything = packed(torch.tensor([bool(token) for token in self.text]))
+        self._tokenizer = tokenizer
+        self._spelt: dict[str, tuple[int, ...]] = {}
+
+    def tokens_of(self, text: str) -> tuple[int, ...]:
+        """How the tokenizer writes a piece of text; none if it would add anything."""
+        known = self._spelt.get(text)
+        if known is None:
+            ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            known = ids if b"".join(self.text[i] for i in ids) == text.encode() else ()
+            if len(self._spelt) >= MAX_SPELT:
+                self._spelt.clear()
+            self._spelt[text] = known
+        return known
+
+
+class XGrammarMatcher:
+    """``Matcher`` by xgrammar."""
+
+    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
+        self._matcher, self._vocabulary = matcher, vocabulary
+        words = -(-(len(vocabulary.text) + 1) // 32)
+        self._row = torch.zeros(1, words, dtype=torch.int32)
+
+    @property
+    def complete(self) -> bool:
+        return bool(self._matcher.is_completed())
+
+    def fill(self, mask: Tensor) -> None:
+        restricts = self._matcher.fill_next_token_bitmask(self._row)
+        mask.copy_(self._row[0, : len(mask)] if restricts else self._vocabulary.everything)
+
+    def advance(self, token: int) -> bool:
+        text = self._vocabulary.text
+        if not 0 <= token < len(text) or not text[token]:
+            return False
+        return bool(self._matcher.accept_token(token))
+
+    def rollback(self, count: int) -> None:
+        if count:
+            self._matcher.rollback(count)
+
+    def fork(self) -> "XGrammarMatcher":
+        return XGrammarMatcher(self._matcher.fork(), self._vocabulary)
+
+    def forced(self) -> tuple[int, ...]:
+        try:
+            text = self._matcher.find_jump_forward_string()
+        except UnicodeDecodeError:  # it ends within a character
+            return ()
+        return self._vocabulary.tokens_of(text) if text else ()
+
+
+def _xgrammar() -> ModuleType:
+    try:
+        import xgrammar
+    except ImportError:
+        raise ValueError(
+            "grammars need xgrammar, which is not installed; pip install layerskip[grammar]"
+        ) from None
+    return xgrammar
+
+
+def _special_ids(tokenizer: Any) -> dict[int, str]:
+    """Names of special tokens, by id."""
+    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return named | {i: str(token) for i, token in added.items() if token.special}
+
+
+def _unreadable(tokenizer: Any) -> str:
+    return f"a grammar needs each token's text, which {type(tokenizer).__name__} does not tell"
+
+
+def _reason(error: Exception) -> str:
+    """One line, without the place in xgrammar's sources that it begins with."""
+    line = str(error).strip().split("\n")[0]
+    _, found, rest = line.partition(": ")
+    return rest if found and line.startswith("[") else line

@@ -1,0 +1,314 @@
+"""JSON schemas as keywords that can be merged: what fulfils both, and nothing else."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from layerskip.schema_values import json_equal
+
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+ONE_SCHEMA = (
+    "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
+    "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+MAPS = ("dependentSchemas", "patternProperties", "properties")
+COUNTS = (
+    "maxContains", "maxItems", "maxLength", "maxProperties", "minContains", "minItems",
+    "minLength", "minProperties",
+)  # fmt: skip
+NUMBERS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf")
+OTHERS = (
+    "$dynamicRef", "$recursiveRef", "$ref", "dependencies", "dependentRequired", "enum", "format",
+    "pattern", "required", "type", "uniqueItems",
+)  # fmt: skip
+KEYWORDS = frozenset((*ONE_SCHEMA, *LISTS, *MAPS, *COUNTS, *NUMBERS, *OTHERS))
+SMALLEST = {"maximum", "exclusiveMaximum", "maxItems", "maxLength", "maxProperties"}
+LARGEST = {"minimum", "exclusiveMinimum", "minItems", "minLength", "minProperties"}
+
+
+class Contradiction(Exception):  # noqa: N818
+    """Nothing fulfils both schemas."""
+
+
+class Unmergeable(Exception):  # noqa: N818
+    """Two schemas have a keyword that no single one can stand for."""
+
+    def __init__(self, keyword: str, pointer: str) -> None:
+        super().__init__(keyword)
+        self.keyword, self.pointer = keyword, pointer
+
+
+@dataclass(frozen=True)
+class Node:
+    """A schema's keywords. Schemas inside are as the user wrote them, or nodes.
+
+    Attributes:
+        words: keywords that validate, in one spelling: ``const`` is an ``enum`` of one, a list of
+            ``items`` is ``prefixItems``.
+        places: the JSON pointer of each.
+        false: nothing fulfils it.
+        through: pointers of references that were followed to get here.
+    """
+
+    words: dict[str, Any]
+    places: dict[str, str]
+    false: bool = False
+    through: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, schema: Any, pointer: str, through: tuple[str, ...] = ()) -> "Node":
+        """A schema's keywords, checked."""
+        if isinstance(schema, Node):
+            return schema
+        if isinstance(schema, bool):
+            return cls({}, {}, not schema, through)
+        if not isinstance(schema, Mapping):
+            raise ValueError(f"what stands at {pointer or '/'} is no schema: {schema!r}")
+        words = _one_spelling(schema)
+        for word, value in words.items():
+            _check(word, value, f"{pointer}/{word}")
+        spelt = {"enum": "const", "prefixItems": "items"}
+        places = {w: f"{pointer}/{w if w in schema else spelt.get(w, w)}" for w in words}
+        return cls(words, places, False, through)
+
+    @property
+    def says_something(self) -> bool:
+        return self.false or bool(self.words)
+
+    def without(self, keyword: str) -> "Node":
+        return replace(self, words={w: v for w, v in self.words.items() if w != keyword})
+
+    def having(self, keyword: str, value: Any, place: str) -> "Node":
+        places = {keyword: place} | self.places
+        return replace(self, words=self.words | {keyword: value}, places=places)
+
+    def parts(self, keyword: str) -> list["Node"]:
+        """Schemas of a keyword that has a list of them."""
+        place = self.places.get(keyword, "")
+        return [self._inner(s, f"{place}/{i}") for i, s in enumerate(self.words.get(keyword, ()))]
+
+    def part(self, keyword: str) -> "Node | None":
+        """The schema of a keyword that has one."""
+        if keyword not in self.words:
+            return None
+        return self._inner(self.words[keyword], self.places[keyword])
+
+    def _inner(self, schema: Any, pointer: str) -> "Node":
+        return Node.of(schema, pointer)
+
+    def pattern_parts(self) -> dict[str, "Node"]:
+        """Schemas of properties by the pattern of their names."""
+        place = self.places.get("patternProperties", "")
+        found = self.words.get("patternProperties", {})
+        return {p: self._inner(s, f"{place}/{_escaped(p)}") for p, s in found.items()}
+
+    def property(self, name: str) -> "Node | None":
+        """What a property of this name has to fulfil; None if it is free."""
+        found = []
+        named = self.words.get("properties", {})
+        if name in named:
+            found.append(self._inner(named[name], f"{self.places['properties']}/{_escaped(name)}"))
+        for pattern, part in self.pattern_parts().items():
+            if _matches(pattern, name, self.places["patternProperties"]):
+                found.append(part)
+        if not found and "additionalProperties" in self.words:
+            found = [
+                self._inner(self.words["additionalProperties"], self.places["additionalProperties"])
+            ]
+        return both(found)
+
+    def forbidding(self, names: set[str]) -> "Node":
+        """The same without these properties."""
+        named = self.words.get("properties", {}) | dict.fromkeys(names, False)
+        return self.having("properties", named, self.places.get("properties", ""))
+
+
+def both(nodes: list[Node]) -> Node | None:
+    """What fulfils all of them; merged when it is looked into, for schemas may be endless."""
+    if len(nodes) < 2:
+        return nodes[0] if nodes else None
+    return Node({"allOf": nodes}, {"allOf": ""})
+
+
+def kinds_of(node: Node) -> tuple[str, ...] | None:
+    """The types that a schema names; None if it names none."""
+    wanted = node.words.get("type")
+    if wanted is None:
+        return None
+    names = (wanted,) if isinstance(wanted, str) else tuple(dict.fromkeys(wanted))
+    return tuple(n for n in names if not (n == "integer" and "number" in names))
+
+
+def merged(one: Node, other: Node) -> Node:
+    """What fulfils both.
+
+    Raises:
+        Contradiction, Unmergeable: see there.
+    """
+    if one.false or other.false:
+        raise Contradiction
+    words = dict(one.words)
+    places = other.places | one.places
+    words |= _properties(one, other) | _items(one, other)
+    for word in other.words:
+        if word in (
+            "properties",
+            "patternProperties",
+            "additionalProperties",
+            "prefixItems",
+            "items",
+        ):
+            continue
+        if word not in words:
+            words[word] = other.words[word]
+        else:
+            words |= _merged(word, one, other)
+    return Node(words, places, False, tuple(dict.fromkeys((*one.through, *other.through))))
+
+
+def _merged(word: str, one: Node, other: Node) -> dict[str, Any]:  # noqa: C901
+    a, b = one.words[word], other.words[word]
+    if word in SMALLEST or word in LARGEST:
+        return {word: (min if word in SMALLEST else max)(a, b)}
+    if word == "type":
+        return {word: _common_kinds(kinds_of(one) or (), kinds_of(other) or ())}
+    if word == "enum":
+        return {word: [v for v in a if any(json_equal(v, o) for o in b)]}
+    if word == "required":
+        return {word: list(dict.fromkeys((*a, *b)))}
+    if word == "uniqueItems":
+        return {word: a or b}
+    if word == "allOf":
+        return {word: [*one.parts(word), *other.parts(word)]}
+    if word in ("anyOf", "oneOf"):
+        rest = Node({word: b}, {word: other.places[word]})
+        return {word: [both([part, rest]) for part in one.parts(word)]}
+    if word == "propertyNames":
+        return {word: both([p for n in (one, other) if (p := n.part(word)) is not None])}
+    if word == "not":
+        return {
+            word: Node({"anyOf": [one.part(word), other.part(word)]}, {"anyOf": one.places[word]})
+        }
+    if word == "$ref" and a != b:
+        return {
+            "allOf": [*one.parts("allOf"), *other.parts("allOf"), Node({word: b}, other.places)]
+        }
+    if word == "multipleOf" and isinstance(a, int) and isinstance(b, int):
+        return {word: math.lcm(a, b)}
+    if json_equal(a, b):
+        return {}
+    raise Unmergeable(word, other.places[word])
+
+
+def _common_kinds(one: tuple[str, ...], other: tuple[str, ...]) -> list[str]:
+    common = [k for k in one if k in other or (k == "integer" and "number" in other)]
+    common += [k for k in other if k == "integer" and "number" in one and k not in common]
+    if not common:
+        raise Contradiction
+    return common
+
+
+def _properties(one: Node, other: Node) -> dict[str, Any]:
+    """What both say of properties, each for those that the other names."""
+    for node, rest in ((one, other), (other, one)):
+        free = rest.words.get("additionalProperties", True)
+        others = node.words.get("patternProperties", {})
+        if others and free is not True and others != rest.words.get("patternProperties"):
+            raise Unmergeable("additionalProperties", rest.places["additionalProperties"])
+    names = dict.fromkeys((*one.words.get("properties", {}), *other.words.get("properties", {})))
+    found: dict[str, Any] = {}
+    if names:
+        parts = {n: [p for o in (one, other) if (p := o.property(n)) is not None] for n in names}
+        found["properties"] = {n: both(p) if p else True for n, p in parts.items()}
+    free_parts = [p for n in (one, other) if (p := n.part("additionalProperties")) is not None]
+    if free_parts:
+        found["additionalProperties"] = both(free_parts)
+    patterns: dict[str, list[Node]] = {}
+    for node in (one, other):
+        for pattern, part in node.pattern_parts().items():
+            patterns.setdefault(pattern, []).append(part)
+    if patterns:
+        found["patternProperties"] = {p: both(parts) for p, parts in patterns.items()}
+    return found
+
+
+def _items(one: Node, other: Node) -> dict[str, Any]:
+    """What both say of items, place by place."""
+    found: dict[str, Any] = {}
+    prefixes = [node.parts("prefixItems") for node in (one, other)]
+    rests = [node.part("items") for node in (one, other)]
+    count = max(map(len, prefixes))
+    if count:
+        places = [
+            [
+                prefix[i] if i < len(prefix) else rest
+                for prefix, rest in zip(prefixes, rests, strict=True)
+            ]
+            for i in range(count)
+        ]
+        found["prefixItems"] = [
+            both([part for part in parts if part is not None]) or True for parts in places
+        ]
+    known = [rest for rest in rests if rest is not None]
+    if known:
+        found["items"] = both(known)
+    return found
+
+
+def _matches(pattern: str, name: str, place: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        raise Unmergeable("patternProperties", place) from None
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _one_spelling(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords that validate, older drafts' in today's spelling."""
+    words = {word: value for word, value in schema.items() if word in KEYWORDS}
+    if "const" in schema:
+        listed = words.get("enum")
+        same = not isinstance(listed, list) or any(json_equal(schema["const"], v) for v in listed)
+        words["enum"] = [schema["const"]] if same else []
+    if isinstance(words.get("items"), list):
+        words["prefixItems"] = words.pop("items")
+        if "additionalItems" in schema:
+            words["items"] = schema["additionalItems"]
+    for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        boolean = isinstance(words.get(exclusive), bool)  # draft 4
+        if boolean and words.pop(exclusive) and bound in words:
+            words[exclusive] = words.pop(bound)
+    if isinstance(words.get("required"), bool):  # draft 3
+        del words["required"]
+    if words.get("additionalProperties") == {}:
+        words["additionalProperties"] = True
+    return {w: v for w, v in words.items() if not (w == "additionalProperties" and v is True)}
+
+
+def _check(word: str, value: Any, place: str) -> None:
+    """Raise unless a keyword's value is of the right kind."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if word in NUMBERS:
+        fine, wanted = number and (word != "multipleOf" or value > 0), "a number"
+    elif word in COUNTS:
+        fine, wanted = number and value >= 0 and value == int(value), "a number of at least 0"
+    elif word in LISTS or word in ("enum", "required"):
+        fine, wanted = isinstance(value, list), "a list"
+    elif word in MAPS:
+        fine, wanted = isinstance(value, Mapping), "an object"
+    elif word in ("pattern", "$ref"):
+        fine, wanted = isinstance(value, str), "text"
+    elif word == "type":
+        names = [value] if isinstance(value, str) else value
+        fine = isinstance(names, list) and bool(names) and all(n in TYPES for n in names)
+        wanted = f"one or more of {', '.join(TYPES)}"
+    else:
+        return
+    if not fine:
+        raise ValueError(f"the schema's {word!r} at {place} must be {wanted}, got {value!r}")

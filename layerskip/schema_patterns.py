@@ -1,0 +1,353 @@
+"""Regular expressions of JSON schemas, as expressions over the text between the quotes.
+
+Schemas mean ECMA-262's dialect and search for a match anywhere; validators in Python use ``re``.
+What comes out holds in both: where they differ (``\\d``, ``\\W``, ...), by leaving characters out.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+Ranges = tuple[tuple[int, int], ...]
+LAST, UNLIMITED = 0x10FFFF, -1
+DIGIT: Ranges = ((0x30, 0x39),)
+WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
+SPACE: Ranges = (
+    (9, 13), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
+    (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000),
+)  # fmt: skip
+CLASSES = {"d": DIGIT, "w": WORD, "s": SPACE}
+CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
+LINE_ENDS: Ranges = ((10, 10), (13, 13), (0x2028, 0x2029))
+SHORT_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 0x22: '"', 0x5C: "\\"}
+RAW: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, LAST))
+QUANTIFIER = re.compile(r"\*|\+|\?|\{(\d+)(,?)(\d*)\}")
+
+_DAY = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+DATE = (
+    f"(?:(?:[1-9][0-9]{{3}}|0[1-9][0-9]{{2}}|00[1-9][0-9]|000[1-9])-{_DAY}|02-(?:0[1-9]|1[0-9]|"
+    "2[0-8]))|(?:(?:0[48]|[2468][048]|[13579][26])00|[0-9]{2}(?:0[48]|[2468][048]|[13579][26]))"
+    "-02-29)"
+)
+TIME = (
+    "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{1,6})?"
+    "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_LABEL = "[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?"
+_PATH = "[A-Za-z0-9._~!$&'()*+,;=:@/-]"
+_UUID = "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+_POINTER = "(?:/[A-Za-z0-9_.-]*)*"
+# Each describes a part of the format, large enough to write any sensible value.
+FORMATS = {
+    "date": DATE,
+    "time": TIME,
+    "date-time": f"{DATE}T{TIME}",
+    "duration": "P(?:[0-9]{1,4}W|[0-9]{1,4}D(?:T[0-9]{1,4}H)?|T[0-9]{1,4}[HMS]|[0-9]{1,4}[YM])",
+    "email": f"[A-Za-z0-9_+-]{{1,30}}(?:\\.[A-Za-z0-9_+-]{{1,30}})?@{_LABEL}(?:\\.{_LABEL}){{1,3}}",
+    "hostname": f"{_LABEL}(?:\\.{_LABEL}){{0,4}}",
+    "ipv4": "(?:(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])\\.){3}"
+    "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])",
+    "ipv6": "[0-9a-f]{1,4}(?::[0-9a-f]{1,4}){7}",
+    "uuid": _UUID,
+    "uri": f"[a-z]{{2,10}}://{_LABEL}(?:\\.{_LABEL}){{0,4}}(?:/{_PATH}*)?",
+    "uri-reference": f"/{_PATH}*",
+    "json-pointer": _POINTER,
+    "relative-json-pointer": f"(?:0|[1-9][0-9]*){_POINTER}",
+}
+FORMATS |= {"idn-email": FORMATS["email"], "idn-hostname": FORMATS["hostname"]}
+FORMATS |= {"iri": FORMATS["uri"], "iri-reference": FORMATS["uri-reference"]}
+FORMATS |= {"uri-template": FORMATS["uri-reference"]}
+UNCHECKED_FORMATS = {"regex"}  # no expression says which texts are expressions
+
+
+@dataclass(frozen=True)
+class Item:
+    """A set of characters, or several sequences to choose from, repeated.
+
+    Attributes:
+        chars: ranges of code points; None for a group.
+        options: of a group.
+        least, most: repetitions; ``UNLIMITED`` for no end.
+    """
+
+    chars: Ranges | None
+    options: "tuple[tuple[Item, ...], ...]" = ()
+    least: int = 1
+    most: int = 1
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Least and most characters."""
+        low, high = (1, 1) if self.chars is not None else _widths_of(self.options)
+        endless = self.most == UNLIMITED or high == UNLIMITED
+        return low * self.least, UNLIMITED if endless else high * self.most
+
+
+def _widths(items: "tuple[Item, ...]") -> tuple[int, int]:
+    widths = [item.widths for item in items]
+    endless = any(high == UNLIMITED for _, high in widths)
+    return sum(low for low, _ in widths), UNLIMITED if endless else sum(h for _, h in widths)
+
+
+def _widths_of(options: "tuple[tuple[Item, ...], ...]") -> tuple[int, int]:
+    widths = [_widths(option) for option in options]
+    endless = any(high == UNLIMITED for _, high in widths)
+    return min(low for low, _ in widths), UNLIMITED if endless else max(h for _, h in widths)
+
+
+ANYTHING = Item(((0, 0xD7FF), (0xE000, LAST)), least=0, most=UNLIMITED)
+
+
+def string_pattern(
+    pattern: str | None, *, whole: bool = False, least: int = 0, most: int | None = None
+) -> str:
+    """An anchored expression for what stands between a JSON string's quotes.
+
+    Args:
+        pattern: of the schema; None allows any characters.
+        whole: it matches from beginning to end, as ``FORMATS`` do, and not somewhere.
+        least, most: characters.
+
+    Raises:
+        ValueError: why this can't be expressed.
+    """
+    if pattern is None:
+        options: tuple[tuple[Item, ...], ...] = ((ANYTHING,),)
+    else:
+        options = _Parser(pattern).options(whole=whole)
+    if least or most is not None:
+        options = tuple(fitted for option in options for fitted in _fitted(option, least, most))
+    if not options:
+        raise ValueError("no text has that length")
+    return f"^(?:{'|'.join(_written(option) for option in options)})$"
+
+
+def _fitted(option: tuple[Item, ...], least: int, most: int | None) -> Iterator[tuple[Item, ...]]:
+    """The option as far as its texts have the right length; nothing if none has."""
+    low, high = _widths(option)
+    limit = UNLIMITED if most is None else most
+    if (high != UNLIMITED and high < least) or (limit != UNLIMITED and low > limit):
+        return
+    if low >= least and (limit == UNLIMITED or (high != UNLIMITED and high <= limit)):
+        yield option
+        return
+    free = [i for i, item in enumerate(option) if item.widths[0] != item.widths[1]]
+    if len(free) != 1 or option[free[0]].chars is None:
+        raise ValueError("which of its parts the length limits can't be told")
+    item = option[free[0]]
+    rest = low - item.least
+    new_most = item.most if limit == UNLIMITED else limit - rest
+    if item.most != UNLIMITED and limit != UNLIMITED:
+        new_most = min(item.most, limit - rest)
+    fitted = replace(item, least=max(item.least, least - rest), most=new_most)
+    yield (*option[: free[0]], fitted, *option[free[0] + 1 :])
+
+
+def _written(items: tuple[Item, ...]) -> str:
+    return "".join(_written_item(item) for item in items)
+
+
+def _written_item(item: Item) -> str:
+    if item.chars is None:
+        text = f"(?:{'|'.join(_written(option) for option in item.options)})"
+    else:
+        text = _written_chars(item.chars)
+    if (item.least, item.most) == (1, 1):
+        return text
+    most = "" if item.most == UNLIMITED else str(item.most)
+    return f"{text}{{{item.least},{most}}}"
+
+
+def _written_chars(chars: Ranges) -> str:
+    """Characters as they stand in JSON: some only after a backslash."""
+    raw = [both for one in chars for other in RAW if (both := _common(one, other))]
+    parts = [f"[{''.join(f'{_escaped(a)}-{_escaped(b)}' for a, b in raw)}]"] if raw else []
+    special = [c for c in (*range(0x20), 0x22, 0x5C) if any(a <= c <= b for a, b in chars)]
+    short = [SHORT_ESCAPES[c] for c in special if c in SHORT_ESCAPES]
+    parts += ["\\\\" + c.replace("\\", "\\\\") for c in short]
+    parts += [f"\\\\u{c:04x}" for c in special if c not in SHORT_ESCAPES]
+    if not parts:
+        raise ValueError("a set of characters is empty")
+    return parts[0] if len(parts) == 1 and raw else f"(?:{'|'.join(parts)})"
+
+
+def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int] | None:
+    low, high = max(one[0], other[0]), min(one[1], other[1])
+    return (low, high) if low <= high else None
+
+
+def _escaped(code: int) -> str:
+    return f"\\u{code:04x}" if code <= 0xFFFF else chr(code)
+
+
+class _Parser:
+    """ECMA-262 expressions, without what can't be expressed: look-around, references, \\b, \\p."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern, self.at = pattern, 0
+
+    def options(self, *, whole: bool) -> tuple[tuple[Item, ...], ...]:
+        """The alternatives of the whole pattern, with anything around what is not anchored."""
+        options = []
+        while True:
+            begins = self._take("^")
+            items = self._sequence()
+            ends = self._take("$")
+            before, after = (
+                () if begins or whole else (ANYTHING,),
+                () if ends or whole else (ANYTHING,),
+            )
+            options.append((*before, *items, *after))
+            if not self._take("|"):
+                break
+        if self.at < len(self.pattern):
+            self._fail(f"{self.pattern[self.at]!r} stands where it can't be expressed")
+        return tuple(options)
+
+    def _fail(self, why: str) -> None:
+        raise ValueError(f"{why}, in {self.pattern!r} at {self.at}")
+
+    def _take(self, text: str) -> bool:
+        found = self.pattern.startswith(text, self.at)
+        self.at += len(text) * found
+        return found
+
+    def _sequence(self) -> tuple[Item, ...]:
+        items = []
+        while self.at < len(self.pattern) and self.pattern[self.at] not in "|)$":
+            items.append(self._repeated(self._atom()))
+        return tuple(items)
+
+    def _repeated(self, item: Item) -> Item:
+        found = QUANTIFIER.match(self.pattern, self.at)
+        if not found:
+            if self.pattern.startswith("{,", self.at):
+                self._fail("'{,' means different things to different readers")
+            return item
+        self.at = found.end()
+        self._take("?")  # lazy or not, the texts are the same
+        if self.at < len(self.pattern) and self.pattern[self.at] in "+*":
+            self._fail("a repetition is repeated")
+        sign, low, comma, high = found[0][0], found[1], found[2], found[3]
+        if sign != "{":
+            least, most = {"*": (0, UNLIMITED), "+": (1, UNLIMITED), "?": (0, 1)}[sign]
+        else:
+            least = int(low)
+            most = int(high) if high else UNLIMITED if comma else least
+        if most not in (UNLIMITED, max(least, most)):
+            self._fail("a repetition ends before it begins")
+        return replace(item, least=least, most=most)
+
+    def _atom(self) -> Item:
+        char = self.pattern[self.at]
+        if char == "(":
+            return self._group()
+        if char == "[":
+            return Item(self._set())
+        self.at += 1
+        if char == ".":
+            return Item(_complement(LINE_ENDS))
+        if char == "\\":
+            return Item(self._escape()[0])
+        if char in "^*+?":
+            self.at -= 1
+            self._fail(f"{char!r} stands where it can't be expressed")
+        return Item(((ord(char), ord(char)),))
+
+    def _group(self) -> Item:
+        self.at += 1
+        if self._take("?") and not self._take(":"):
+            named = re.compile(r"P?<[A-Za-z_]\w*>").match(self.pattern, self.at)
+            if not named:
+                self._fail("look-around and flags can't be expressed")
+            else:
+                self.at = named.end()
+        options = [self._sequence()]
+        while self._take("|"):
+            options.append(self._sequence())
+        if not self._take(")"):
+            self._fail("a group does not end, or holds an anchor")
+        return Item(None, tuple(options))
+
+    def _escape(self) -> tuple[Ranges, bool]:
+        """What an escape stands for, and whether it is a class; the backslash is taken."""
+        if self.at == len(self.pattern):
+            self._fail("a backslash stands at the end")
+        char = self.pattern[self.at]
+        self.at += 1
+        if char.lower() in CLASSES:
+            ranges = CLASSES[char.lower()]
+            return (ranges if char.islower() else _ascii_without(ranges)), True
+        code = CONTROLS.get(char)
+        if char in "xu":
+            found = re.compile(r"\{[0-9a-fA-F]+\}|[0-9a-fA-F]+").match(
+                self.pattern,
+                self.at,
+                len(self.pattern)
+                if self.pattern[self.at : self.at + 1] == "{"
+                else self.at + (2 if char == "x" else 4),
+            )
+            digits = found[0].strip("{}") if found else ""
+            if not found or (found[0][0] != "{" and len(digits) != (2 if char == "x" else 4)):
+                self._fail("an escape lacks digits")
+            else:
+                self.at, code = found.end(), int(digits, 16)
+        elif code is None and not char.isalnum():
+            code = ord(char)
+        if code is None or 0xD800 <= code <= 0xDFFF or code > LAST:
+            self._fail(f"the escape \\{char} can't be expressed")
+            return (), False
+        return ((code, code),), False
+
+    def _set(self) -> Ranges:
+        self.at += 1
+        negated, restricted = self._take("^"), False
+        ranges: list[tuple[int, int]] = []
+        while not self._take("]"):
+            if self.at >= len(self.pattern):
+                self._fail("a set does not end")
+            one, is_class = self._member()
+            restricted |= is_class
+            following = self.pattern[self.at + 1 : self.at + 2]
+            if (
+                not is_class
+                and self.pattern.startswith("-", self.at)
+                and following not in ("]", "")
+            ):
+                self.at += 1
+                other, ends_in_class = self._member()
+                if ends_in_class or other[0][0] < one[0][0]:
+                    self._fail("a range of characters is none")
+                one = ((one[0][0], other[0][0]),)
+            ranges += one
+        found = tuple(ranges)
+        if negated:
+            return _ascii_without(found) if restricted else _complement(found)
+        return found
+
+    def _member(self) -> tuple[Ranges, bool]:
+        if self._take("\\"):
+            if self._take("b"):
+                return ((8, 8),), False
+            return self._escape()
+        if self.pattern[self.at :][:1] == "[":  # other dialects nest sets
+            self._fail("a bracket in a set needs a backslash")
+        code = ord(self.pattern[self.at])
+        self.at += 1
+        return ((code, code),), False
+
+
+def _complement(ranges: Ranges, last: int = LAST) -> Ranges:
+    found, begin = [], 0
+    for low, high in sorted(ranges):
+        if begin < low:
+            found.append((begin, min(low - 1, last)))
+        begin = max(begin, high + 1)
+    if begin <= last:
+        found.append((begin, last))
+    return tuple(found)
+
+
+def _ascii_without(ranges: Ranges) -> Ranges:
+    """Beyond ASCII the dialects differ about digits, letters and blanks; so do 1C to 1F."""
+    return _complement((*ranges, (0x1C, 0x1F)), 0x7F)

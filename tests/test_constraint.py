@@ -1,0 +1,321 @@
+"""A grammar's masks while tokens are drafted, dropped and emitted: with lists of sentences."""
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerskip import SamplingParams
+from layerskip.constraint import AfterMarker, Constraint, packed, unpacked
+from layerskip.sampling import Sampler
+from layerskip.verification import acceptance_chances, count_accepted, judge, recovered
+
+Text = tuple[int, ...]
+EOS, VOCAB = 0, 5
+PROMPT = (4, 4)
+SENTENCES = ((1,), (1, 2), (1, 2, 3), (2, 1, 1), (3, 2, 1, 4), (3, 3))
+
+
+@dataclass
+class Listed:
+    """A matcher of listed sentences.
+
+    Attributes:
+        asked: texts that masks were filled for.
+    """
+
+    sentences: tuple[Text, ...] = SENTENCES
+    text: Text = ()
+    asked: list[Text] = field(default_factory=list)
+
+    def following(self) -> set[int]:
+        n = len(self.text)
+        return {s[n] for s in self.sentences if len(s) > n and s[:n] == self.text}
+
+    @property
+    def complete(self) -> bool:
+        return self.text in self.sentences
+
+    def fill(self, mask: Tensor) -> None:
+        self.asked.append(self.text)
+        allowed = torch.zeros(VOCAB, dtype=torch.bool)
+        allowed[sorted(self.following())] = True
+        mask.copy_(packed(allowed))
+
+    def advance(self, token: int) -> bool:
+        if token not in self.following():
+            return False
+        self.text = (*self.text, token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        assert count <= len(self.text)
+        self.text = self.text[: len(self.text) - count]
+
+    def fork(self) -> "Listed":
+        return Listed(self.sentences, self.text)
+
+    def forced(self) -> Text:
+        tokens: Text = ()
+        fork = self.fork()
+        while len(fork.following()) == 1 and not fork.complete:
+            tokens += (token := fork.following().pop(),)
+            fork.advance(token)
+        return tokens
+
+
+def constraint_of(
+    matcher: Listed | None = None, eos: frozenset[int] = frozenset({EOS})
+) -> Constraint:
+    return Constraint(matcher or Listed(), prompt_length=len(PROMPT), eos_ids=eos, vocab_size=VOCAB)
+
+
+def allowed(constraint: Constraint, text: Text, rows: int = 1) -> list[set[int]]:
+    scores = constraint.masked(torch.zeros(rows, VOCAB), PROMPT + text)
+    return [set(row.isfinite().nonzero()[:, 0].tolist()) for row in scores]
+
+
+ALL = set(range(VOCAB))
+
+
+def test_every_row_is_masked_by_its_own_state():
+    rows = allowed(constraint_of(), (3, 2, 1), 4)
+    assert rows == [{1, 2, 3}, {2, 3}, {1}, {4}]
+
+
+def test_the_end_is_allowed_where_the_text_is_whole_and_only_there():
+    constraint = constraint_of()
+    assert allowed(constraint, (1,)) == [{EOS, 2}]
+    assert allowed(constraint, (2,)) == [{1}]
+    assert allowed(constraint_of(eos=frozenset()), (1,)) == [{2}]
+
+
+def test_the_end_is_never_text():
+    assert allowed(constraint_of(Listed(((EOS, 1), (2,)))), ()) == [{2}]
+
+
+@pytest.mark.parametrize("text", [(3, 3, 1, 1), (1, EOS, 2, 2), (2, 3, 1, 1)])
+def test_rows_past_the_end_or_past_a_forbidden_token_are_left_alone(text):
+    """vLLM #53777, xgrammar's "has terminated": legal to draft past the end, cut, not an error."""
+    matcher = Listed()
+    constraint = constraint_of(matcher)
+    assert allowed(constraint, text, 3) == [ALL] * 3
+    assert all(len(t) <= 2 for t in matcher.asked)
+    assert allowed(constraint, (3,)) == [{2, 3}]  # and nothing is lost
+
+
+def test_a_text_is_closed_where_nothing_but_the_end_may_follow():
+    constraint = constraint_of()
+    closed = [(3, 3), (1, 2, 3), (1, EOS), (1, 2, EOS)]
+    assert all(constraint.closed(PROMPT + text) for text in closed)
+    assert not any(
+        constraint.closed(PROMPT + text) for text in [(), (1,), (1, 2), (3,), (2, 1), (4,)]
+    )
+
+
+def test_any_walk_gives_what_a_new_matcher_gives():
+    """vLLM #44006, #46118: a matcher that drafts moved and one that only saw what was emitted."""
+    rng, constraint, text = random.Random(5), constraint_of(), ()
+    for _ in range(3000):
+        keep = rng.randint(0, len(text))
+        text = text[:keep] + tuple(rng.choices(range(VOCAB), k=rng.randint(0, 3)))
+        text = text[:5]
+        rows = rng.randint(1, len(text) + 1)
+        assert allowed(constraint, text, rows) == allowed(constraint_of(), text, rows)
+        assert constraint.closed(PROMPT + text) == constraint_of().closed(PROMPT + text)
+        if rng.random() < 0.2:
+            constraint.forget_before(len(PROMPT) + keep)
+
+
+def test_a_state_is_filled_once_for_draft_and_verify():
+    matcher = Listed()
+    constraint = constraint_of(matcher)
+    for count in range(3):
+        allowed(constraint, (3, 2, 1)[:count])
+    allowed(constraint, (3, 2, 1), 4)
+    assert sorted(matcher.asked) == [(), (3,), (3, 2), (3, 2, 1)]
+
+
+def test_guesses_are_cut_at_the_first_forbidden_token():
+    constraint = constraint_of()
+    assert constraint.guess(PROMPT, (1, 2, 2), 9) == ((1, 2), False)
+    assert constraint.guess(PROMPT, (4, 1), 9) == ((), False)
+    assert constraint.guess((*PROMPT, 3), (3, EOS), 9) == ((3,), False)
+    assert constraint.guess((*PROMPT, 2), (4,), 9) == ((1, 1), True)
+    assert constraint.guess((*PROMPT, 3, 2), (1, 4), 1) == ((1,), True)
+    assert constraint.guess((*PROMPT, 2), (4,), 1) == ((1,), True)
+    assert constraint.guess((*PROMPT, 3, 3), (1,), 9) == ((), False)
+    assert allowed(constraint, (3,)) == [{2, 3}]
+
+
+def test_a_grammar_of_nothing_is_refused():
+    for sentences in ((), ((),)):
+        with pytest.raises(ValueError, match="no token of the vocabulary can begin"):
+            constraint_of(Listed(sentences))
+
+
+def test_masks_survive_packing():
+    for size in (1, 31, 32, 33, 100):
+        mask = torch.rand(size, generator=torch.Generator().manual_seed(size)) < 0.5
+        words = packed(mask)
+        assert words.dtype == torch.int32  # SGLang #24283: another type ends the scheduler
+        assert words.shape == (-(-size // 32),)
+        assert torch.equal(unpacked(words, size), mask)
+
+
+# A marker: bytes of tokens 1 to 4 are those of "ab", "c", "bc" and "x"; 0 is the end.
+BYTES = (b"", b"ab", b"c", b"bc", b"x")
+
+
+def marked(text: Text, marker: bytes = b"bc") -> AfterMarker:
+    matcher = AfterMarker(Listed(), marker, BYTES)
+    assert all(matcher.advance(token) for token in text)
+    return matcher
+
+
+@pytest.mark.parametrize("before", [(1, 2), (3,), (4, 4, 3), (2, 1, 2)])
+def test_a_grammar_begins_behind_its_marker_however_that_is_spelt(before):
+    """vLLM #31858, #34650, #43338: the marker inside a draft window, or of several tokens."""
+    constraint = constraint_of(AfterMarker(Listed(), b"bc", BYTES))
+    rows = allowed(constraint, (*before, 3, 2), len(before) + 3)
+    assert rows == [ALL - {EOS}] * len(before) + [{1, 2, 3}, {2, 3}, {1}]
+    assert allowed(constraint, before[:-1]) == [ALL - {EOS}]  # the draft was wrong
+    assert allowed(constraint, (*before[:-1], 4)) == [ALL - {EOS}]
+
+
+def test_a_marker_matcher_rolls_back_and_forks():
+    rng = random.Random(2)
+    for _ in range(1000):
+        text = tuple(rng.choices(range(1, VOCAB), k=rng.randint(0, 4)))
+        matcher, taken = AfterMarker(Listed(), b"bc", BYTES), 0
+        for token in text:
+            if not matcher.advance(token):
+                break
+            taken += 1
+        back = rng.randint(0, taken)
+        fork = matcher.fork()
+        matcher.rollback(back)
+        for one, known in ((matcher, text[: taken - back]), (fork, text[:taken])):
+            fresh, got, wanted = marked(known), torch.zeros(1).int(), torch.zeros(1).int()
+            one.fill(got)
+            fresh.fill(wanted)
+            assert torch.equal(got, wanted)
+            assert one.complete == fresh.complete
+
+
+# The law of the emitted text, enumerated.
+
+
+def logits_after(text: Text, seed: int, *, draft: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(hash((seed, text)) % 2**40)
+    target, other = 1.5 * torch.randn(2, 1, VOCAB, generator=generator)
+    return target if not draft else 0.5 * target + other
+
+
+def probabilities(sampler: Sampler, text: Text, seed: int, *, draft: bool = False) -> Tensor:
+    row = logits_after(text, seed, draft=draft)
+    return sampler.scores(row, PROMPT + text)[0].double().softmax(-1)
+
+
+def target_law(sampler: Sampler, text: Text, seed: int) -> Counter[Text]:
+    if sampler.closed(PROMPT + text):
+        return Counter({text: 1.0})
+    law: Counter[Text] = Counter()
+    for token, p in enumerate(probabilities(sampler, text, seed).tolist()):
+        if p > 0.0:
+            for whole, chance in target_law(sampler, (*text, token), seed).items():
+                law[whole] += p * chance
+    return law
+
+
+def drafts(
+    sampler: Sampler, text: Text, seed: int, most: int
+) -> Iterator[tuple[Text, list, float]]:
+    """Every draft after ``text`` with its q and its probability: it ends where the text does."""
+    growing: list[tuple[Text, list, float]] = [((), [], 1.0)]
+    while growing:
+        draft, q, chance = growing.pop()
+        if len(draft) == most or (draft and sampler.closed(PROMPT + text + draft)):
+            yield draft, q, chance
+            continue
+        row = probabilities(sampler, text + draft, seed, draft=True)
+        growing += [
+            ((*draft, token), [*q, row], chance * float(p)) for token, p in enumerate(row) if p > 0
+        ]
+
+
+def round_law(sampler: Sampler, seed: int, most: int) -> Counter[Text]:
+    """One round from the beginning, cut at the end of the grammar, and the target after it."""
+    law: Counter[Text] = Counter()
+    for draft, q, probability in drafts(sampler, (), seed, most):
+        rows = torch.cat([logits_after(draft[:i], seed) for i in range(len(draft) + 1)])
+        p = sampler.scores(rows, PROMPT + draft).double().softmax(-1)
+        chances = acceptance_chances(sampler.verification, p, torch.stack(q), draft)
+        for pattern in itertools.product((True, False), repeat=len(chances)):
+            weight = math.prod(c if s else 1 - c for c, s in zip(chances, pattern, strict=True))
+            count = count_accepted(sampler.verification, chances, [2.0 - 2 * s for s in pattern])
+            after = (
+                p[count]
+                if count == len(draft)
+                else recovered(sampler.verification, p, torch.stack(q), draft, count)
+            )
+            for token, chance in enumerate(after.tolist()):
+                if weight * chance > 0.0:
+                    text = cut(sampler, (*draft[:count], token))
+                    for whole, rest in target_law(sampler, text, seed).items():
+                        law[whole] += probability * weight * chance * rest
+    return law
+
+
+def cut(sampler: Sampler, text: Text) -> Text:
+    ends = (i for i in range(len(text) + 1) if sampler.closed(PROMPT + text[:i]))
+    return text[: next(ends, len(text))]
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_the_law_is_plain_decoding_s(verification):
+    for seed, most in ((1, 2), (2, 4), (3, 3), (4, 4)):
+        sampler = Sampler(
+            SamplingParams(temperature=1.0),
+            0,
+            VOCAB,
+            verification=verification,
+            constraint=constraint_of(),
+        )
+        wanted = target_law(sampler, (), seed)
+        got = round_law(sampler, seed, most)
+        assert set(wanted) == set(got)
+        assert max(abs(wanted[t] - got[t]) for t in wanted) < 1e-12
+        assert sum(got.values()) == pytest.approx(1.0)
+        assert {t[:-1] if t[-1] == EOS else t for t in wanted} == set(SENTENCES)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_forbidden_draft_gives_way_to_the_target_s_own_token(temperature):
+    """SGLang #9187: stuck after a forced choice. A draft wrong from its first token on."""
+    sampler = Sampler(SamplingParams(temperature=temperature), 3, VOCAB, constraint=constraint_of())
+    plain = judge(sampler, logits_after((), 7), len(PROMPT), context=PROMPT).tokens
+    for draft in ((4,), (EOS, 1), (2, 2, 2)):
+        rows = torch.cat([logits_after(draft[:i], 7) for i in range(len(draft) + 1)])
+        verdict = judge(sampler, rows, len(PROMPT), draft, context=PROMPT)
+        assert verdict.tokens[0] == plain[0]
+
+
+def test_a_draft_vocabulary_without_an_allowed_token_drafts_nothing():
+    for verification, temperature in (("coupled", 0.0), ("coupled", 1.0), ("block", 1.0)):
+        sampler = Sampler(
+            SamplingParams(temperature=temperature),
+            3,
+            VOCAB,
+            verification=verification,
+            constraint=constraint_of(),
+        )
+        trimmed = torch.full((1, VOCAB), float("-inf"))
+        trimmed[0, 4] = 1.0
+        assert sampler.draft(trimmed, len(PROMPT), len(PROMPT), PROMPT) is None

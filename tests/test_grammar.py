@@ -1,0 +1,356 @@
+"""Structured output with xgrammar: exact under speculation, valid, and the bugs that others had."""
+
+import json
+import random
+import sys
+import threading
+
+import pytest
+import torch
+from grammars import random_root, random_tokens
+from toys import PLANS, VOCAB_SIZE, make_model
+
+from layerskip import Grammar, SamplingParams, SelfSpeculativeLM
+from layerskip.constraint import Constraint
+from layerskip.grammar_xgrammar import XGrammarBackend
+from layerskip.lookup import LookupStore
+
+xgrammar = pytest.importorskip("xgrammar")
+jsonschema = pytest.importorskip("jsonschema")
+
+PROMPT = "an object: "
+SAMPLED = SamplingParams(temperature=0.8, seed=5)
+PERSON = Grammar.json_schema(
+    {
+        "properties": {"name": {"type": "string", "maxLength": 3}, "age": {"enum": [1, 20]}},
+        "required": ["name", "age"],
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def ending(toy, tokenizer) -> SelfSpeculativeLM:
+    """A toy whose end of sequence is ``</s>``, id 1."""
+    model = make_model(eos_token_id=1)
+    return SelfSpeculativeLM(model, tokenizer, PLANS["exit"], num_draft_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def backend(tokenizer) -> XGrammarBackend:
+    return XGrammarBackend(tokenizer, VOCAB_SIZE)
+
+
+def valid(text: str, schema: object) -> bool:
+    checker = jsonschema.Draft202012Validator(
+        schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+    )
+    return checker.is_valid(json.loads(text))
+
+
+def same_tokens(lm: SelfSpeculativeLM, seeds: range, counts: tuple, limit: int = 60) -> int:
+    """Checks schemas, every other one sampled; how many outputs were whole."""
+    whole = 0
+    for seed in seeds:
+        schema = random_root(seed)
+        outs = [
+            lm.generate(
+                PROMPT,
+                grammar=Grammar.json_schema(schema, max_whitespace=seed % 3),
+                sampling=SamplingParams(temperature=1.2, seed=seed) if seed % 2 else None,
+                max_new_tokens=limit,
+                num_draft_tokens=count,
+            )
+            for count in counts
+        ]
+        assert len({(out.token_ids, out.text, out.finish_reason) for out in outs}) == 1
+        if outs[0].finish_reason == "stop":
+            whole += 1
+            assert valid(outs[0].text, schema), (schema, outs[0].text)
+        else:
+            assert len(outs[0].token_ids) == limit
+    return whole
+
+
+def test_drafts_change_no_token_and_whole_output_is_valid(ending):
+    assert same_tokens(ending, range(20), (0, 3, "auto")) >= 12
+
+
+@pytest.mark.slow
+def test_drafts_change_no_token_of_300_schemas(ending):
+    assert same_tokens(ending, range(300), (0, 3, "auto"), 120) >= 225
+
+
+def test_random_text_of_a_schema_is_valid(backend, tokenizer):
+    rng, done = random.Random(1), 0
+    for seed in range(100, 160):
+        schema = random_root(seed)
+        for _ in range(3):
+            matcher = backend.matcher(Grammar.json_schema(schema))
+            tokens = random_tokens(matcher, rng, VOCAB_SIZE, 150)
+            if tokens is not None:
+                done += 1
+                assert valid(tokenizer.decode(tokens), schema)
+    assert done > 120
+
+
+GRAMMARS = {
+    "json": Grammar.json(max_whitespace=2),
+    "schema": PERSON,
+    "regex": Grammar.regex("(foo|ba[rz])*[0-9]{2}é?"),
+    "ebnf": Grammar.ebnf('root ::= "(" root ")" | "x"'),
+    "marker": Grammar.choice(["yes", "no"]).after("</t>"),
+}
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_rollback_windows_leave_what_a_new_matcher_has(backend, name):
+    """vLLM #44006, #46118, #46272: drafts move the matcher; masks are those of a fresh one."""
+    rng, text, prompt = random.Random(4), [], (5, 6)
+    made = {
+        "prompt_length": 2,
+        "eos_ids": frozenset({1}),
+        "vocab_size": VOCAB_SIZE,
+    }
+    constraint = Constraint(backend.matcher(GRAMMARS[name]), **made)
+    for _ in range(400):
+        row = torch.zeros(1, VOCAB_SIZE)
+        for _ in range(rng.randint(1, 4)):
+            choices = constraint.masked(row, (*prompt, *text))[0].isfinite().nonzero()[:, 0]
+            text.append(int(choices[rng.randrange(len(choices))]))
+        if rng.random() < 0.3:
+            text[-1] = rng.randrange(VOCAB_SIZE)
+        fresh = Constraint(backend.matcher(GRAMMARS[name]), **made)
+        rows = torch.zeros(min(4, len(text)), VOCAB_SIZE)
+        got, wanted = (c.masked(rows, (*prompt, *text)) for c in (constraint, fresh))
+        assert torch.equal(got, wanted)
+        assert constraint.closed((*prompt, *text)) == fresh.closed((*prompt, *text))
+        del text[max(0, len(text) - rng.randint(1, 6)) :]
+        if len(text) > 30:
+            text.clear()
+
+
+def test_a_batch_of_grammars_gives_each_row_what_it_gives_alone(ending):
+    grammars = [None, *GRAMMARS.values(), Grammar.choice(["aab", "aac"]), PERSON]
+    batch = ending.open_batch(max_new_tokens=24, sampling=SAMPLED)
+    rows = [batch.add(PROMPT, grammar=grammar) for grammar in grammars]
+    while batch.unfinished:
+        batch.step()
+    for row, grammar in zip(rows, grammars, strict=True):
+        alone = ending.generate(
+            PROMPT, grammar=grammar, max_new_tokens=24, sampling=SAMPLED, num_draft_tokens=0
+        )
+        assert batch.remove(row).token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("count", [0, 3, 8])
+def test_a_row_ends_where_its_grammar_does(ending, count):
+    """SGLang #21723: missing end. The draft goes past it, and nothing of that is seen."""
+    out = ending.generate(PROMPT, grammar=Grammar.choice(["tea", "tin"]), num_draft_tokens=count)
+    assert out.text in ("tea", "tin")
+    assert out.finish_reason == "stop"
+    assert out.rounds[-1].finish_reason == "stop"
+
+
+def test_an_open_grammar_ends_with_the_end_of_sequence(ending):
+    likes_it = SamplingParams(logit_bias={1: 50.0})
+    out = ending.generate(PROMPT, grammar=Grammar.regex("b{3}[a-z]*"), sampling=likes_it)
+    assert out.text == "bbb"
+    assert out.finish_reason == "stop"
+    assert out.token_ids[-1] == 1
+
+
+def test_a_structure_cut_by_the_limit_is_reported(ending):
+    out = ending.generate(PROMPT, grammar=PERSON, max_new_tokens=7)
+    assert out.finish_reason == "length"
+    exact = ending.generate(PROMPT, grammar=Grammar.choice(["x"]), max_new_tokens=1)
+    assert (exact.text, exact.finish_reason) == ("x", "stop")
+
+
+@pytest.mark.parametrize("verification", ["coupled", "token", "block"])
+def test_every_way_of_verifying_keeps_to_the_grammar(ending, verification):
+    for seed in range(6):
+        out = ending.generate(
+            PROMPT,
+            grammar=PERSON,
+            sampling=SamplingParams(temperature=1.5, seed=seed),
+            verification=verification,
+            num_draft_tokens=5,
+        )
+        assert out.finish_reason == "stop"
+        assert set(json.loads(out.text)) == {"name", "age"}
+
+
+def test_forced_text_costs_no_draft_pass(ending):
+    out = ending.generate(PROMPT, grammar=Grammar.choice(["QWXYZQWXYZQWXYZ"]), num_draft_tokens=4)
+    assert out.text == "QWXYZQWXYZQWXYZ"
+    drafted = [r for r in out.rounds if r.num_draft_tokens]
+    assert drafted
+    assert all(r.drafter == "lookup" and r.num_draft_passes == 0 for r in drafted)
+    assert sum(r.num_accepted_tokens for r in drafted) == sum(r.num_draft_tokens for r in drafted)
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_forced_text_is_spelt_as_the_tokenizer_would(ending, tokenizer, count):
+    text = "{tea in tins: 3}!"
+    out = ending.generate(
+        PROMPT, grammar=Grammar.choice([text]), sampling=SAMPLED, num_draft_tokens=count
+    )
+    assert list(out.token_ids) == tokenizer(text)["input_ids"]
+
+
+def test_a_draft_ends_where_the_grammar_does(ending):
+    out = ending.generate(PROMPT, grammar=Grammar.regex("[QW][XY]"), num_draft_tokens=8)
+    assert [r.num_draft_tokens for r in out.rounds] == [0, 1]
+
+
+def test_looked_up_tokens_that_the_grammar_forbids_are_not_verified(toy, tokenizer):
+    """SGLang #9187. The store knows the plain text by heart, the grammar forbids it."""
+    lm = SelfSpeculativeLM(toy(), tokenizer, None, num_draft_tokens=4, lookup=LookupStore())
+    for _ in range(2):
+        lm.generate(PROMPT, max_new_tokens=20)
+    grammar = Grammar.regex("[0-9]{12}")
+    outs = [lm.generate(PROMPT, grammar=grammar, num_draft_tokens=k) for k in (0, 4)]
+    assert outs[0].token_ids == outs[1].token_ids
+
+
+def test_blanks_come_to_an_end(backend):
+    """vLLM #55313: a quarter of a million blanks, and no error."""
+    for limit in (0, 1, 4):
+        for grammar in (
+            Grammar.json(max_whitespace=limit),
+            Grammar.json_schema({"type": "array"}, max_whitespace=limit),
+        ):
+            matcher, blanks = backend.matcher(grammar), 0
+            assert all(map(matcher.advance, (backend_id(backend, "["),)))
+            while matcher.advance(backend_id(backend, "\n")):
+                blanks += 1
+            assert blanks == limit
+
+
+def backend_id(backend: XGrammarBackend, text: str) -> int:
+    (token,) = backend._tokenizer(text)["input_ids"]
+    return token
+
+
+def test_special_tokens_are_no_text(backend):
+    """The id of ``<s>`` spells four characters that a string may hold, but decodes to none."""
+    constraint = Constraint(
+        backend.matcher(Grammar.regex(".*")),
+        prompt_length=0,
+        eos_ids=frozenset({1}),
+        vocab_size=VOCAB_SIZE,
+    )
+    row = constraint.masked(torch.zeros(1, VOCAB_SIZE), ())[0].isfinite()
+    assert not row[0]
+    assert row[1]
+
+
+def test_a_padded_vocabulary_is_never_emitted(tokenizer):
+    model = make_model(vocab_size=VOCAB_SIZE + 41, eos_token_id=1)
+    lm = SelfSpeculativeLM(model, tokenizer, PLANS["exit"], num_draft_tokens=3)
+    favourite = SamplingParams(logit_bias=dict.fromkeys(range(VOCAB_SIZE, VOCAB_SIZE + 41), 90.0))
+    for grammar in (Grammar.regex("[^a]{9}"), Grammar.regex("[^a]{5}").after("e")):
+        out = lm.generate(PROMPT, grammar=grammar, sampling=favourite, max_new_tokens=12)
+        assert max(out.token_ids) < VOCAB_SIZE
+
+
+def test_tokens_that_are_none_are_not_taken(backend):
+    """-1 is others' padding of drafts; it must not count from the end."""
+    matcher = backend.matcher(Grammar.json())
+    assert not any(matcher.advance(token) for token in (-1, VOCAB_SIZE, 10**9, 0, 1))
+
+
+def test_a_stream_and_transformers_give_the_same(ending, tokenizer):
+    out = ending.generate(PROMPT, grammar=PERSON, sampling=SAMPLED)
+    steps = ending.stream(PROMPT, grammar=PERSON, sampling=SAMPLED)
+    assert "".join(step.text for step in steps) == out.text
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    greedy = ending.generate(PROMPT, grammar=PERSON)
+    model = make_model(eos_token_id=1)
+    lm = SelfSpeculativeLM(model, tokenizer, PLANS["exit"])
+    got = model.generate(
+        ids, max_new_tokens=60, pad_token_id=0, custom_generate=lm.custom_generate, grammar=PERSON
+    )
+    assert tuple(got[0, ids.shape[1] :].tolist()) == greedy.token_ids
+
+
+def test_a_pydantic_class_is_its_schema(ending):
+    from pydantic import BaseModel, Field
+
+    class Point(BaseModel):
+        x: int = Field(ge=0, lt=10)
+        label: str = Field(max_length=2)
+
+    out = ending.generate(PROMPT, grammar=Point)
+    assert Point.model_validate_json(out.text)
+
+
+def test_a_grammar_is_compiled_once_for_all_threads(tokenizer, monkeypatch):
+    backend, compiled = XGrammarBackend(tokenizer, VOCAB_SIZE), []
+    real = backend._compile
+    monkeypatch.setattr(backend, "_compile", lambda g: (compiled.append(g), real(g))[1])
+    workers = [threading.Thread(target=backend.matcher, args=(PERSON,)) for _ in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    backend.matcher(PERSON.after("x"))
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Grammar.regex("[a"), "the regex is not usable: .*Unclosed"),
+        (lambda: Grammar.regex("(?!a)b"), "the regex is not usable: .*Lookahead"),
+        (
+            lambda: Grammar.ebnf("root ::= other"),
+            'the ebnf is not usable: .*"other" is not defined',
+        ),
+        (lambda: Grammar.ebnf('root ::= root "a"'), "no token of the vocabulary can begin"),
+        (lambda: Grammar.regex(""), "no token of the vocabulary can begin"),
+        (lambda: Grammar.choice([]), "one or more non-empty texts"),
+        (lambda: Grammar.choice("ab"), "takes a list of texts"),
+        (lambda: Grammar.choice(["\ud800"]), "not valid Unicode"),
+        (lambda: Grammar.json().after(""), "marker must be a non-empty text"),
+        (lambda: Grammar.json(max_whitespace=-1), "max_whitespace must be between"),
+        (lambda: Grammar.json_schema("{"), "the schema is not JSON"),
+        (lambda: Grammar.json_schema(3), "a schema must be a mapping, JSON text or"),
+        (
+            lambda: {"type": "object"},
+            "grammar must be a Grammar or a pydantic model class, got dict",
+        ),
+    ],
+)
+def test_bad_grammars_are_one_sentence_before_any_token(ending, make, message):
+    with pytest.raises((ValueError, TypeError), match=message) as caught:
+        ending.generate(PROMPT, grammar=make())
+    assert "\n" not in str(caught.value)
+
+
+def test_without_tokenizer_or_xgrammar_one_sentence_says_so(ending, wrap, tokenizer, monkeypatch):
+    with pytest.raises(ValueError, match="a grammar needs a tokenizer"):
+        wrap().generate([1, 2], grammar=PERSON)
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(ValueError, match=r"pip install layerskip\[grammar\]"):
+        ending.generate(PROMPT, grammar=PERSON)
+    monkeypatch.undo()
+    assert ending.generate(PROMPT, grammar=PERSON).finish_reason == "stop"
+
+
+def test_a_tokenizer_whose_tokens_are_no_text_is_refused(tokenizer):
+    class Shuffled:
+        def __init__(self) -> None:
+            self.all_special_ids, self.all_special_tokens = [], []
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(tokenizer, name)
+
+        def get_vocab(self) -> dict[str, int]:
+            return {token: VOCAB_SIZE - 1 - i for token, i in tokenizer.get_vocab().items()}
+
+        def __call__(self, *args, **kwargs) -> object:
+            return tokenizer(*args, **kwargs)
+
+    with pytest.raises(ValueError, match="needs each token's text, which Shuffled does not tell"):
+        XGrammarBackend(Shuffled(), VOCAB_SIZE).matcher(PERSON)

@@ -1,0 +1,177 @@
+"""What is refused of JSON schemas, and that the rest means to grammars what validators read."""
+
+import json
+import random
+
+import pytest
+from grammars import random_tokens
+from toys import VOCAB_SIZE, make_tokenizer
+
+from layerskip.grammar import Grammar
+from layerskip.grammar_xgrammar import XGrammarBackend
+from layerskip.schema_check import checked_schema
+from layerskip.schema_patterns import FORMATS, string_pattern
+
+AB = {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+REFUSED = [
+    ({"uniqueItems": True, "type": "array"}, "uniqueItems", "/uniqueItems"),
+    ({"properties": {"x": {"type": "number", "multipleOf": 0.5}}}, "multipleOf", "/properties/x"),
+    ({"not": {"minimum": 3}}, "not", "/not"),
+    ({"type": "array", "contains": {"const": 1}}, "contains", "/contains"),
+    ({"items": {"if": {"const": 1}, "then": {"minimum": 3}}}, "if", "/items/if"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf", "/oneOf"),
+    (AB | {"dependentRequired": {"a": ["b"]}}, "dependentRequired", "/dependentRequired"),
+    (AB | {"dependencies": {"a": ["b"]}}, "dependencies", "/dependencies"),
+    ({"allOf": [{"pattern": "^a"}, {"pattern": "b$"}]}, "pattern", "/allOf/1/pattern"),
+    ({"type": "string", "pattern": "^(?!a)b"}, "pattern", "/pattern"),
+    ({"type": "string", "pattern": "^a*b*$", "maxLength": 3}, "pattern", "/pattern"),
+    ({"type": "string", "format": "regex"}, "format", "/format"),
+    ({"$defs": {"a/b": {"not": {"minimum": 1}}}, "$ref": "#/$defs/a~1b"}, "not", "/$defs/a~1b/not"),
+    (AB | {"additionalProperties": {"type": "null"}}, "additionalProperties", "/additional"),
+    ({"type": "object", "minProperties": 2}, "minProperties", "/minProperties"),
+    ({"$dynamicRef": "#x"}, "$dynamicRef", "/$dynamicRef"),
+]
+BAD = [
+    (False, "contradicts itself"),
+    ({"enum": []}, "contradicts itself"),
+    ({"allOf": [{"type": "integer"}, {"type": "string"}]}, "contradicts itself"),
+    ({"type": "integer", "minimum": 5, "maximum": 3}, "contradicts itself"),
+    ({"properties": {"a": False}, "required": ["a"]}, "contradicts itself"),
+    ({"type": "strnig"}, "'type' at /type must be one or more of null, boolean"),
+    ({"properties": {"a": {"minLength": "3"}}}, "at /properties/a/minLength must be a number"),
+    ({"properties": {"a": 3}}, "what stands at /properties/a is no schema: 3"),
+    ({"type": "integer", "not": {"type": "integer"}}, "contradicts itself"),
+    ({"$ref": "#/$defs/none"}, "nothing at"),
+    ({"$ref": "http://elsewhere/x"}, "leads out of it"),
+    ({"$ref": "#"}, "round in circles|can't be held to"),
+    ({"allOf": [{"$ref": "#"}]}, "round in circles|can't be held to"),
+]
+# Invalid values are accepted by xgrammar 0.2.8 alone for each of these.
+HELD = {
+    "required-undeclared": {"required": ["b"]},
+    "no-type-number": {"minimum": 3, "exclusiveMaximum": 5},
+    "no-type-string": {"minLength": 2},
+    "no-type-array": {"minItems": 2, "maxItems": 3},
+    "anyOf-beside": {"type": "integer", "anyOf": [{"minimum": 5}, {"maximum": 1}]},
+    "anyOf-required": AB | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    "oneOf-required": AB | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    "oneOf-tagged": {
+        "oneOf": [
+            {"properties": {"k": {"const": k}, "v": {"type": t}}, "required": ["k"]}
+            for k, t in (("x", "integer"), ("y", "null"))
+        ]
+    },
+    "allOf": {"type": "integer", "allOf": [{"minimum": 3}, {"maximum": 12}]},
+    "allOf-properties": {"allOf": [AB | {"required": ["a"]}, {"required": ["b"]}]},
+    "allOf-closed": {"allOf": [AB, {"properties": {"a": {}}, "additionalProperties": False}]},
+    "ref-beside": {"$ref": "#/$defs/x", "minimum": 3, "$defs": {"x": {"type": "integer"}}},
+    "ref-anchor": {"$ref": "#n", "$defs": {"x": {"$anchor": "n", "type": "null"}}},
+    "recursive": {"properties": {"a": {"$ref": "#"}, "n": {"type": "null"}}},
+    "not-type": {"not": {"type": ["string", "object", "array", "number"]}},
+    "not-enum": {"enum": [1, 2, 3, True], "not": {"const": 1}},
+    "not-required": AB | {"not": {"required": ["b"]}, "required": ["a"]},
+    "not-anything": {"properties": {"a": {"not": {}}, "b": {"type": "null"}}},
+    "enum-beside": {"enum": ["a", "abc", 7], "minLength": 2, "type": "string"},
+    "const-of-another-type": {"anyOf": [{"const": 1, "type": "string"}, {"type": "null"}]},
+    "length": {"type": "string", "minLength": 2, "maxLength": 4},
+    "pattern-and-length": {"type": "string", "pattern": "^[a-z]+$", "maxLength": 2},
+    "pattern-quote": {"type": "string", "pattern": '^["\\\\]{2}$'},
+    "pattern-control": {"type": "string", "pattern": "^a\\nb[\\x00-\\x1f]$"},
+    "pattern-classes": {"type": "string", "pattern": "^\\W\\D\\S[^\\w]$"},
+    "pattern-within": {"type": "string", "pattern": "b$", "maxLength": 3},
+    "pattern-names": {"patternProperties": {"^[ab]$": {"type": "null"}}, "maxProperties": 2},
+    "names": {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "null"}},
+    "names-and-named": AB | {"propertyNames": {"enum": ["a"]}},
+    "ends-of-both-kinds": {"type": "number", "minimum": 1, "exclusiveMinimum": 3, "maximum": 4},
+    "draft-4": {"type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 5},
+    "draft-4-items": {"items": [{"type": "null"}], "additionalItems": False, "minItems": 1},
+    "prefix-longer": {"prefixItems": [{"type": "null"}] * 3, "maxItems": 2},
+}
+HELD |= {f"format-{name}": {"type": "string", "format": name} for name in FORMATS}
+
+
+@pytest.fixture(scope="module")
+def backend() -> XGrammarBackend:
+    pytest.importorskip("xgrammar")
+    return XGrammarBackend(make_tokenizer(), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(("schema", "keyword", "pointer"), REFUSED, ids=lambda v: str(v)[:30])
+def test_what_can_t_be_held_to_is_named_with_its_place(schema, keyword, pointer):
+    with pytest.raises(ValueError, match="allow invalid output with strict=False") as caught:
+        checked_schema(schema)
+    assert f"{keyword!r} at {pointer}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    json.loads(checked_schema(schema, strict=False))
+
+
+@pytest.mark.parametrize(("schema", "message"), BAD, ids=lambda v: str(v)[:40])
+def test_what_is_no_schema_or_contradicts_itself_is_one_sentence(schema, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        checked_schema(schema)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_random_text_of_a_rewritten_schema_is_valid(backend, name):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = HELD[name]
+    draft = jsonschema.Draft4Validator if "draft-4" in name else jsonschema.Draft202012Validator
+    checker = draft(schema, format_checker=draft.FORMAT_CHECKER)
+    tokenizer, rng, done = make_tokenizer(), random.Random(name), 0
+    for _ in range(15):
+        matcher = backend.matcher(Grammar.json_schema(schema))
+        tokens = random_tokens(matcher, rng, VOCAB_SIZE, 200)
+        if tokens is None:
+            continue
+        text, done = tokenizer.decode(tokens), done + 1
+        assert checker.is_valid(json.loads(text)), text
+    assert done > 3
+
+
+def accepts(backend: XGrammarBackend, schema: object, text: str) -> bool:
+    matcher = backend.matcher(Grammar.json_schema(schema))
+    ids = backend._tokenizer(text)["input_ids"]
+    return all(map(matcher.advance, ids)) and matcher.complete
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "fits"),
+    [
+        ({"minimum": 3}, "3", True),
+        ({"allOf": [{"minimum": 3}, {"maximum": 5}]}, "4.5", True),
+        (HELD["oneOf-required"], '{"a": 1}', True),
+        (HELD["oneOf-required"], '{"a": 1, "b": 2}', False),
+        (HELD["oneOf-tagged"], '{"k": "y", "v": null}', True),
+        (HELD["oneOf-tagged"], '{"k": "y", "v": 1}', False),
+        (HELD["length"], '"a\\"b"', True),
+        (HELD["length"], '"a"', False),
+        (HELD["pattern-within"], '"aab"', True),
+        (HELD["pattern-within"], '"ba"', False),
+        ({"pattern": "b"}, '"abc"', True),
+        (HELD["required-undeclared"], '{"b": [1]}', True),
+        (HELD["recursive"], '{"a": {"a": {"n": null}}}', True),
+        ({"type": "array"}, '[1, "a"]', True),
+        ({"type": "object"}, '{"b": 1, "a": {}}', True),
+        (AB, '{"c": 1}', False),
+        (HELD["format-date"], '"2024-02-29"', True),
+        (HELD["format-date"], '"2023-02-29"', False),
+        (HELD["format-date"], '"1900-02-29"', False),
+        (HELD["format-date"], '"2000-02-29"', True),
+        (HELD["format-ipv4"], '"010.1.1.1"', False),
+        ({"const": {"a": [1]}}, '{"a":[1]}', True),
+        (True, "null", True),
+    ],
+    ids=lambda v: str(v)[:30],
+)
+def test_rewrites_take_away_nothing_that_they_should_not(backend, schema, text, fits):
+    assert accepts(backend, schema, text) == fits
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(?!a)b", "a(?=b)", "\\bfoo", "(a)\\1", "^a^b", "[", "(a", "a**", "\\p{L}", "a{,2}", "(^a$)"],
+)
+def test_patterns_that_can_t_be_expressed_are_refused(pattern):
+    with pytest.raises(ValueError, match="in "):
+        string_pattern(pattern)
