@@ -120,7 +120,10 @@ class Controller:
         self._prior = tuple(prior) or (DEFAULT_ACCEPTANCE,)
         self._follows_clock = follows_clock
         self._experiences: dict[str, Experience] = {}
+        # Measured seconds over the table's. Of verify passes also by their length: what a round
+        # takes beside its passes weighs more in a short one.
         self._draft_ratio = self._verify_ratio = 1.0
+        self._length_ratios: dict[int, float] = {}
         self._seconds: dict[tuple[str, int, int, int, int], float] = {}
 
     def row(self, kind: str) -> RowState:
@@ -145,7 +148,8 @@ class Controller:
             longest: tokens of the sequence with the most; None: all have equally many.
         """
         longest = -(-tokens // rows) if longest is None else longest
-        return self._verify_ratio * self._looked_up("verify", tokens, context, rows, longest)
+        ratio = self._length_ratios.get(longest.bit_length(), self._verify_ratio)
+        return ratio * self._looked_up("verify", tokens, context, rows, longest)
 
     def _looked_up(self, what: str, tokens: int, context: int, rows: int, longest: int) -> float:
         if tokens == 0:
@@ -260,16 +264,19 @@ class Controller:
             state.credit = min(state.credit + got - spent, plain)
         state.add_draft(accepted, confidences)
 
-    def observe_seconds(
-        self, draft: float, expected_draft: float, verify: float, expected_verify: float
-    ) -> None:
-        """What a round's phases took beside what the table says."""
+    def observe_draft_seconds(self, measured: float, expected: float) -> None:
+        """What a round's draft took beside what ``draft_seconds`` says of its passes."""
+        if self._follows_clock and expected > 0.0:
+            self._draft_ratio = _followed(self._draft_ratio, measured / expected)
+
+    def observe_verify_seconds(self, measured: float, expected: float, longest: int) -> None:
+        """What a verify pass took beside what ``verify_seconds`` says of it."""
         if not self._follows_clock:
             return
-        if expected_draft > 0.0:
-            self._draft_ratio = _followed(self._draft_ratio, draft / expected_draft)
-        if expected_verify > 0.0:
-            self._verify_ratio = _followed(self._verify_ratio, verify / expected_verify)
+        length, error = longest.bit_length(), measured / expected
+        ratio = self._length_ratios.get(length, self._verify_ratio)
+        self._length_ratios[length] = _followed(ratio, error)
+        self._verify_ratio = _followed(self._verify_ratio, error * ratio / self._verify_ratio)
 
 
 class Pace:

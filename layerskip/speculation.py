@@ -237,7 +237,8 @@ class Speculator:
         verify = self.controller.verify_seconds(
             tokens, context, rows=len(attempts), longest=longest
         )
-        self.controller.observe_seconds(draft_seconds, draft, verify_seconds, verify)
+        self.controller.observe_draft_seconds(draft_seconds, draft)
+        self.controller.observe_verify_seconds(verify_seconds, verify, longest)
 
     def began(self, row: Row) -> None:
         """After a row's prefill: its draft may take the tokens of its prompt, and the first one."""

@@ -239,16 +239,22 @@ def test_seconds_that_were_measured_correct_the_table():
         controller = Controller(cost, follows_clock=follows)
         before = controller.draft_seconds(1, CONTEXT)
         for _ in range(400):
-            expected = controller.draft_seconds(1, CONTEXT), controller.verify_seconds(1, CONTEXT)
-            verify = cost.verify_pass(1, CONTEXT)
-            controller.observe_seconds(2.0 * before, expected[0], verify, expected[1])
+            controller.observe_draft_seconds(2.0 * before, controller.draft_seconds(1, CONTEXT))
+            for tokens, off in ((1, 1.2), (5, 0.9)):
+                expected = controller.verify_seconds(tokens, CONTEXT)
+                took = off * cost.verify_pass(tokens, CONTEXT)
+                controller.observe_verify_seconds(took, expected, tokens)
         assert controller.draft_seconds(1, CONTEXT) == pytest.approx(ratio * before, rel=0.02)
+        growth = controller.verify_seconds(5, CONTEXT) / controller.verify_seconds(1, CONTEXT)
+        table_growth = cost.verify_pass(5, CONTEXT) / cost.verify_pass(1, CONTEXT)
+        learnt = 0.9 / 1.2 if follows else 1.0
+        assert growth == pytest.approx(learnt * table_growth, rel=0.03)
 
 
 def test_one_stalled_round_changes_little():
     controller = Controller(table())
     expected = controller.verify_seconds(1, CONTEXT)
-    controller.observe_seconds(0.0, 0.0, 1000.0 * expected, expected)
+    controller.observe_verify_seconds(1000.0 * expected, expected, 1)
     assert controller.verify_seconds(1, CONTEXT) <= 1.05 * expected
 
 

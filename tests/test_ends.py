@@ -32,7 +32,10 @@ def lms(tokenizer: PreTrainedTokenizerFast) -> dict[str, SelfSpeculativeLM]:
     """Wrappers of a model with many ends of sequence."""
     model = make_model()
     model.generation_config.eos_token_id = EOS
-    return {name: SelfSpeculativeLM(model, tokenizer, plan) for name, plan in PLANS.items()}
+    return {
+        name: SelfSpeculativeLM(model, tokenizer, plan, lookup=False)
+        for name, plan in PLANS.items()
+    }
 
 
 def run(lm: SelfSpeculativeLM, prompt: Any, **more: Any) -> GenerationOutput:
