@@ -120,10 +120,10 @@ class Controller:
         self._prior = tuple(prior) or (DEFAULT_ACCEPTANCE,)
         self._follows_clock = follows_clock
         self._experiences: dict[str, Experience] = {}
-        # Measured seconds over the table's. Of verify passes also by their length: what a round
-        # takes beside its passes weighs more in a short one.
-        self._draft_ratio = self._verify_ratio = 1.0
-        self._length_ratios: dict[int, float] = {}
+        # Measured seconds over the table's: of verify passes, which every round has, and of drafts
+        # beside that. A ratio of its own for each kind of pass would be that of another time, when
+        # the machine was slower or faster, for what is not run now.
+        self._slowness = self._draft_ratio = 1.0
         self._seconds: dict[tuple[str, int, int, int, int], float] = {}
 
     def row(self, kind: str) -> RowState:
@@ -137,7 +137,8 @@ class Controller:
 
     def draft_seconds(self, rows: int, context: int, *, each: int = 1) -> float:
         """Of one draft pass over ``rows`` sequences with ``each`` tokens of each."""
-        return self._draft_ratio * self._looked_up("draft", rows * each, context, rows, each)
+        ratio = self._slowness * self._draft_ratio
+        return ratio * self._looked_up("draft", rows * each, context, rows, each)
 
     def verify_seconds(
         self, tokens: int, context: int, *, rows: int = 1, longest: int | None = None
@@ -148,8 +149,7 @@ class Controller:
             longest: tokens of the sequence with the most; None: all have equally many.
         """
         longest = -(-tokens // rows) if longest is None else longest
-        ratio = self._length_ratios.get(longest.bit_length(), self._verify_ratio)
-        return ratio * self._looked_up("verify", tokens, context, rows, longest)
+        return self._slowness * self._looked_up("verify", tokens, context, rows, longest)
 
     def _looked_up(self, what: str, tokens: int, context: int, rows: int, longest: int) -> float:
         if tokens == 0:
@@ -269,14 +269,10 @@ class Controller:
         if self._follows_clock and expected > 0.0:
             self._draft_ratio = _followed(self._draft_ratio, measured / expected)
 
-    def observe_verify_seconds(self, measured: float, expected: float, longest: int) -> None:
+    def observe_verify_seconds(self, measured: float, expected: float) -> None:
         """What a verify pass took beside what ``verify_seconds`` says of it."""
-        if not self._follows_clock:
-            return
-        length, error = longest.bit_length(), measured / expected
-        ratio = self._length_ratios.get(length, self._verify_ratio)
-        self._length_ratios[length] = _followed(ratio, error)
-        self._verify_ratio = _followed(self._verify_ratio, error * ratio / self._verify_ratio)
+        if self._follows_clock:
+            self._slowness = _followed(self._slowness, measured / expected)
 
 
 class Pace:
@@ -409,5 +405,5 @@ def _most_drafted(ask: Ask) -> int:
 
 
 def _followed(ratio: float, measured: float) -> float:
-    """A slow average; one stalled round moves it little."""
-    return ratio * min(max(measured, 0.5), 2.0) ** 0.03
+    """An average over some dozen rounds; a stalled one moves it little."""
+    return ratio * min(max(measured, 0.7), 1.4) ** 0.05

@@ -238,7 +238,7 @@ class Speculator:
             tokens, context, rows=len(attempts), longest=longest
         )
         self.controller.observe_draft_seconds(draft_seconds, draft)
-        self.controller.observe_verify_seconds(verify_seconds, verify, longest)
+        self.controller.observe_verify_seconds(verify_seconds, verify)
 
     def began(self, row: Row) -> None:
         """After a row's prefill: its draft may take the tokens of its prompt, and the first one."""
