@@ -20,6 +20,7 @@ from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 HYSTERESIS = 0.03
 PROBE_SHARE = 0.01
 CONTEXT_STEP = 64
+MOST_REMEMBERED = 100_000  # seconds looked up in the table
 SHORTEST = 1e-9  # seconds of a pass: nothing is divided by zero
 
 
@@ -156,6 +157,8 @@ class Controller:
             return 0.0
         key = (what, tokens, context // CONTEXT_STEP, rows, longest)
         if key not in self._seconds:
+            if len(self._seconds) >= MOST_REMEMBERED:
+                self._seconds.clear()
             middle = (context // CONTEXT_STEP + 0.5) * CONTEXT_STEP
             if what == "draft":
                 seconds = self.cost.draft_pass(tokens, middle, sequences=rows)
