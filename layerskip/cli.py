@@ -362,7 +362,7 @@ def _mode_table(document: dict[str, Any], names: dict[str, str] | None = None) -
     theory = document.get("theory")
     if theory:
         table.caption = (
-            f"theory: length / (k c + v) = {theory['speedup']:.2f}x "
+            f"theory: length / (d c + v) = {theory['speedup']:.2f}x "
             f"with c = {theory['c']:.3f}, v = {theory['v']:.3f} from bare passes"
         )
     return table

@@ -69,7 +69,9 @@ DEFAULT_EARLY_EXIT = EarlyExitSettings(2, 20, 0.4)  # transformers' defaults but
 
 @dataclass(frozen=True)
 class Theory:
-    """Predicted speed-up, ``mean_accepted_length / (k c + v)``, from bare passes.
+    """Predicted speed-up, ``mean_accepted_length / (d c + v)``, from bare passes.
+
+    There are d draft passes in a round; look-ups make them fewer than drafted tokens.
 
     Attributes:
         c: a draft token's pass in units of one plain pass.
@@ -210,7 +212,8 @@ class Comparison:
             ][3:]
         c = statistics.median(draft / plain for draft, _, plain in times)
         v = statistics.median(verify / plain for _, verify, plain in times)
-        return Theory(c, v, stats.mean_accepted_length / (k * c + v))
+        passes = stats.num_draft_passes / max(1, stats.num_rounds)  # look-ups save some
+        return Theory(c, v, stats.mean_accepted_length / (passes * c + v))
 
 
 @dataclass

@@ -259,16 +259,20 @@ def predict(monkeypatch: pytest.MonkeyPatch, stats: DecodeStats, layers: Sequenc
 
 
 def test_theory_is_the_formula_over_bare_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    stats = DecodeStats(num_rounds=10, num_draft_tokens=40, num_accepted_tokens=30)
+    stats = DecodeStats(
+        num_rounds=10, num_draft_tokens=40, num_accepted_tokens=30, num_draft_passes=30
+    )
     theory = predict(monkeypatch, stats, (0, 1))
     plain = 8 * 1.1 + 2
     c, v = (2 * 1.1 + 2) / plain, (8 * 1.5 + 2) / plain
     assert (theory.c, theory.v) == pytest.approx((c, v))
-    assert theory.speedup == pytest.approx((1 + 3) / (4 * c + v))
+    assert theory.speedup == pytest.approx((1 + 3) / (3 * c + v))
 
 
 def test_theory_takes_the_draft_length_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    stats = DecodeStats(num_rounds=10, num_draft_tokens=25, num_accepted_tokens=5)
+    stats = DecodeStats(
+        num_rounds=10, num_draft_tokens=25, num_accepted_tokens=5, num_draft_passes=25
+    )
     theory = predict(monkeypatch, stats, (0, 3, 5))
     plain = 8 * 1.1 + 2
     c = (3 * 1.1 + 2) / plain
