@@ -332,7 +332,12 @@ def _comparison(args: argparse.Namespace, sampling: "SamplingParams", tokens: in
         device=args.device,
     )
     lm = SelfSpeculativeLM(
-        model, tokenizer, plan, num_draft_tokens=num_draft_tokens, exact=args.exact
+        model,
+        tokenizer,
+        plan,
+        num_draft_tokens=num_draft_tokens,
+        exact=args.exact,
+        lookup=args.lookup,
     )
     return Comparison(model, lm, sampling=sampling, max_new_tokens=tokens)
 

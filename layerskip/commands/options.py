@@ -25,6 +25,12 @@ def model_options(command: argparse.ArgumentParser, *, plans: bool = True) -> No
         default=True,
         help="whether a row's bits may not depend on drafts and batch (the default)",
     )
+    command.add_argument(
+        "--lookup",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether tokens are looked up in prompt and output (the default)",
+    )
     command.add_argument("--json", action="store_true", help="one JSON document as last line")
 
 
@@ -56,4 +62,5 @@ def load(args: argparse.Namespace) -> "SelfSpeculativeLM":
         dtype=args.dtype,
         device=args.device,
         exact=args.exact,
+        lookup=args.lookup,
     )
