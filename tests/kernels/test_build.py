@@ -41,12 +41,11 @@ def nvrtc() -> None:
 
 
 def selected(arch: str) -> list[str]:
-    """The largest of each template; for one architecture, of fp16 too, and all of bf16."""
-    largest = {name.split(">")[0].split(",")[0]: name for name in CATALOG}
-    bf16 = [name for name in CATALOG if "Fp16" not in name]
+    """All kernels for one architecture, the largest of each template for the others."""
     if arch == IN_FULL:
-        return list(dict.fromkeys([*largest.values(), *bf16]))
-    return [name for name in largest.values() if name in bf16]
+        return list(CATALOG)
+    largest = {name.split("<")[0]: name for name in CATALOG if "Fp16" not in name}
+    return list(largest.values())
 
 
 def compiled(names: list[str], arch: str) -> dict[str, Cubin]:
