@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerskip.files import read_json
+from layerskip.telemetry import runs
 from layerskip.telemetry.buckets import Lengths
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-RUN_VERSION = 1
 PLAIN_ARM = "0"
 MEMORY = "1GB"  # that DuckDB may use; the rest goes through the disk
 CONTEXT_STEP = 64  # contexts this near cost the same
@@ -80,14 +79,12 @@ def read_run(folder: str | Path, arm: str | None = None) -> Run:
         ValueError: it is no runs folder, or has no such arm.
     """
     folder = Path(folder)
-    if not (folder / "run.json").is_file():
+    if not (folder / runs.RUN).is_file():
         raise ValueError(
-            f"{folder} is no runs folder (it has no run.json): give what "
+            f"{folder} is no runs folder (it has no {runs.RUN}): give what "
             f"`layerskip measure --out` wrote to"
         )
-    content = read_json(folder / "run.json", "description of a run")
-    if not isinstance(content, dict) or content.get("version") != RUN_VERSION:
-        raise ValueError(f"{folder}/run.json is no description of a run of version {RUN_VERSION}")
+    content = runs.read_run(folder)
     arms = content.get("arms")
     if not isinstance(arms, list) or not all(isinstance(name, str) for name in arms):
         raise ValueError(f"{folder}/run.json must list its arms as texts, got {arms!r}")
@@ -152,7 +149,7 @@ def _load_requests(
     outputs: tuple[Lengths, ...],
 ) -> None:
     task = "''" if run.label is None else "coalesce(labels[$label], '')"
-    given = {"path": str(run.folder / "requests.jsonl"), "arm": run.arm, "plain": PLAIN_ARM}
+    given = {"path": str(run.folder / runs.REQUESTS), "arm": run.arm, "plain": PLAIN_ARM}
     given |= {} if run.label is None else {"label": run.label}
     database.execute(
         f"""
@@ -190,7 +187,7 @@ def _load_rounds(database: "DuckDBPyConnection", folder: Path) -> None:
         FROM {_source(ROUNDS)} LEFT JOIN requests USING (request_id)
         WHERE (index > 0 OR index IS NULL) AND (number IS NULL OR is_on IS NOT NULL)
         """,
-        {"path": str(folder / "rounds.jsonl")},
+        {"path": str(folder / runs.ROUNDS)},
     )
     _drop_broken(database, "rounds", folder)
     (differing,) = one_row(
@@ -232,7 +229,7 @@ def _range_of(column: str, ranges: tuple[Lengths, ...]) -> str:
 
 def _drop_broken(database: "DuckDBPyConnection", table: str, folder: Path) -> None:
     """Forget a last line that was cut off by a kill; any other damage is an error."""
-    path = folder / f"{table}.jsonl"
+    path = folder / (runs.ROUNDS if table == "rounds" else runs.REQUESTS)
     (broken,) = one_row(database, f"SELECT count(*) FROM {table} WHERE broken")
     if broken > (not _ends_with_newline(path)):
         raise ValueError(f"{path} is damaged: {broken} of its lines are no records of {table}")
