@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from layerskip.cost import CostTable
 from layerskip.estimates import DEFAULT_ACCEPTANCE, Experience, RowState
-from layerskip.outputs import Drafter
+from layerskip.outputs import Drafter, StopReason
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
 HYSTERESIS = 0.03
@@ -72,7 +72,7 @@ class Stopper:
         confidences: of the tokens so far, as the drafter gave them.
         chances: of acceptance, of each token so far.
         gain: tokens that one more is expected to add, less what verifying it costs.
-        stopped: whether confidence ended the draft.
+        stopped: what ended the draft before it had all its tokens; "" if nothing did.
     """
 
     def __init__(self, state: RowState, choice: Choice) -> None:
@@ -81,7 +81,7 @@ class Stopper:
         self.confidences: list[float] = []
         self.chances: list[float] = []
         self.gain = 0.0
-        self.stopped = False
+        self.stopped: StopReason = ""
 
     def goes_on(self, confidence: float) -> bool:
         """After a token that was drafted with ``confidence``, and stays: is another worth a row
@@ -94,7 +94,8 @@ class Stopper:
         done = len(self.chances)
         more = choice.verify_seconds[done] if done < len(choice.verify_seconds) else 0.0
         self.gain = self._survival * state.acceptance(done) - choice.rate * more
-        self.stopped = self.gain <= 0.0
+        if self.gain <= 0.0:
+            self.stopped = "confidence"
         return not self.stopped
 
     @property
@@ -184,7 +185,7 @@ class Controller:
         if sum(s.gain for s in stoppers) > stoppers[0].rate * seconds:
             return True
         for stopper in stoppers:
-            stopper.stopped = True
+            stopper.stopped = "cost"
         return False
 
     def choose(
