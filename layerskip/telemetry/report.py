@@ -38,7 +38,7 @@ class Distribution:
 
     count: int
     mean: float
-    quantiles: tuple[float, ...]
+    quantiles: tuple[float, ...] = field(repr=False)
 
     def at(self, percent: int) -> float:
         """The quantile at so many percent."""
@@ -77,12 +77,14 @@ class Position:
     Attributes:
         position: of the token in its draft.
         drafts: rounds that drafted anything.
-        reached: of these, rounds that drafted this position, its predecessors being accepted.
+        drafted: rounds that drafted this position.
+        reached: of these, rounds that judged it, its predecessors being accepted.
         accepted: of these, rounds that accepted it.
     """
 
     position: int
     drafts: int
+    drafted: int
     reached: int
     accepted: int
 
@@ -106,7 +108,8 @@ class Latency:
         per_token: between emitted tokens after the first, on a request's average, by request; of
             requests with two tokens or more.
         end_to_end: until the last token, by request.
-        burst: between two rounds, which emit together what they emit, by round; exact to 0.3 %.
+        burst: of a round, which emits its tokens together: drafting and verifying; by round,
+            quantiles exact to 0.3 %.
         tokens_per_second: all tokens after the first ones, over all seconds after them.
     """
 
@@ -159,8 +162,9 @@ class Inequality:
         emitted: tokens a round, the bonus or recovered one counted.
         accepted: tokens a round without it.
         verify: passes over 1, 2, 3, ... tokens, at the mean context.
-        gain: by request, over all its rounds: tokens emitted over plain passes' time spent. What
-            the inequality says of one request: above 1 drafting pays, 1 if nothing was drafted.
+        gain: by request, over all its rounds: the time of a plain pass for each token emitted, over
+            that of the passes run, each at its own context. What the inequality says of one
+            request: above 1 drafting pays, 1 if nothing was drafted.
         clock_alpha, clock_beta: what draft phases took, and verify phases beyond the off arm's,
             in units of the off arm's mean round; None without that arm.
     """
