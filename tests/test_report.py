@@ -320,9 +320,28 @@ def test_what_a_killed_run_left_is_ignored(tmp_path):
 def test_other_arms_are_left_out(tmp_path):
     requests = [*pair(0, ((4, 2),) * 3), Request(0, rounds=((2, 2),) * 2, arm="2")]
     folder = write_run(tmp_path / "runs", requests, arms=("0", "auto", "2"))
-    assert acceptance_report(folder).total.accepted_counts == (0, 0, 3)
-    assert acceptance_report(folder).num_ignored_rounds == 0
+    report = acceptance_report(folder)
+    assert (report.total.accepted_counts, report.total.off.burst.count) == ((0, 0, 3), 9)
+    assert report.num_ignored_rounds == 0
     assert acceptance_report(folder, arm="2").total.accepted_counts == (0, 0, 2)
+
+
+def test_a_shift_while_it_was_measured_is_told(tmp_path, capsys):
+    """120 requests accept most of what is drafted, 10 more accept little."""
+    rng = random.Random(6)
+    chances = [0.8] * 120 + [0.2] * 10
+    rounds = [tuple((4, accepted(rng, chance, 4)) for _ in range(10)) for chance in chances]
+    requests = [Request(i, task="code", rounds=found) for i, found in enumerate(rounds)]
+    folder = write_run(tmp_path / "runs", requests)
+    change_rounds(folder, lambda e: {"finish_reason": "length" if e["index"] == 10 else None})
+    drift = acceptance_report(folder).drift
+    assert drift.alarms
+    assert (drift.alarms[0].bucket, drift.alarms[0].direction) == ("code", "down")
+    assert drift.states["code"].num_requests == 100
+    assert main(["report", str(folder), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["report"]["drift"]["alarms"][0]["direction"] == "down"
+    assert "drift: code: accepted tokens a draft fell" in err
 
 
 def damage(name: str, old: str, new: str):

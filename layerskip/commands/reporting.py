@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from layerskip.policy import Policy
     from layerskip.telemetry.report import AcceptanceReport, Estimate
 
-MOST_ROWS = 60  # of a table in a terminal
+MOST_ROWS, MOST_ALARMS = 60, 5  # that a terminal shows
 
 
 def add_parsers(commands: Any) -> None:
@@ -182,10 +182,15 @@ def _notes(report: "AcceptanceReport") -> list[str]:
     if total.inequality is not None:
         i = total.inequality
         notes.append(
-            f"margin: emitted tokens a draft {i.emitted.value:.2f} less "
-            f"1 + {i.draft_passes:.2f} c + beta = {i.threshold:.2f} "
-            f"(c {i.c:.3f}, beta {i.beta:.3f}, of all); no bonus: accepted less the same"
+            f"margin: emitted tokens a draft less 1 + passes x c + beta, of all: "
+            f"{i.emitted.value:.2f} - (1 + {i.draft_passes:.2f} x {i.c:.3f} + {i.beta:.3f}); "
+            f"no bonus: accepted less the same"
         )
+        if i.clock_alpha is not None and i.clock_beta is not None:
+            notes.append(
+                f"by the cost table alpha {i.alpha:.3f}, beta {i.beta:.3f}; "
+                f"by the clock alpha {i.clock_alpha:.3f}, beta {i.clock_beta:.3f}"
+            )
     else:
         notes.append("margin: unknown, for nothing was drafted or no costs were recorded")
     if total.paired is None:
@@ -193,6 +198,10 @@ def _notes(report: "AcceptanceReport") -> list[str]:
     elif total.paired.num_identical < total.paired.num_prompts:
         differing = total.paired.num_prompts - total.paired.num_identical
         notes.append(f"{differing} of {total.paired.num_prompts} outputs differ between the arms")
+    alarms = report.drift.alarms if report.drift is not None else ()
+    notes += [f"drift: {alarm}" for alarm in alarms[:MOST_ALARMS]]
+    if len(alarms) > MOST_ALARMS:
+        notes.append(f"drift: {len(alarms) - MOST_ALARMS} more alarms in --html and --json")
     if report.num_ignored_rounds:
         notes.append(f"{report.num_ignored_rounds} rounds of unfinished requests left out")
     return notes

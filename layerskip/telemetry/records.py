@@ -46,6 +46,7 @@ ROUNDS = {
     "rows": "INTEGER",
     "context": "INTEGER",
     "stopped": "VARCHAR",
+    "finish_reason": "VARCHAR",
 }
 
 
@@ -111,10 +112,10 @@ def opened(
 ) -> "Iterator[DuckDBPyConnection]":
     """A database with the run's finished requests and their rounds.
 
-    Its tables: ``requests`` (with ``number``, ``is_on`` (true of the arm that drafts, false of the
-    plain one, NULL of others), ``task`` with ``task_number``, and ``prompt`` and ``output``, the
-    indices of the ranges that they lie in) and ``rounds`` of both arms (with ``request``, the
-    number of theirs; NULL where it never finished; prefills left out).
+    Its tables: ``requests``, with ``number``, in the order in which they ended; ``is_on``, true of
+    the arm that drafts, false of the plain one, NULL of others; ``task`` with ``task_number``; and
+    ``prompt`` and ``output``, the indices of the ranges that they lie in. ``rounds`` of both arms
+    without prefills, with ``request``, the number of theirs, NULL where it never finished.
 
     Raises:
         ValueError: DuckDB is not installed, or a file is missing or damaged.
@@ -133,13 +134,12 @@ def opened(
         }
         with duckdb.connect(f"{scratch}/records.duckdb", config=settings) as database:
             database.execute("SET enable_progress_bar = false")
-            database.execute("SET preserve_insertion_order = false")
             try:
                 _load_requests(database, run, prompts, outputs)
                 _load_rounds(database, run.folder)
+                yield database
             except duckdb.Error as error:
                 raise ValueError(f"{run.folder} cannot be read: {_first_line(error)}") from None
-            yield database
 
 
 def _load_requests(
@@ -154,15 +154,14 @@ def _load_requests(
     database.execute(
         f"""
         CREATE TABLE requests AS
-        SELECT row_number() OVER (ORDER BY prompt_index, request_id) AS number,
-            request_id, prompt_index,
+        SELECT number, request_id, prompt_index,
             CASE arm WHEN $arm THEN true WHEN $plain THEN false END AS is_on,
             {task} AS task, dense_rank() OVER (ORDER BY {task}) - 1 AS task_number,
             {_range_of("prompt_tokens", prompts)} AS prompt,
             {_range_of("new_tokens", outputs)} AS output,
             new_tokens, num_rounds, ttft_seconds, decode_seconds, e2e_seconds, tokens_sha256,
             {_is_broken(REQUESTS, {"labels", "tokens_sha256"})} AS broken
-        FROM {_source(REQUESTS)}
+        FROM (SELECT row_number() OVER () AS number, * FROM {_source(REQUESTS)})
         """,
         given,
     )
@@ -173,17 +172,19 @@ def _load_requests(
 
 
 def _load_rounds(database: "DuckDBPyConnection", folder: Path) -> None:
+    database.execute("SET preserve_insertion_order = false")  # takes less memory
     database.execute(
         f"""
         CREATE TABLE rounds AS
-        SELECT number AS request, is_on, mode, stopped, rows,
+        SELECT number AS request, index, is_on, mode, stopped, rows,
             num_draft_tokens AS drafted, num_accepted_tokens AS accepted,
             num_emitted_tokens AS emitted, num_draft_passes AS passes,
             -- What was judged: not what a round drafted behind the end of the text.
             least(num_draft_tokens, num_accepted_tokens
                   + (num_emitted_tokens > num_accepted_tokens)::INTEGER) AS judged,
             context, context // {CONTEXT_STEP} AS place, draft_seconds, verify_seconds,
-            {_is_broken(ROUNDS, {"stopped"})} AS broken
+            finish_reason IS NOT NULL AS is_last,
+            {_is_broken(ROUNDS, {"stopped", "finish_reason"})} AS broken
         FROM {_source(ROUNDS)} LEFT JOIN requests USING (request_id)
         WHERE (index > 0 OR index IS NULL) AND (number IS NULL OR is_on IS NOT NULL)
         """,

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from layerskip.telemetry.buckets import Bucket
+from layerskip.telemetry.drift import Drift
 
 ENOUGH_REQUESTS = 500  # article S2; a p10 of 500 still lies anywhere from the 7.4 to the 12.6 %
 REPORT_VERSION = 1
@@ -283,6 +284,8 @@ class AcceptanceReport:
             a request's output length when it arrives.
         total: everything together.
         num_ignored_rounds: of requests that never finished: of a run that was killed.
+        drift: whether acceptance shifted while it was measured, by task; alarms are sentences for
+            ``str``.
         measured: what was run: prompts, sampling, seed, versions, machine; ready for JSON.
     """
 
@@ -295,11 +298,15 @@ class AcceptanceReport:
     routes: tuple[BucketReport, ...]
     total: BucketReport
     num_ignored_rounds: int = 0
+    drift: Drift | None = None
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON; curves are left out, their named quantiles stay."""
-        return {"version": REPORT_VERSION, **_document(self)}
+        document = {"version": REPORT_VERSION, **_document(self)}
+        if self.drift is not None:
+            del document["drift"]["paths"]
+        return document
 
 
 def _document(value: Any) -> dict[str, Any]:
@@ -313,4 +320,6 @@ def _ready(value: Any) -> Any:
         return _document(value)
     if isinstance(value, tuple):
         return [_ready(v) for v in value]
-    return dict(value) if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        return {name: _ready(v) for name, v in value.items()}
+    return value
