@@ -208,8 +208,9 @@ def test_looked_up_tokens_cost_no_draft_pass(tmp_path):
 
 def test_costs_are_those_at_the_rounds_context_and_rows(tmp_path):
     """At 1000 slots a plain pass takes twice as long, and a draft pass as long as at none."""
-    base = flat_cost(verify=(PLAIN,) * 40)
-    verify = replace(base.verify, contexts=(0, 1000), seconds=((PLAIN,) * 40, (2 * PLAIN,) * 40))
+    wide = tuple(PLAIN * (0.9 + 0.1 * n) for n in range(1, 41))
+    base = flat_cost(verify=wide)
+    verify = replace(base.verify, contexts=(0, 1000), seconds=(wide, tuple(2 * t for t in wide)))
     requests = [Request(0, rounds=((2, 1),), prompt_tokens=500)]
     folder = write_run(tmp_path / "runs", requests, cost=replace(base, verify=verify))
     assert acceptance_report(folder).total.inequality.c == pytest.approx(DRAFT / (1.5 * PLAIN))
@@ -219,6 +220,10 @@ def test_costs_are_those_at_the_rounds_context_and_rows(tmp_path):
     found = acceptance_report(folder).total.inequality
     assert found.c == pytest.approx(table.draft_pass(3, 500, sequences=3) / plain)
     assert found.verify[2] == pytest.approx(table.verify_pass(9, 500, sequences=3) / plain)
+    # Contexts of 448 to 511 slots cost what 480 do.
+    spent = 2 * table.draft_pass(3, 480, sequences=3) + table.verify_pass(9, 480, sequences=3)
+    gained = 2 * table.verify_pass(3, 480, sequences=3) / spent
+    assert found.gain.p50 == pytest.approx(gained)
 
 
 def test_a_draft_cut_at_the_end_of_the_text_was_judged_no_further(tmp_path):
@@ -234,7 +239,7 @@ def test_intervals_hold_what_they_promise():
     """Rounds of one request are alike: requests are drawn again, and 95 % of intervals cover."""
     rng = np.random.default_rng(3)
     covered = {}
-    for num_requests, trials in ((40, 200), (1500, 50)):
+    for num_requests, trials in ((40, 200), (1500, 30)):
         covered[num_requests] = 0
         for _ in range(trials):
             rounds = rng.integers(5, 40, num_requests).astype(float)
@@ -243,7 +248,7 @@ def test_intervals_hold_what_they_promise():
             found = Resampler(int(rng.integers(1000))).estimate(ratio_of_sums, tokens, rounds)
             covered[num_requests] += found.low <= 1.5 <= found.high
     assert 180 <= covered[40] <= 198
-    assert 44 <= covered[1500] <= 50
+    assert covered[1500] >= 26
 
 
 def test_intervals_shrink_with_the_root_of_the_requests():
@@ -333,7 +338,6 @@ def test_a_shift_while_it_was_measured_is_told(tmp_path, capsys):
     rounds = [tuple((4, accepted(rng, chance, 4)) for _ in range(10)) for chance in chances]
     requests = [Request(i, task="code", rounds=found) for i, found in enumerate(rounds)]
     folder = write_run(tmp_path / "runs", requests)
-    change_rounds(folder, lambda e: {"finish_reason": "length" if e["index"] == 10 else None})
     drift = acceptance_report(folder).drift
     assert drift.alarms
     assert (drift.alarms[0].bucket, drift.alarms[0].direction) == ("code", "down")
