@@ -28,7 +28,7 @@ def decided(folder, requests, *, cost=None, **settings) -> Policy:
     return decide(acceptance_report(write_run(folder, requests, cost=cost, **settings)))
 
 
-def requests_of(chances, *, drafted=4, rounds=30, count=60, task="code"):
+def requests_of(chances, *, drafted=4, rounds=15, count=60, task="code"):
     """Prompts whose acceptance goes through ``chances`` in turn."""
     rng = random.Random(1)
     return [
@@ -51,7 +51,7 @@ def test_what_pays_in_the_tails_stays_on(tmp_path):
 
 def test_a_mean_that_pays_does_not_hide_a_tail_that_loses(tmp_path):
     """Three of four requests gain a lot, one loses, and is among the slowest: off."""
-    requests = requests_of((0.95, 0.95, 0.95, 0.05), rounds=40)
+    requests = requests_of((0.95, 0.95, 0.95, 0.05), rounds=20)
     # As many tokens, whatever is accepted: those that accept little take the longest.
     report = acceptance_report(write_run(tmp_path / "runs", requests, cost=flat_cost()))
     (route,) = report.routes
@@ -98,9 +98,9 @@ def test_one_arm_alone_decides_nothing(tmp_path):
 def test_rules_are_by_task_and_prompt_over_all_outputs(tmp_path):
     rng = random.Random(2)
     requests = []
-    for i in range(240):
+    for i in range(120):
         prompt, chance = (50, 0.9) if i % 2 else (300, 0.05)
-        rounds = accepting(rng, chance, 4, rng.randint(2, 60))
+        rounds = accepting(rng, chance, 4, rng.randint(2, 30))
         task = "code" if i % 4 < 2 else "chat"
         requests += pair(i, rounds, task=task, prompt_tokens=prompt)
     policy = decided(tmp_path / "runs", requests, cost=flat_cost())

@@ -294,6 +294,12 @@ def test_edges_belong_to_the_bucket_above(tmp_path):
     assert [b.num_requests for b in report.buckets] == [1, 1]
 
 
+def test_too_many_buckets_are_refused(tmp_path):
+    folder = write_run(tmp_path / "runs", [Request(i, task=f"t{i}") for i in range(1001)])
+    with pytest.raises(ValueError, match=r"'category' \(1001 values\) .* make 1001 buckets"):
+        acceptance_report(folder)
+
+
 def test_one_request_alone(tmp_path):
     """No plain arm, no costs: what can be said is said."""
     folder = write_run(tmp_path / "runs", [Request(3, rounds=((4, 2), (4, 4)))], arms=("auto",))
@@ -391,6 +397,12 @@ def test_broken_folders_are_refused_in_a_sentence(tmp_path, case, capsys):
         acceptance_report(folder)
     assert main(["report", str(folder)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_folder_whose_name_is_a_pattern_is_refused(tmp_path):
+    folder = write_run(tmp_path / "runs[1]", pair(0, ((4, 2),) * 3))
+    with pytest.raises(ValueError, match="rename it"):
+        acceptance_report(folder)
 
 
 def test_an_unknown_arm_is_refused(recorded):

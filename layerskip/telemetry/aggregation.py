@@ -62,6 +62,7 @@ MEASURED = (
     "machine",
     "threads",
 )
+MOST_BUCKETS = 1000
 SHORTEST = 1e-9  # seconds: nothing is divided by zero
 
 T = TypeVar("T", int, float, str)
@@ -84,7 +85,8 @@ def acceptance_report(
         seed: of the resampling for intervals.
 
     Raises:
-        ValueError: the folder is no runs folder, is damaged, or no request with drafting finished.
+        ValueError: the folder is no runs folder, is damaged, or no request with drafting finished;
+            or there are more than 1000 buckets.
     """
     prompts, outputs = lengths(prompt_edges, "prompt edges"), lengths(output_edges, "output edges")
     run = read_run(folder, arm)
@@ -103,6 +105,12 @@ def acceptance_report(
         return _report(tallies, cost, resampler, cell, _bucket(cell, prompts, outputs))
 
     cells = tallies.cells()
+    if len(cells) > MOST_BUCKETS:
+        raise ValueError(
+            f"label {run.label!r} ({len(tallies.tasks)} values) and the edges make {len(cells)} "
+            f"buckets; at most {MOST_BUCKETS} can be reported: measure with a label of fewer "
+            f"values, or give fewer edges"
+        )
     routes = sorted({Cell(cell.task, cell.prompt, None) for cell in cells})
     return AcceptanceReport(
         model=str(run.content.get("model", "")),

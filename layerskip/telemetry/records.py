@@ -85,6 +85,8 @@ def read_run(folder: str | Path, arm: str | None = None) -> Run:
             f"{folder} is no runs folder (it has no {runs.RUN}): give what "
             f"`layerskip measure --out` wrote to"
         )
+    if set(str(folder)) & set("*?["):  # DuckDB would look for other folders like it
+        raise ValueError(f"{folder} has a name that stands for several: rename it, without * ? [")
     content = runs.read_run(folder)
     arms = content.get("arms")
     if not isinstance(arms, list) or not all(isinstance(name, str) for name in arms):
