@@ -17,6 +17,7 @@ from layerskip.telemetry.buckets import (
     Lengths,
     lengths,
 )
+from layerskip.telemetry.drift import find_drift
 from layerskip.telemetry.records import Run, opened, read_run
 from layerskip.telemetry.report import (
     AcceptanceReport,
@@ -45,6 +46,7 @@ from layerskip.telemetry.tallies import (
     RoundCount,
     Tallies,
     WorstCount,
+    drafts_in_order,
     tally,
 )
 
@@ -89,6 +91,7 @@ def acceptance_report(
     cost = _cost_of(run)
     with opened(run, prompts, outputs) as database:
         tallies = tally(database, cost)
+        drift = find_drift(drafts_in_order(database), label="task")
     if not len(tallies.requests["task"]):
         raise ValueError(
             f"no request of arm {run.arm} has finished in {run.folder}: give the same "
@@ -111,6 +114,7 @@ def acceptance_report(
         routes=tuple(map(report, routes)),
         total=report(Cell(None, None, None)),
         num_ignored_rounds=tallies.num_ignored_rounds,
+        drift=drift,
         measured={name: run.content[name] for name in MEASURED if name in run.content},
     )
 
