@@ -13,7 +13,14 @@ from toys import PLANS, make_model, random_ids
 
 from layerskip import Round, SelfSpeculativeLM
 from layerskip.telemetry import cusum
-from layerskip.telemetry.cusum import MOST_HEARD, Baseline, Cusum, OpenRequest, threshold
+from layerskip.telemetry.cusum import (
+    DRAFTS_PER_FALSE_ALARM,
+    MOST_HEARD,
+    Baseline,
+    Cusum,
+    OpenRequest,
+    threshold,
+)
 from layerskip.telemetry.drift import (
     MOST_BUCKETS,
     MOST_POINTS,
@@ -60,7 +67,7 @@ def requests_of(accepted: np.ndarray, exists: np.ndarray) -> list[list[int]]:
 
 def false_alarms(baseline: Baseline, accepted: np.ndarray, exists: np.ndarray) -> int:
     """Alarms of both directions: the same test, written for whole arrays."""
-    height, rho = threshold(0.5, 200_000), baseline.assumed_correlation
+    height, rho = threshold(0.5, DRAFTS_PER_FALSE_ALARM), baseline.assumed_correlation
     tolerance = baseline.tolerance(0.5)
     counts = np.arange(1, accepted.shape[1] + 1)
     totals = np.cumsum((accepted - baseline.mean) / baseline.deviation, axis=1)

@@ -22,6 +22,7 @@ from layerskip.telemetry.charts import (
     row_chart,
     shorten,
 )
+from layerskip.telemetry.drift import Drift, find_drift
 from layerskip.telemetry.figures import (
     acceptance,
     histograms,
@@ -265,7 +266,7 @@ def test_hostile_text_stays_text():
     tame, hostile = rendered("tame " * 12), rendered(HOSTILE)
     assert [e[0] for e in hostile.elements] == [e[0] for e in tame.elements]
     assert [sorted(e[1]) for e in hostile.elements] == [sorted(e[1]) for e in tame.elements]
-    shown = HOSTILE.replace("\x00", "\ufffd").replace("\ud800", "\ufffd")
+    shown = re.sub("[\x00\u202e\ud800]", "\ufffd", HOSTILE)
     assert hostile.all("title")[0][1] == f"Speculation report: {shown}"
     assert hostile.all("pre")[0][1] == shown * 2
     assert any(shown in text for _, text in hostile.all("th"))
@@ -542,11 +543,46 @@ def test_times_are_written_in_their_unit(value, text):
     assert seconds(value) == text
 
 
+def drifting() -> Drift:
+    """A task that falls from three accepted tokens to one, and one that does not."""
+    rng = np.random.default_rng(1)
+    rounds = [
+        {
+            "labels": {"category": task},
+            "request_id": f"{task} {i}",
+            "num_draft_tokens": 4,
+            "num_accepted_tokens": int(rng.binomial(4, 0.3 if task == "code" and i > 60 else 0.75)),
+            "finish_reason": "length" if last else None,
+        }
+        for i in range(90)
+        for task in ("writing", "code")
+        for last in (False, True)
+    ]
+    return find_drift(rounds, label="category", num_reference_requests=40)
+
+
+def test_drift_is_shown_where_it_was_looked_for(page):
+    assert "drift" not in page.all("nav")[0][1].lower()
+    drift = drifting()
+    found = Page(render(replace(made_up(["code"]), drift=drift), Policy(), []))
+    assert drift.alarms
+    assert str(drift.alarms[0]) in found.all("main")[0][1]
+    titles = [text for _, text in found.all("figcaption") if "Drift" in text]
+    assert titles == ["Drift, code", "Drift, writing"]  # the nearest to an alarm first
+    assert ("#drift", "Drift") in [(a["href"], text) for a, text in found.all("a")]
+
+
+def test_drift_of_few_requests_says_that_nothing_is_known():
+    drift = find_drift([], label="category")
+    found = Page(render(replace(made_up(["code"]), drift=drift), Policy(), []))
+    assert "No bucket had enough requests" in found.all("main")[0][1]
+
+
 def test_templates_are_beside_the_code():
     import layerskip.telemetry.html as module
 
     folder = Path(module.__file__).parent / "templates"
-    assert {f.name for f in folder.iterdir()} == {
+    assert {f.name for f in folder.iterdir()} >= {
         "draw.html",
         "page.css",
         "page.html",

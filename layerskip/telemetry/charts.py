@@ -131,11 +131,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Series:
-    """A named line through points, in steps if ``steps``."""
+    """A named line through points."""
 
     name: str
     points: tuple[tuple[float, float], ...]
-    steps: bool = False
 
 
 def row_chart(
@@ -199,7 +198,7 @@ def line_chart(
         places = [(x(a), y(b)) for a, b in one.points if _finite(a) and _finite(b)]
         if not places:
             continue
-        outlines.append(Outline(f"line s{i}", _through(places, steps=one.steps)))
+        outlines.append(Outline(f"line s{i}", _through(places)))
         every = max(1, len(places) // MARKS)
         # Each series starts its marks elsewhere, so that lines on top of one another both show.
         first = i * every // len(FORMS)
@@ -250,10 +249,10 @@ def _n(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def _through(places: Sequence[tuple[float, float]], *, steps: bool) -> str:
+def _through(places: Sequence[tuple[float, float]]) -> str:
     parts = [f"M{_n(places[0][0])} {_n(places[0][1])}"]
     for a, b in places[1:]:
-        parts.append(f"H{_n(a)}V{_n(b)}" if steps else f"L{_n(a)} {_n(b)}")
+        parts.append(f"L{_n(a)} {_n(b)}")
     return "".join(parts)
 
 

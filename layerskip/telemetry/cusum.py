@@ -36,7 +36,7 @@ Direction = Literal["down", "up"]
 SIGNS: tuple[tuple[Direction, float], ...] = (("down", -1.0), ("up", 1.0))
 
 SHIFT = 0.5  # standard deviations of accepted tokens a draft
-DRAFTS_PER_FALSE_ALARM = 200_000
+DRAFTS_PER_FALSE_ALARM = 300_000
 LEAST_REQUESTS = 20
 LEAST_DEVIATION = 0.1  # tokens: a shift by half of it is of no interest
 MOST_CORRELATION = 0.95

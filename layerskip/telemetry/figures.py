@@ -12,6 +12,7 @@ from layerskip.telemetry.charts import (
     line_chart,
     row_chart,
 )
+from layerskip.telemetry.drift import Drift
 from layerskip.telemetry.report import AcceptanceReport, Distribution
 from layerskip.telemetry.tables import (
     Table,
@@ -26,6 +27,7 @@ from layerskip.telemetry.tables import (
 )
 
 MAX_ROWS = 16
+MAX_DRIFTS = 4
 MAX_ROUTES = 3  # drawn singly, beside all requests together
 DECILES = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)
 
@@ -92,7 +94,7 @@ def positions(report: AcceptanceReport) -> Figure:
             Axis.over("accepted, of those reached", [1.0], percent=True),
         )
     left_out = len(report.routes) - MAX_ROUTES
-    note = f"{left_out} smaller routes are left out." if left_out > 0 else ""
+    note = f"Smaller routes left out: {left_out}." if left_out > 0 else ""
     return Figure(title, chart, position_table(sources), note)
 
 
@@ -168,6 +170,37 @@ def latencies(report: AcceptanceReport) -> tuple[Figure, ...]:
         ),
         _waits("Time to the first token", [(name, arm.ttft) for name, arm in known]),
     )
+
+
+def drifts(drift: Drift) -> tuple[Figure, ...]:
+    """How far acceptance was off over time, of the buckets that came nearest to an alarm."""
+    peaks = {name: max(max(p[1:]) for p in path) for name, path in drift.paths.items() if path}
+    return tuple(
+        _drift(name, drift) for name in sorted(peaks, key=lambda name: -peaks[name])[:MAX_DRIFTS]
+    )
+
+
+def _drift(name: str, drift: Drift) -> Figure:
+    path, state = drift.paths[name], drift.states[name]
+    sides = (("fewer accepted", state.num_down_alarms), ("more accepted", state.num_up_alarms))
+    series = [
+        Series(side, tuple((float(point[0]), point[column]) for point in path))
+        for column, (side, _) in enumerate(sides, 1)
+    ]
+    alarms = ", ".join(f"{count} that {side.replace(' ', ' are ')}" for side, count in sides)
+    title = f"Drift, {name or 'all requests'}"
+    chart = line_chart(
+        f"Over {path[-1][0]} drafts; alarms at 1: {alarms}.",
+        series,
+        Axis.over("drafts watched", [path[-1][0]], whole=True),
+        Axis.over("sum, in parts of an alarm's", [1.0, *(y for s in series for _, y in s.points)]),
+        line_at=1.0,
+    )
+    rows = tuple(
+        (f"{count}", number(down), number(up)) for count, down, up in path[:: -(-len(path) // 50)]
+    )
+    columns = ("drafts", *(side for side, _ in sides))
+    return Figure(title, chart, Table(title, columns, rows, frozenset()))
 
 
 def _rows(

@@ -17,6 +17,7 @@ from layerskip.telemetry import figures, tables
 from layerskip.telemetry.report import ENOUGH_REQUESTS, AcceptanceReport
 
 MAX_SAMPLES = 24
+MAX_ALARMS = 20
 MAX_SAMPLE_LETTERS = 6000
 MAX_PROMPT_LETTERS = 2000
 MAX_FACT_LETTERS = 200
@@ -27,9 +28,13 @@ ORIGINS = {
     "plain": "of a round that drafted nothing",
     "prefill": "the first token, of the prompt's pass",
 }
-# No page may hold these: control characters (but for tabs and line breaks) and half characters.
+# What no page may hold: control characters (but for tabs and line breaks), half characters, and
+# marks that turn the direction of what follows them: they made "128-511" out of "115-821".
 NOT_TEXT = dict.fromkeys((*range(32), *range(127, 160)), "�")
 NOT_TEXT |= dict.fromkeys(range(0xD800, 0xE000), "\N{REPLACEMENT CHARACTER}")
+NOT_TEXT |= dict.fromkeys(
+    (*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\N{REPLACEMENT CHARACTER}"
+)
 NOT_TEXT |= {ord("\t"): "\t", ord("\n"): "\n", ord("\r"): ""}
 
 
@@ -73,8 +78,13 @@ def write_html(
     write_text(path, render(report, policy, samples))
 
 
-def render(report: AcceptanceReport, policy: Policy, samples: Sequence[Mapping[str, Any]]) -> str:
+def render(
+    report: AcceptanceReport,
+    policy: Policy,
+    samples: Sequence[Mapping[str, Any]],
+) -> str:
     """The page that ``write_html`` writes."""
+    drift = report.drift
     shown = _choose(samples, report.label, report.arm)
     return page(
         "report.html",
@@ -91,6 +101,9 @@ def render(report: AcceptanceReport, policy: Policy, samples: Sequence[Mapping[s
         ratios=figures.ratios(report),
         latencies=figures.latencies(report),
         waits=tables.latency_table(report),
+        alarms=[str(alarm) for alarm in drift.alarms[-MAX_ALARMS:]] if drift else [],
+        drifts=figures.drifts(drift) if drift else (),
+        shifts=tables.drift_table(drift) if drift else None,
         samples=[_sample(s) for s in shown],
         num_samples=len(samples),
         origins=ORIGINS,
