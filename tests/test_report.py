@@ -412,9 +412,9 @@ def test_an_unknown_arm_is_refused(recorded):
 
 def test_the_command_shows_and_writes_what_was_decided(recorded, tmp_path, capsys):
     _, _, folder = recorded
-    policy = tmp_path / "policy.json"
-    args = ["report", str(folder), "--policy", str(policy), "--json", "--prompt-edges", "128"]
-    assert main([*args, "--output-edges", ""]) == 0
+    policy, page = tmp_path / "policy.json", tmp_path / "report.html"
+    args = ["report", str(folder), "--policy", str(policy), "--html", str(page), "--json"]
+    assert main([*args, "--prompt-edges", "128", "--output-edges", ""]) == 0
     out, err = capsys.readouterr()
     document = json.loads(out)
     assert Policy.load(policy).to_dict() == document["policy"]
@@ -429,7 +429,13 @@ def test_the_command_shows_and_writes_what_was_decided(recorded, tmp_path, capsy
     assert total["positions"][0]["survival"] > total["positions"][1]["survival"]
     assert "decision" in err
     assert "written to" in err
+    assert "chat" in page.read_text()
     assert not any(math.isnan(v) for v in total["mean_accepted"].values())
+
+
+def test_files_that_cannot_be_written_are_told_of_before_anything_is_read(tmp_path, capsys):
+    assert main(["report", "nowhere", "--html", str(tmp_path / "none" / "page.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_bad_edges_are_refused_before_anything_is_read(capsys):

@@ -1,7 +1,7 @@
 """``layerskip report``: from recorded traffic to tables, a page, and the decision."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -96,13 +96,14 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, title=title)
     for name in columns:
         words = name in TEXTS
-        table.add_column(name, justify="left" if words else "right", no_wrap=not words)
+        side: Literal["left", "right"] = "left" if words else "right"
+        table.add_column(name, justify=side, no_wrap=not words, overflow="fold")
     return table
 
 
 def _acceptance_table(report: "AcceptanceReport") -> Table:
     """Acceptance and the inequality, of every bucket and of all."""
-    shares = ("mean", "95 %", "p10", "p50", "p90", "req.p10", "margin", "no bonus")
+    shares = ("mean", "95 %", "p10/50/90", "req.p10", "margin", "no bonus")
     table = _table(
         f"accepted tokens a draft, {report.model}, {report.arm} against 0",
         ("task", "prompt", "output", "n", *shares),
@@ -120,7 +121,7 @@ def _acceptance_table(report: "AcceptanceReport") -> Table:
             "" if every else shown(row.bucket.new_tokens),
             f"{row.num_requests}{'*' if row.few else ''}",
             *_estimate(row.mean_accepted),
-            *("-" if rounds is None else f"{rounds.at(p):.0f}" for p in (10, 50, 90)),
+            "-" if rounds is None else "/".join(f"{rounds.at(p):.0f}" for p in (10, 50, 90)),
             "-" if requests is None else f"{requests.p10:.2f}",
             "-" if inequality is None else f"{inequality.margin:+.2f}",
             "-" if inequality is None else f"{inequality.margin_without_bonus:+.2f}",
