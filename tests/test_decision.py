@@ -134,6 +134,24 @@ def test_costs_that_say_yes_do_not_help_where_the_clock_says_no(tmp_path):
     assert rule.max_draft_tokens == 0
 
 
+def test_a_p90_latency_that_rises_is_seen_behind_a_median_that_falls(tmp_path):
+    """One of four requests is long and accepts little; costs that are wrong say that all gain."""
+    rng = random.Random(3)
+    requests = [
+        request
+        for i in range(60)
+        for request in pair(
+            i, accepting(rng, 0.95, 4, 10) if i % 4 else accepting(rng, 0.05, 4, 60)
+        )
+    ]
+    free = flat_cost(draft=0.0)
+    report = acceptance_report(write_run(tmp_path / "runs", requests, cost=free))
+    assert report.total.paired.end_to_end.high < 1.0 < report.total.inequality.gain.p10
+    (rule,) = decide(report).rules
+    assert rule.max_draft_tokens == 0
+    assert rule.reason.startswith("off: p90 latency is 1.")
+
+
 def test_an_arm_of_a_fixed_number_is_the_most_that_was_measured(tmp_path):
     requests = [
         Request(**(vars(r) | {"arm": "4"})) if r.arm == "auto" else r for r in requests_of((0.9,))

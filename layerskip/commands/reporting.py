@@ -33,7 +33,6 @@ def add_parsers(commands: Any) -> None:
             help=f"tokens at which a new bucket of {name}s begins; '' for one bucket "
             f"(default {','.join(map(str, edges))})",
         )
-    report.add_argument("--seed", type=int, default=0, help="of the resampling (default 0)")
     report.add_argument("--json", action="store_true", help="one JSON document as last line")
 
 
@@ -49,11 +48,9 @@ def _edges(text: str) -> tuple[int, ...]:
 def run_report(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """The report and the decision, as tables and files."""
     from layerskip.files import check_writable
-    from layerskip.params import check_integer
     from layerskip.telemetry.aggregation import acceptance_report
     from layerskip.telemetry.decision import decide
 
-    check_integer("--seed", args.seed, 0)
     for path in (args.policy, args.html):
         if path is not None:
             check_writable(path)
@@ -63,7 +60,6 @@ def run_report(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             arm=args.arm,
             prompt_edges=args.prompt_edges,
             output_edges=args.output_edges,
-            seed=args.seed,
         )
     policy = decide(report)
     for table in (_acceptance_table(report), _latency_table(report), _decision_table(policy)):
