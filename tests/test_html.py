@@ -305,7 +305,7 @@ def test_screen_readers_and_keyboards_find_their_way(page):
 
 def test_each_chart_says_what_it_shows_and_has_its_numbers(page):
     charts = page.all("svg")
-    assert len(charts) == 12
+    assert len(charts) == 13
     assert all(a["role"] == "img" for a, _ in charts)
     inside = [(tag, around) for tag, _, around in page.elements]
     for tag in ("title", "desc"):
@@ -371,7 +371,7 @@ def test_figures_that_are_no_numbers_are_dashes():
 def test_one_bucket_of_one_request_is_readable():
     report = made_up(["code"], [(0, None)], requests=1)
     page = Page(render(report, policy_of(report), [sample(1, "code")]))
-    assert len(page.all("svg")) == 9  # no histograms of single routes
+    assert len(page.all("svg")) == 10  # no histograms of single routes
     assert "1 of 1 buckets have under 500 requests" in page.all("main")[0][1]
 
 
@@ -438,7 +438,10 @@ def test_samples_keep_their_text_and_show_its_origins():
         ("o-accepted", " def"),
         ("o-bonus", " f"),
     ]
-    assert "Tokens: 3 accepted, 1 recovered, 1 bonus, 1 plain, 1 prefill." in page.all("main")[0][1]
+    assert (
+        "Of its text: 62% accepted, 19% recovered, 10% bonus, 5% plain, 5% prefill."
+        in page.all("main")[0][1]
+    )
 
 
 def test_samples_are_of_every_task_and_of_drafting():
