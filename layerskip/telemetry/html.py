@@ -188,7 +188,7 @@ def _sample(sample: Mapping[str, Any]) -> Sample:
         ", ".join((*labels, f"request {sample['request_id']}")),
         prompt[-MAX_PROMPT_LETTERS:],
         tuple(runs),
-        ", ".join(f"{n / letters.total():.0%} {o}" for o in ORIGINS if (n := letters[o])),
+        ", ".join(f"{100 * n / letters.total():.0f} % {o}" for o in ORIGINS if (n := letters[o])),
         " and ".join(cut),
     )
 
