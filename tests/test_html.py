@@ -1,6 +1,9 @@
 """The report's page: whole, safe whatever it is given, and readable by people and machines."""
 
+import json
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise, product
@@ -305,7 +308,7 @@ def test_screen_readers_and_keyboards_find_their_way(page):
 
 def test_each_chart_says_what_it_shows_and_has_its_numbers(page):
     charts = page.all("svg")
-    assert len(charts) == 12
+    assert len(charts) == 13
     assert all(a["role"] == "img" for a, _ in charts)
     inside = [(tag, around) for tag, _, around in page.elements]
     for tag in ("title", "desc"):
@@ -371,7 +374,7 @@ def test_figures_that_are_no_numbers_are_dashes():
 def test_one_bucket_of_one_request_is_readable():
     report = made_up(["code"], [(0, None)], requests=1)
     page = Page(render(report, policy_of(report), [sample(1, "code")]))
-    assert len(page.all("svg")) == 9  # no histograms of single routes
+    assert len(page.all("svg")) == 10  # no histograms of single routes
     assert "1 of 1 buckets have under 500 requests" in page.all("main")[0][1]
 
 
@@ -438,7 +441,10 @@ def test_samples_keep_their_text_and_show_its_origins():
         ("o-accepted", " def"),
         ("o-bonus", " f"),
     ]
-    assert "Tokens: 3 accepted, 1 recovered, 1 bonus, 1 plain, 1 prefill." in page.all("main")[0][1]
+    assert (
+        "Of its text: 62 % accepted, 19 % recovered, 10 % bonus, 5 % plain, 5 % prefill."
+        in page.all("main")[0][1]
+    )
 
 
 def test_samples_are_of_every_task_and_of_drafting():
@@ -576,6 +582,44 @@ def test_drift_of_few_requests_says_that_nothing_is_known():
     drift = find_drift([], label="category")
     found = Page(render(replace(made_up(["code"]), drift=drift), Policy(), []))
     assert "No bucket had enough requests" in found.all("main")[0][1]
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
+MEASURE = """<!DOCTYPE html><title>frames</title>
+<iframe src=report.html width=360></iframe><iframe src=report.html width=768></iframe>
+<iframe src=report.html width=1280></iframe><pre id=out></pre>
+<script>
+onload = () => {
+  const found = [...document.querySelectorAll("iframe")].map(frame => {
+    const page = frame.contentDocument;
+    for (const part of page.querySelectorAll("details")) part.open = true;
+    const texts = [...page.querySelectorAll("svg text")].filter(text => {
+      const inner = text.getBoundingClientRect();
+      const outer = text.closest("svg").getBoundingClientRect();
+      return inner.left < outer.left - 1 || inner.right > outer.right + 1;
+    });
+    return [page.documentElement.scrollWidth - page.documentElement.clientWidth, texts.length,
+      page.querySelectorAll("svg").length];
+  });
+  document.getElementById("out").textContent = "measured " + JSON.stringify(found);
+};
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium or Chrome to open the page in")
+def test_a_browser_shows_it_at_any_width_and_complains_of_nothing(tmp_path):
+    report = replace(made_up(["code " * 20, HOSTILE]), model=HOSTILE, drift=drifting())
+    samples = [{**sample(1, HOSTILE), "prompt": "x" * 500 + HOSTILE}]
+    write_html(report, policy_of(report), samples, tmp_path / "report.html")
+    (tmp_path / "frames.html").write_text(MEASURE, encoding="utf-8")
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += ["--allow-file-access-from-files", "--enable-logging=stderr"]
+    command += [f"--user-data-dir={tmp_path}/profile", (tmp_path / "frames.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    measured = json.loads(re.search(r"measured (\[.*\])", done.stdout)[1])
+    assert measured == [[0, 0, 15]] * 3  # nothing wider than the page, no text outside its chart
+    assert "CONSOLE" not in done.stderr
 
 
 def test_templates_are_beside_the_code():

@@ -246,7 +246,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def share(value: float | None) -> str:
     """A share of 1 as a percentage."""
-    return UNKNOWN if value is None or not math.isfinite(value) else f"{value:.1%}"
+    return UNKNOWN if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
 
 
 def seconds(value: float | None) -> str:
