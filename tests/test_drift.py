@@ -339,6 +339,19 @@ def test_rounds_of_requests_side_by_side_are_told_apart(usual: list[list[int]]) 
     assert mixed.baselines() == one.baselines()
 
 
+def test_what_was_decoded_while_learning_is_not_held_against_anyone(
+    usual: list[list[int]],
+) -> None:
+    monitor = DriftMonitor(num_reference_requests=50)
+    for _ in range(300):
+        monitor.observe("", "long", 0)
+    feed(monitor, usual[:50], "a")
+    monitor.observe("", "long", 0)
+    state = monitor.states()[""]
+    assert (state.num_drafts, state.num_down_alarms) == (1, 0)
+    assert state.down < 0.1
+
+
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, usual: list[list[int]]) -> None:
     monkeypatch.setattr("layerskip.telemetry.drift.MOST_OPEN", 10)
     monitor = DriftMonitor(label="user", num_reference_requests=20)
