@@ -395,7 +395,7 @@ def test_a_huge_report_is_cut_and_says_so():
 def test_the_largest_buckets_are_drawn_in_their_order():
     report = made_up([f"task {i}" for i in range(20)], [(0, None)])
     buckets = tuple(
-        replace(b, num_requests=1 if i in (0, 7, 8, 19) else 900)
+        replace(b, num_requests=1 if i in (0, 7, 8, 19) else 100 + 7 * i % 20)
         for i, b in enumerate(report.buckets)
     )
     page = Page(render(replace(report, buckets=buckets), Policy(), []))
@@ -489,6 +489,7 @@ def test_lines_and_bars_rise_with_their_values():
     chart = line_chart("", [Series("one", points)], Axis.over("x", [2.0], whole=True), axis)
     heights = [y for _, y in marks(chart, "mark s0")][:3]
     levels = {t.text: t.y - 4 for t in chart.texts}
+    assert levels["100 %"] < levels["0 %"]  # y grows downwards
     assert heights == pytest.approx(
         [levels["0 %"], (levels["0 %"] + levels["100 %"]) / 2, levels["100 %"]]
     )
@@ -522,6 +523,37 @@ def test_all_of_a_chart_is_inside_of_it():
         for x, y in numbers:
             assert 0 <= float(x) <= WIDTH
             assert 0 <= float(y) <= chart.height
+
+
+@pytest.mark.parametrize(
+    ("draw", "values"),
+    [
+        (acceptance, lambda b: (b.mean_accepted.value, b.accepted_per_request.p10)),
+        (inequality, lambda b: (b.inequality.margin, b.inequality.margin_without_bonus)),
+        (
+            ratios,
+            lambda b: (b.paired.end_to_end.value, b.paired.p90.value, b.paired.worst_decile.value),
+        ),
+    ],
+)
+def test_rows_show_what_the_report_says(draw, values):
+    report = made_up(["code"])
+    chart = draw(report).chart
+    ticks = [(float(t.text), t.x) for t in chart.texts if re.fullmatch(r"-?[\d.]+", t.text)]
+    (low, start), (high, end) = ticks[0], ticks[-1]
+    for i in range(len(values(report.total))):
+        for (x, _), bucket in zip(marks(chart, f"mark s{i}"), report.buckets, strict=False):
+            value = low + (high - low) * (x - start) / (end - start)
+            assert value == pytest.approx(values(bucket)[i], abs=0.01 * (high - low))
+
+
+def test_long_samples_are_cut():
+    long = {**sample(1, "code"), "prompt": "p" * 3000}
+    long["pieces"] = [{"text": "x" * 10000, "origin": "plain"}]
+    page = Page(render(made_up(["code"]), Policy(), [long]))
+    assert page.all("pre")[0][1] == "p" * 2000 + "x" * 6000
+    main = page.all("main")[0][1]
+    assert "Left out: the prompt's first 1000 characters and the text's last 4000" in main
 
 
 def test_long_names_keep_both_ends():
