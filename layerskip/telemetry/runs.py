@@ -156,9 +156,7 @@ class RunsFolder:
             else:
                 _check_settings(self.path, before, run)
             self._rounds = opened.enter_context(closing(JsonLines(self.path / ROUNDS)))
-            self._rounds.cut(
-                _end_of(self._rounds.path, None if last is None else last["request_id"])
-            )
+            self._rounds.cut(_end_of(self._rounds.path, last))
             self._samples = opened.enter_context(closing(JsonLines(self.path / SAMPLES)))
             self._files = opened.pop_all()
 
@@ -232,10 +230,11 @@ def _last_entry(path: Path) -> dict[str, Any] | None:
         return next((_parsed(path, "near the end", line) for _, line in _backwards(file)), None)
 
 
-def _end_of(path: Path, request_id: str | None) -> int:
+def _end_of(path: Path, request: Mapping[str, Any] | None) -> int:
     """Bytes up to the end of that request's last line; it is near the end of the file."""
-    if request_id is None:
+    if request is None:
         return 0
+    request_id = request["request_id"]
     with path.open("rb") as file:
         for start, line in _backwards(file):
             if _parsed(path, "near the end", line).get("request_id") == request_id:
@@ -251,7 +250,7 @@ def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         if held.endswith(b"\n") and (before >= 0 or start == 0):
             yield start + before + 1, held[before + 1 :]
             held = held[: before + 1]
-        elif not held.endswith(b"\n") and before >= 0:  # the last line was cut off
+        elif before >= 0:  # the last line was cut off
             held = held[: before + 1]
         elif start == 0:
             return
