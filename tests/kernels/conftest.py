@@ -1,8 +1,35 @@
-"""What the tests of the kernels share: backends, number formats, numbers and poison."""
+"""What the tests of the kernels share: backends, number formats, numbers and poison.
+
+What tests need compiled is compiled while others run, on every core.
+"""
+
+from pathlib import Path
 
 import pytest
 import torch
-from backends import Backend, make_backend
+from backends import Backend, every_kernel, make_backend
+from emulator import Toolchain, begin
+
+LAST = Path(__file__).parent / "test_build.py"  # it needs what takes longest to compile
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path == LAST)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin to compile: first for the operations' tests, then what each file asks for."""
+    if session.config.option.collectonly:
+        return
+    if Toolchain.default().path and any("kernels" in fixtures(i) for i in session.items):
+        begin(every_kernel())
+    for module in {getattr(item, "module", None): None for item in session.items}:
+        if (compile_ahead := getattr(module, "compile_ahead", None)) is not None:
+            compile_ahead()
+
+
+def fixtures(item: pytest.Item) -> list[str]:
+    return getattr(item, "fixturenames", [])
 
 
 @pytest.fixture(params=["reference", "emulator", "cuda"])
