@@ -103,7 +103,7 @@ def check_operations(run: Run, found: dict[str, Any]) -> None:
     device = run.backend.device
     for model in run.sizes.models:
         made_on = "cpu" if run.args.toy else device
-        for case in cases(model, CHECKED_ROWS, run.sizes.keys, made_on):
+        for case in cases(model, CHECKED_ROWS, run.sizes, made_on):
             name = f"{model.name} {case.op} {case.shape}".strip()
             found[name] = check(case.to(device), run.backend)
     found["ok"] = all(r["ok"] for r in found.values() if isinstance(r, dict))

@@ -12,16 +12,16 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from gpu.backends import Backend, Noise
-from gpu.shapes import ModelShape
+from gpu.shapes import ModelShape, Sizes
 from layerskip.ops import definitions
 from layerskip.ops.registry import OPERATORS
 
 DRAFTED = 4
 ELEMENT = 2  # bytes of bf16
 # The largest relative error of one rounding to bf16, and how many of it an operation may be off;
-# a probability has the absolute error of its logit as its relative one.
+# a probability has the absolute error of its logit as its relative one. Noise has the CPU's bits.
 ROUNDING = 2.0**-8
-ROUNDINGS = {"swiglu": 4, "lm_head_argmax": 8}
+ROUNDINGS = {"swiglu": 4, "lm_head_argmax": 8, "gumbel_noise": 0, "gumbel_from_bits": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,16 +56,16 @@ class Case:
         return dataclasses.replace(self, args=args, kwargs=kwargs)
 
 
-def cases(
-    model: ModelShape, rows: int, keys: int, device: str, *, batches: tuple[int, ...] = (1,)
-) -> Iterator[Case]:
+def cases(model: ModelShape, rows: int, sizes: Sizes, device: str) -> Iterator[Case]:
     """Every operation, for ``rows`` tokens of one sequence; attention for more of them, too."""
     noise = Noise(device)
     yield from products(model, rows, noise)
-    for batch in batches:
-        yield attention(model, batch, rows, keys, noise)
-    yield append(model, rows, keys, noise)
+    for batch in sizes.batches:
+        yield attention(model, batch, rows, sizes.keys, noise)
+    yield append(model, rows, sizes.keys, noise)
     yield from small(model, rows, noise)
+    bits = torch.arange(sizes.uniforms, dtype=torch.int32, device=device)
+    yield Case("gumbel_from_bits", "", (bits,), {}, (), 8 * sizes.uniforms)
     yield from acceptance(model, noise)
 
 

@@ -44,6 +44,7 @@ class Sizes:
         products: of the probe of mma.
         keys: cached, for attention.
         batches: numbers of sequences, for attention.
+        uniforms: whose noise is compared with the CPU's: there are 2**24.
         rotated_bytes: of weights that a pass of a measurement reads, so that none is in a cache.
         copied_bytes: of the measurement of copying.
     """
@@ -53,6 +54,7 @@ class Sizes:
     products: int
     keys: int
     batches: tuple[int, ...]
+    uniforms: int
     rotated_bytes: int
     copied_bytes: int
 
@@ -63,6 +65,7 @@ FULL = Sizes(
     products=4096,
     keys=8192,
     batches=(1, 8),
+    uniforms=1 << 24,
     rotated_bytes=400 << 20,
     copied_bytes=2 << 30,
 )
@@ -72,6 +75,7 @@ TOY = Sizes(
     products=4,
     keys=70,
     batches=(1, 3),
+    uniforms=1 << 12,
     rotated_bytes=40 << 10,
     copied_bytes=1 << 20,
 )

@@ -46,7 +46,7 @@ def speeds(
 def wanted(sizes: Sizes, device: str) -> Iterator[tuple[str, Case]]:
     for model in sizes.models:
         for rows in sizes.rows:
-            for case in cases(model, rows, sizes.keys, device, batches=sizes.batches):
+            for case in cases(model, rows, sizes, device):
                 yield f"{model.name} {case.op} {case.shape} rows={rows}".replace("  ", " "), case
 
 

@@ -4,11 +4,13 @@ What tests need compiled is compiled while others run, on every core.
 """
 
 from pathlib import Path
+from typing import Any
 
+import cubins
+import emulator
 import pytest
 import torch
 from backends import Backend, every_kernel, make_backend
-from emulator import Toolchain, begin
 
 LAST = Path(__file__).parent / "test_build.py"  # it needs what takes longest to compile
 
@@ -18,18 +20,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin to compile: first for the operations' tests, then what each file asks for."""
+    """Begin to compile: first for the operations' tests, then what each file asks for.
+
+    A file's ``compile_ahead`` is told the names of all the fixtures that its tests use.
+    """
     if session.config.option.collectonly:
         return
-    if Toolchain.default().path and any("kernels" in fixtures(i) for i in session.items):
-        begin(every_kernel())
-    for module in {getattr(item, "module", None): None for item in session.items}:
+    used: dict[Any, set[str]] = {}
+    for item in session.items:
+        used.setdefault(getattr(item, "module", None), set()).update(
+            getattr(item, "fixturenames", ())
+        )
+    if emulator.Toolchain.default().path and any("kernels" in names for names in used.values()):
+        emulator.begin(every_kernel())
+    for module, names in used.items():
         if (compile_ahead := getattr(module, "compile_ahead", None)) is not None:
-            compile_ahead()
+            compile_ahead(names)
 
 
-def fixtures(item: pytest.Item) -> list[str]:
-    return getattr(item, "fixturenames", [])
+def pytest_unconfigure() -> None:
+    emulator.stop()
+    cubins.stop()
 
 
 @pytest.fixture(params=["reference", "emulator", "cuda"])

@@ -57,5 +57,12 @@ def compiling() -> "subprocess.Popen[bytes]":
     )
 
 
+def stop() -> None:
+    """End that process, where no test has waited for it."""
+    if compiling.cache_info().currsize:
+        compiling().kill()
+        compiling().wait()
+
+
 if __name__ == "__main__":
     _all([(name, arch) for arch in ARCHS for name in selected(arch)])

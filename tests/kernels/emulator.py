@@ -111,6 +111,10 @@ def _compiler_version(path: str) -> bytes:
     return subprocess.run([path, "--version"], check=True, capture_output=True).stdout
 
 
+def _runtime_sources() -> list[Path]:
+    return [*RUNTIME.glob("*.h"), *RUNTIME.glob("*.cpp")]
+
+
 def _key(files: Iterable[Path], *rest: str) -> str:
     digest = hashlib.sha256()
     for part in [*(p.read_bytes() for p in sorted(files)), *(r.encode() for r in rest)]:
@@ -139,12 +143,18 @@ def _compilers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(len(os.sched_getaffinity(0)))
 
 
+def stop() -> None:
+    """Begin nothing more of what nobody waits for."""
+    if _compilers.cache_info().currsize:
+        _compilers().shutdown(cancel_futures=True)
+
+
 @functools.cache
 def begin_runtime(toolchain: Toolchain) -> list[Future[Path]]:
     """The emulator's own objects, the same for all kernels; not waited for."""
     version = _compiler_version(toolchain.path or toolchain.compiler).decode()
     flags = toolchain.flags(runtime=True)
-    key = _key(RUNTIME.iterdir(), version, *flags)
+    key = _key(_runtime_sources(), version, *flags)
 
     def make(source: Path) -> Path:
         out = CACHE / f"{source.stem}-{key}.o"
@@ -192,7 +202,7 @@ def begin(
     names: dict[str, list[str]] = {}
     for name, source in kernels:
         names.setdefault(source, []).append(name)
-    headers = [*folder.glob("*.cuh"), *RUNTIME.iterdir()]
+    headers = [*folder.glob("*.cuh"), *_runtime_sources()]
     version = _compiler_version(toolchain.path or toolchain.compiler).decode()
     flags = [*toolchain.flags(), *toolchain.flags(runtime=True), version]
     begun = {}

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,10 @@ MAX_STATIC_SMEM = 0  # shared memory is dynamic, so that the emulator can guard 
 SIMPLE = "__global__ void simple(int *out) { *out = VALUE; }\n"
 
 
-def compile_ahead() -> None:
+def compile_ahead(fixtures: set[str]) -> None:
     """While other tests run; see conftest.py."""
-    compiling()
+    if "cubins" in fixtures:
+        compiling()
 
 
 def has_nvrtc() -> bool:
@@ -38,9 +40,15 @@ def has_nvrtc() -> bool:
     return True
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def nvrtc() -> None:
     need(has_nvrtc(), "NVRTC (pip install 'layerskip[kernels]')")
+
+
+@pytest.fixture(scope="session")
+def cubins(nvrtc) -> Callable[[list[str], str], dict[str, Cubin]]:
+    """``cubins(names, arch)``: those kernels, compiled."""
+    return compiled
 
 
 def check_usage(cubins: dict[str, Cubin]) -> None:
@@ -52,16 +60,14 @@ def check_usage(cubins: dict[str, Cubin]) -> None:
         assert 0 < usage.registers <= 255
 
 
-@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("arch", ARCHS)
-def test_kernels_compile_without_spills(arch):
-    check_usage(compiled(selected(arch), arch))
+def test_kernels_compile_without_spills(cubins, arch):
+    check_usage(cubins(selected(arch), arch))
 
 
-@pytest.mark.usefixtures("nvrtc")
-def test_the_usage_is_of_the_kernel_alone():
+def test_the_usage_is_of_the_kernel_alone(cubins):
     """Not of those that are compiled along with it."""
-    with_finish, finish = compiled(["lm_head<Bf16,1>", "lm_head_finish"], IN_FULL).values()
+    with_finish, finish = cubins(["lm_head<Bf16,1>", "lm_head_finish"], IN_FULL).values()
     assert "lm_head_finish" in with_finish.log
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", with_finish.log)]
     assert len(registers) == 2
@@ -69,10 +75,9 @@ def test_the_usage_is_of_the_kernel_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("arch", ARCHS)
-def test_all_kernels_compile_without_spills(arch):
-    check_usage(compiled(list(CATALOG), arch))
+def test_all_kernels_compile_without_spills(cubins, arch):
+    check_usage(cubins(list(CATALOG), arch))
 
 
 def tools() -> Path | None:
@@ -109,10 +114,9 @@ LOOKED_INTO = [(name, IN_FULL) for name in STREAMING]
 LOOKED_INTO += [(name, arch) for arch in ARCHS for name in EVERYWHERE]
 
 
-@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(("name", "arch"), LOOKED_INTO)
-def test_machine_code_streams(name, arch, tmp_path):
-    code = sass(compiled([name], arch)[name], tmp_path)
+def test_machine_code_streams(cubins, name, arch, tmp_path):
+    code = sass(cubins([name], arch)[name], tmp_path)
     assert re.search(r"\bLDG\.E\.128", code), "no load of 16 bytes"
     assert re.search(r"\bHMMA\.16816\.F32", code), "no tensor core"
     assert not re.search(r"\b(LDL|STL)\b", code), "local memory"

@@ -35,9 +35,9 @@ TOOLCHAINS = {
 }
 
 
-def compile_ahead() -> None:
+def compile_ahead(fixtures: set[str]) -> None:
     """While other tests run; see conftest.py."""
-    if Toolchain.default().sanitize:
+    if "emulator" not in fixtures or Toolchain.default().sanitize:
         return
     for toolchain in TOOLCHAINS.values():
         if toolchain.path is not None:
@@ -351,6 +351,15 @@ def test_wrong_arguments_are_refused(emulator):
         run(emulator, "shuffles", 32, out, out, 2**40)
     with pytest.raises(TypeError, match="not str"):
         run(emulator, "shuffles", 32, out, out, "8")
+
+
+def test_only_a_second_compiler_may_be_missing_in_ci(monkeypatch):
+    monkeypatch.setenv("LAYERSKIP_REQUIRE_KERNELS", "1")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(pytest.skip.Exception, match=r"clang\+\+ is not installed"):
+        need_compiler(Toolchain("clang++"))
+    with pytest.raises(pytest.fail.Exception, match=r"g\+\+.* is missing"):
+        need_compiler(Toolchain())
 
 
 def test_a_source_with_an_error_is_refused(tmp_path):
