@@ -187,8 +187,9 @@ def test_the_commit_may_be_given(tmp_path):
     assert record["machine"]["commit"] == "abc"
 
 
+@pytest.mark.slow
 def test_nothing_needs_to_be_installed(tmp_path):
-    """From any folder, without the package on the path."""
+    """From any folder, without the package on the path. Slow: torch is imported again."""
     done = subprocess.run(
         # Without `site` there are no .pth files, by which an editable installation is found.
         [sys.executable, "-S", str(REPO / "bench" / "gpu_check.py"), "--help"],
