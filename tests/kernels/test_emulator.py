@@ -387,9 +387,9 @@ def test_a_library_is_built_again_when_a_header_changes(tmp_path):
         assert out.item() == value
 
 
-@pytest.mark.parametrize("compiler", ["g++", pytest.param("clang++", marks=pytest.mark.slow)])
-def test_the_sanitizer_names_the_line(tmp_path, compiler):
-    need_compiler(sanitized := Toolchain(compiler, sanitize=True))
+def test_the_sanitizer_names_the_line(tmp_path):
+    """By g++: clang++ 14 names the line, too, but here LLVM's symbolizer then never ends."""
+    need_compiler(sanitized := Toolchain(sanitize=True))
     text = CASES[CASES.index("__global__ void overrun") :]
     text = text[: text.index("\n}\n") + 3]
     (tmp_path / "overrun.cu").write_text(text)
