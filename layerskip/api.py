@@ -79,7 +79,7 @@ class SelfSpeculativeLM:
             never change a token. False is faster where that costs (on a CPU, batches and float32:
             bench/LOG.md), and lets last bits, and now and then a token, depend on both.
         policy: what was decided for kinds of requests (``layerskip report`` writes one); by their
-            ``labels`` and length of prompt. It speaks where ``num_draft_tokens`` is "auto".
+            ``labels`` and length of prompt. A request that names a number has that.
 
     Raises:
         UnsupportedModelError: the model does not fit, with the reason; it is left as it was.
@@ -114,7 +114,7 @@ class SelfSpeculativeLM:
         _check_plan_depth(getattr(model, "config", None), None, known.plan)
         self.stack = DecoderStack(model, exact=exact)
         self.tokenizer, self.plan = tokenizer, known.plan
-        self._known, self._policy = known, policy
+        self._known, self.policy = known, policy
         warn_of_another_checkpoint(known, self.stack)
         self.num_draft_tokens = num_draft_tokens
         self._looks_up = lookup is not False
@@ -425,12 +425,13 @@ class SelfSpeculativeLM:
             raise ValueError(f"stop must be one or more non-empty strings, got {stop!r}")
         if not isinstance(logits_processor, Sequence):
             raise TypeError(f"logits_processor must be a list, got {logits_processor!r}")
-        if num_draft_tokens is None:
-            num_draft_tokens = self.num_draft_tokens
         settings = RowSettings(
             max_new_tokens=max_new_tokens,
             sampling=seeded(sampling or SamplingParams()),
-            num_draft_tokens=num_draft_tokens,
+            num_draft_tokens=self.num_draft_tokens
+            if num_draft_tokens is None
+            else num_draft_tokens,
+            follows_policy=num_draft_tokens in (None, AUTO),
             stop=tuple(stops),
             eos_ids=frozenset() if ignore_eos else self._eos_ids,
             verification=verification,
@@ -455,7 +456,7 @@ class SelfSpeculativeLM:
             head=self._head,
             meter=self.coverage_meter,
             grammars=self._grammars,
-            policy=self._policy,
+            policy=self.policy,
             on_round=on_round,
         )
 
@@ -496,8 +497,6 @@ class SelfSpeculativeLM:
         first, own = next(model.parameters()), next(self.stack.twin.parameters())
         if first.data_ptr() != own.data_ptr():
             raise ValueError("custom_generate belongs to another model; wrap this one")
-        if num_draft_tokens is None:
-            num_draft_tokens = self.num_draft_tokens
         call = hf.Call(
             input_ids,
             logits_processor,
@@ -510,10 +509,13 @@ class SelfSpeculativeLM:
             self.open_batch(grammar=grammar),
             call,
             [self.encode(prompt) for prompt in call.prompts()],
-            num_draft_tokens=num_draft_tokens,
+            num_draft_tokens=self.num_draft_tokens
+            if num_draft_tokens is None
+            else num_draft_tokens,
             verification=verification,
             seed=seed,
             grammar=as_grammar(grammar),
+            follows_policy=num_draft_tokens in (None, AUTO),
         )
 
     def encode(self, prompt: Prompt) -> list[int]:

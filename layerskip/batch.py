@@ -67,6 +67,7 @@ class RowSettings:
     """How a row of a ``Batch`` decodes; the arguments of ``generate``, checked.
 
     ``ends`` and ``sink`` are of ``RowSpec``, for callers that are decoders themselves.
+    ``follows_policy`` is of requests that named no number of draft tokens.
     """
 
     max_new_tokens: int
@@ -84,6 +85,7 @@ class RowSettings:
     sink: Callable[[Tensor, Tensor], None] | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     max_draft_tokens: int = MAX_NUM_DRAFT_TOKENS
+    follows_policy: bool = False
 
     def __post_init__(self) -> None:
         check_labels(self.labels)
@@ -186,6 +188,7 @@ class Batch:
             "cache": cache,
             "grammar": as_grammar(grammar),
             "labels": labels,
+            "follows_policy": None if num_draft_tokens is None else num_draft_tokens == AUTO,
         }
         settings = replace(self._settings, **{k: v for k, v in own.items() if v is not None})
         self._check_settings(settings)
@@ -252,7 +255,7 @@ class Batch:
 
     def _by_policy(self, settings: RowSettings, prompt_tokens: int) -> RowSettings:
         """What the policy makes of a request that left its drafts to us."""
-        if self._policy is None or settings.num_draft_tokens != AUTO:
+        if self._policy is None or not settings.follows_policy:
             return settings
         most = self._policy.max_draft_tokens(settings.labels, prompt_tokens)
         if most == 0:

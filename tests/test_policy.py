@@ -1,10 +1,12 @@
 import json
 
 import pytest
+import torch
 from controlling import table
 from toys import PLANS, random_ids
 
 from layerskip import Policy, Rule, SelfSpeculativeLM
+from layerskip.batch import Batch
 from layerskip.controller import Controller
 
 POLICY = Policy(
@@ -132,3 +134,17 @@ def test_rows_of_a_batch_follow_their_own_rules(lm):
 def test_what_is_no_policy_is_refused(toy):
     with pytest.raises(TypeError, match="policy must be a Policy or None, got str"):
         SelfSpeculativeLM(toy(), None, policy="policy.json")
+
+
+@pytest.mark.parametrize(("asked", "most"), [({}, 0), ({"num_draft_tokens": 3}, 3)])
+def test_generating_through_transformers_follows_it_too(toy, monkeypatch, asked, most):
+    model = toy()
+    lm = SelfSpeculativeLM(
+        model, None, PLANS["exit"], num_draft_tokens=4, policy=Policy((Rule("", (0, None), 0),))
+    )
+    rounds = []
+    step = Batch.step
+    monkeypatch.setattr(Batch, "step", lambda batch: rounds.extend(new := step(batch)) or new)
+    ids = torch.tensor([random_ids(7)])
+    model.generate(ids, max_new_tokens=8, custom_generate=lm.custom_generate, **asked)
+    assert max(r.num_draft_tokens for r in rounds) == most
