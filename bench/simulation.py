@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python bench/simulation.py
     OMP_NUM_THREADS=1 python bench/simulation.py --clock cpu --turns 2 --requests 24 --new-tokens 32
 
-A closed loop of real requests through ``open_batch`` at several concurrencies, every policy in turn,
-against the simulation from a cost table and runs of the same sitting. Table, recorded runs and loops
-take turns, so that what else the machine does hits all alike; the table is the turns' median.
+A closed loop of real requests through ``open_batch`` at several concurrencies, every policy in
+turn, against the simulation from a cost table and runs of the same sitting. Table, recorded runs
+and loops take turns, so that what else the machine does hits all alike; the table is the turns'
+median.
 Loops begin and end as simulated ones do: users are taken up somewhere in a first request that is
 not counted, and go on sending until the last counted request is done.
 
@@ -225,9 +226,7 @@ def sitting(
         task = progress.add_task("real", total=options.turns * (len(cases) + 2))
         for turn in range(options.turns):
             tables.append(
-                measure_cost(
-                    lm.stack, lm.plan, head=lm.draft_head, seconds=options.profile_seconds
-                )
+                measure_cost(lm.stack, lm.plan, head=lm.draft_head, seconds=options.profile_seconds)
             )
             lm._controller = Controller(median_table(tables), lm.plan_file.acceptance)
             progress.advance(task)

@@ -51,6 +51,8 @@ class PassCosts:
         longest: context, in slots.
         overhead: of rounds.
         passes_per_token: draft passes of a drafted token; below 1 where look-ups save some.
+        pass_rows: tokens that fit into one pass; None: all, as the table has it and with it the
+            controller.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class PassCosts:
         longest: int,
         overhead: Overhead | None = None,
         passes_per_token: float = 1.0,
+        pass_rows: int | None = PASS_ROWS,
     ) -> None:
         self.overhead = overhead or Overhead()
         self.passes_per_token = passes_per_token
@@ -77,6 +80,7 @@ class PassCosts:
             longest=most_drafted + 1,
             another=table.verify_sequence,
             ratio=self.overhead.verify_ratio,
+            pass_rows=pass_rows,
         )
         self._draft = _Passes(
             table.draft_pass,
@@ -85,6 +89,7 @@ class PassCosts:
             longest=1,
             another=table.draft_sequence,
             ratio=self.overhead.draft_ratio,
+            pass_rows=pass_rows,
         )
 
     def verify(self, tokens: Ints, rows: Ints, longest: Ints, context: Ints) -> Floats:
@@ -139,8 +144,12 @@ class _Passes:
         longest: int,
         another: float,
         ratio: float,
+        pass_rows: int | None,
     ) -> None:
-        self._products = ratio * np.array([_in_pieces(single, n) for n in range(most_tokens + 1)])
+        whole = pass_rows or most_tokens
+        self._products = ratio * np.array(
+            [_in_pieces(single, n, whole) for n in range(most_tokens + 1)]
+        )
         lines = [
             [single(n, c) - single(n, 0) if n else 0.0 for c in contexts]
             for n in range(longest + 1)
@@ -155,10 +164,10 @@ class _Passes:
         return self._products[tokens] + attention + np.maximum(0, rows - 1) * self._another
 
 
-def _in_pieces(single: Callable[[int, float], float], tokens: int) -> float:
+def _in_pieces(single: Callable[[int, float], float], tokens: int, most: int) -> float:
     """Seconds of all tokens at no context; what does not fit into one pass goes into several."""
-    whole, rest = divmod(tokens, PASS_ROWS)
-    seconds = whole * single(PASS_ROWS, 0) if whole else 0.0
+    whole, rest = divmod(tokens, most)
+    seconds = whole * single(most, 0) if whole else 0.0
     return seconds + (single(rest, 0) if rest else 0.0)
 
 

@@ -2,9 +2,9 @@
 
 A closed loop: each of N users has one request in the batch and sends the next one when it is done.
 A step is the decoder's (``Decoder.step``): the prefill of every new row, one after another, and one
-round of all others, which wait for these prefills; rows leave at its end. Many such batches run side
-by side as arrays, each with users of its own, over one stream of requests, which every policy and
-concurrency gets in the same order.
+round of all others, which wait for these prefills; rows leave at its end. Many such batches run
+side by side as arrays, each with users of its own, over one stream of requests, which every policy
+and concurrency gets in the same order.
 
 Users are taken up somewhere in their first request, and go on sending until the last counted one
 is done: the requests before and after are not counted, so no figure holds a start or an end.
@@ -12,6 +12,7 @@ is done: the requests before and after are not counted, so no figure holds a sta
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -170,7 +171,8 @@ def simulate(
     total = len(concurrency) * len(policies) * num_requests
     for number in sorted(set(concurrency)):
         for name in drafted:
-            costs = PassCosts(
+            costs_of = partial(
+                PassCosts,
                 table,
                 rows=number,
                 most_drafted=drafted[name],
@@ -178,14 +180,17 @@ def simulate(
                 overhead=overhead,
                 passes_per_token=passes_per_token,
             )
-            loop = Loop(stream, prefill, costs, number, seed)
+            loop = Loop(stream, prefill, costs_of(), number, seed)
             policy: Policy = Fixed(drafted[name])
             if name == "auto":
-                policy = Automatic(costs, stream, loop.shape, seed)
-            before = len(cells) * num_requests
-            loop.run(policy, lambda done, before=before: on_progress(before + done, total))
+                policy = Automatic(costs_of(pass_rows=None), stream, loop.shape, seed)
+            loop.run(policy, partial(_report, on_progress, len(cells) * num_requests, total))
             cells.append(loop.cell(name))
     return Simulation(tuple(cells), _crossovers(cells), num_requests, seed)
+
+
+def _report(on_progress: Callable[[int, int], None], before: int, total: int, done: int) -> None:
+    on_progress(before + done, total)
 
 
 def most_drafted(policy: str) -> int:

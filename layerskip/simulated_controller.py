@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from layerskip.controller import HYSTERESIS, PROBE_SHARE
 from layerskip.estimates import LARGEST, LEAST_SURVIVAL, ROW_DISCOUNT, ROW_WEIGHT
-from layerskip.params import MAX_AUTO_DRAFT_TOKENS, MAX_NUM_DRAFT_TOKENS
+from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_costs import PassCosts
 from layerskip.workload import STEPS, Stream
 
@@ -78,15 +78,13 @@ class Automatic:
     """What pays, from round to round.
 
     Args:
-        costs: of passes, which the rule knows as they are.
+        costs: of passes, as the controller knows them: its table takes any number of rows at once.
         stream: the requests' chances, and acceptance over all of them.
         shape: batches and rows.
         seed: of chances behind a wrong token.
     """
 
-    def __init__(
-        self, costs: PassCosts, stream: Stream, shape: tuple[int, int], seed: int
-    ) -> None:
+    def __init__(self, costs: PassCosts, stream: Stream, shape: tuple[int, int], seed: int) -> None:
         self._costs, self._stream = costs, stream
         self._draw = np.random.default_rng([seed, 1])
         self._common = np.minimum(LARGEST, stream.acceptance[:DEPTH])
@@ -105,7 +103,7 @@ class Automatic:
             + self._costs.verify(2 * one, one, 2 * one, batches.context)
             - self._plain
         )
-        survivals = np.cumprod(self._acceptance(), axis=2)
+        survivals: Floats = np.cumprod(self._acceptance(), axis=2, dtype=np.float64)
         wanted, planned, rate = self._best(batches, survivals)
         return self._grown(batches, self._settled(batches, wanted), planned, rate)
 
@@ -155,9 +153,7 @@ class Automatic:
         drafting = np.cumsum(np.take_along_axis(more, row, 1), 1)
         longest = np.maximum.accumulate(level + 2, axis=1)
         verified = num_rows[:, None] + np.arange(1, rows * depth + 1)
-        verify = self._costs.verify(
-            verified, num_rows[:, None], longest, batches.context[:, None]
-        )
+        verify = self._costs.verify(verified, num_rows[:, None], longest, batches.context[:, None])
         plain = self._costs.verify(num_rows, num_rows, np.ones_like(num_rows), batches.context)
         seconds = np.concatenate([plain[:, None], drafting + verify], axis=1)
         rates = tokens / np.maximum(seconds, 1e-12)
@@ -180,7 +176,9 @@ class Automatic:
         margin = HYSTERESIS * plain
         gain = self._acceptance()[:, :, 0] * plain - self._loss[:, None]
         fits = batches.decoding & (batches.room > 0)
-        drafting = np.where(self._drafted_last, wanted | (gain > -margin), wanted & (gain >= margin))
+        drafting = np.where(
+            self._drafted_last, wanted | (gain > -margin), wanted & (gain >= margin)
+        )
         self._probing = fits & ~drafting & (self._credit >= self._loss[:, None])
         self._drafted_last = np.where(fits, drafting, self._drafted_last)
         return fits & (drafting | self._probing)

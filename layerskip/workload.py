@@ -1,10 +1,10 @@
 """Requests to simulate: recorded ones, resampled whole, or invented ones.
 
 With greedy or coupled sampling, and drafts from leading layers, whether the draft of a text's token
-is right depends on the text before it alone, not on where a round began: recorded rounds tell it for
-most tokens, and a simulated round that begins anywhere reads on from there. So rounds of a request
-hang together as they did. Tokens that no draft tried (the extra one of a round, plain rounds) are
-drawn by their request's own share of right drafts.
+is right depends on the text before it alone, not on where a round began. Recorded rounds tell it
+for most tokens, and a simulated round that begins anywhere reads on from there: so rounds of a
+request hang together as they did. Tokens that no draft tried (the extra one of a round, plain
+rounds) are drawn by their request's own share of right drafts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -150,9 +150,7 @@ class Recorded:
             self._after_wrong if len(self._after_wrong) else self._pools[0],
         )
 
-    def _drawn_chances(
-        self, at: Ints, right: Bits, draw: np.random.Generator
-    ) -> NDArray[np.uint8]:
+    def _drawn_chances(self, at: Ints, right: Bits, draw: np.random.Generator) -> NDArray[np.uint8]:
         """Recorded ones, and drawn ones where a token's own is not known."""
         chances = self._chances[at]
         for r, pool in enumerate(self._pools):
@@ -189,7 +187,9 @@ class Synthetic:
         draw = np.random.default_rng([seed, 0])
         tokens = np.full(num_requests, new_tokens or self.new_tokens)
         parts = list(_blocks(tokens))
-        line = [self.acceptance[min(i, len(self.acceptance) - 1)] for i in range(MAX_NUM_DRAFT_TOKENS)]
+        line = [
+            self.acceptance[min(i, len(self.acceptance) - 1)] for i in range(MAX_NUM_DRAFT_TOKENS)
+        ]
         survival = np.cumprod(line)[::-1]
         runs = []
         for part in parts:

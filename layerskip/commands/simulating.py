@@ -44,9 +44,7 @@ def add_parsers(commands: Any) -> None:
     command.add_argument(
         "--new-tokens", type=int, help="of each request; default: as recorded, or 128 if invented"
     )
-    command.add_argument(
-        "--prompt-tokens", type=int, help="of invented requests (default 256)"
-    )
+    command.add_argument("--prompt-tokens", type=int, help="of invented requests (default 256)")
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--html", metavar="FILE", help="also a page with tables and charts")
     command.add_argument("--json", action="store_true", help="one JSON document as last line")
@@ -68,8 +66,14 @@ def run_simulate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     table = CostTable.load(args.cost)
     traffic, overhead, passes_per_token, assumptions = _traffic(args, table)
     columns = (TextColumn("simulating"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("requests", total=1.0)
+    progress = Progress(*columns, console=console, transient=True)
+    task = progress.add_task("requests", total=1.0)
+
+    def advanced(done: int, total: int) -> None:
+        progress.start()  # not before the first word: bad input is told without a bar
+        progress.update(task, completed=done / total)
+
+    try:
         simulation = simulate(
             table,
             traffic,
@@ -80,8 +84,11 @@ def run_simulate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             seed=args.seed,
             overhead=overhead,
             passes_per_token=passes_per_token,
-            on_progress=lambda done, total: progress.update(task, completed=done / total),
+            on_progress=advanced,
         )
+    finally:
+        if progress.live.is_started:
+            progress.stop()
     console.print(_shown(simulation))
     for line in [*crossings(simulation), *assumptions]:
         console.print(escape(line), soft_wrap=True, highlight=False)
@@ -167,30 +174,39 @@ def crossings(simulation: "Simulation") -> list[str]:
 
 
 def _shown(simulation: "Simulation") -> Table:
-    """One line for each concurrency and policy; milliseconds."""
+    """One line for each concurrency and policy."""
     shown = Table(
         box=None,
         padding=(0, 1),
         pad_edge=False,
-        title=f"p50 / p90 / p99 in ms of {simulation.num_requests} requests each",
+        title=f"{simulation.num_requests} requests each: first token and each further one in ms, "
+        "end to end in s",
     )
     shown.add_column("users", justify="right")
     shown.add_column("policy", no_wrap=True)
-    for name in ("first token", "each token", "end to end", "tokens/s", "vs off", "length"):
+    for name in ("first", "token", "whole"):
+        for quantile in ("p50", "p90", "p99"):
+            heading = f"{name if quantile == 'p50' else ''}\n{quantile}"
+            shown.add_column(heading, justify="right", no_wrap=True)
+    for name in ("tok/s", "vs\noff"):
         shown.add_column(name, justify="right", no_wrap=True)
     plain = {c.concurrency: c.tokens_per_second for c in simulation.cells if c.policy == "off"}
     for cell in simulation.cells:
-        spreads = (cell.first_token, cell.token, cell.end_to_end)
+        spreads = ((cell.first_token, 1e3), (cell.token, 1e3), (cell.end_to_end, 1.0))
         against = cell.tokens_per_second / plain.get(cell.concurrency, float("nan"))
         shown.add_row(
             str(cell.concurrency),
             cell.policy,
-            *(" / ".join(f"{1e3 * t:.3g}" for t in (s.p50, s.p90, s.p99)) for s in spreads),
-            f"{cell.tokens_per_second:.4g}",
-            f"{against:.2f}x" if plain else "-",
-            f"{cell.mean_accepted_length:.2f}",
+            *(_brief(unit * t) for s, unit in spreads for t in (s.p50, s.p90, s.p99)),
+            _brief(cell.tokens_per_second),
+            f"{against:.2f}" if plain else "-",
         )
     return shown
+
+
+def _brief(value: float) -> str:
+    """Three figures, but no fewer than the whole number has."""
+    return f"{value:.0f}" if value >= 100.0 else f"{value:.3g}"
 
 
 def _integers(option: str, text: str) -> list[int]:

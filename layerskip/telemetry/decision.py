@@ -7,17 +7,11 @@ the recorded rounds of the worst tenth of requests, each cut to the cap; else dr
 Rules are by task and prompt length: nobody knows a request's output length when it arrives.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
-
 from layerskip.params import AUTO
 from layerskip.policy import Policy, Rule
 from layerskip.telemetry.report import (
     AcceptanceReport,
     BucketReport,
-    Estimate,
-    Inequality,
-    Position,
 )
 
 # With fewer requests than this, the chance that none of them is of the worst tenth is over 5 %.

@@ -1,8 +1,8 @@
-"""From a runs folder to texts that can be simulated, and to what rounds take beside their passes."""
+"""From a runs folder to texts to simulate, and to what rounds take beside their passes."""
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,15 @@ def replay(folder: str | Path, table: CostTable) -> Replay:
     Raises:
         ValueError: there is no such folder, or nothing in it that could be simulated.
     """
+    try:
+        return _replay(folder, table)
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"{folder} has a line that is not complete ({error!r}); measure again"
+        ) from None
+
+
+def _replay(folder: str | Path, table: CostTable) -> Replay:
     run = read_run(folder)
     own = (run.get("cost") or {}).get("key", {})
     same = bool(own) and all(own.get(name) == table.key.get(name) for name in SAME_TIMES)
