@@ -84,7 +84,7 @@ class Speculator:
         if row.spec.num_draft_tokens == AUTO and self.controller is not None:
             sampler = row.spec.sampler
             row.state = self.controller.row(
-                "greedy" if sampler.params.greedy else sampler.verification
+                "greedy" if sampler.params.greedy else sampler.verification, row.spec.limit
             )
 
     def attempt(self, rows: Sequence[Row], cache: KVCache) -> list[Attempt]:
@@ -279,10 +279,17 @@ class Speculator:
         row.state.add_lookup(guess.match_length, right, stored=guess.stored)
         drafted = len(attempt.draft.tokens)
         if stopper is None or not drafted:
-            self.controller.observe_plain(row.state, row.length)
+            self.controller.observe_plain(row.state, attempt.choice, row.length)
             return
         accepted = [True] * num_matches + [False] * (num_matches < drafted)
-        self.controller.observe_draft(row.state, row.length, accepted, stopper.confidences)
+        self.controller.observe_draft(
+            row.state,
+            attempt.choice,
+            row.length,
+            accepted,
+            stopper.confidences,
+            num_passes=attempt.draft.num_passes,
+        )
 
 
 def _guesser(row: Row) -> Guesser | None:
