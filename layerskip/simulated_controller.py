@@ -1,7 +1,7 @@
 """How far simulated rows draft: not at all, a fixed number, or as ``Controller`` has it.
 
 ``Automatic`` is the controller's rule over arrays, for many batches at once. It chooses by tokens a
-second, stops on a token's chance, weighs a further pass, keeps hysteresis and pays for probes as
+second, stops on a token's chance, weighs a further pass, keeps hysteresis, stakes and probes as
 ``Controller`` does, with the same constants; a test holds one against the other. It is simpler in
 these points: what all requests have in common is known from the start, a request departs from that
 by one ratio (not by position too), looked-up tokens are not chosen, and clocks correct nothing.
@@ -13,8 +13,20 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip.controller import HYSTERESIS, PROBE_SHARE
-from layerskip.estimates import LARGEST, LEAST_SURVIVAL, ROW_DISCOUNT, ROW_WEIGHT
+from layerskip.controller import (
+    HYSTERESIS,
+    MOST_CREDIT,
+    PROBE_SHARE,
+    STAKE_SHARE,
+    STAKE_TOKENS,
+)
+from layerskip.estimates import (
+    FIRST_CREDIT,
+    LARGEST,
+    LEAST_SURVIVAL,
+    ROW_DISCOUNT,
+    ROW_WEIGHT,
+)
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_costs import PassCosts
 from layerskip.workload import STEPS, Stream
@@ -23,6 +35,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 DEPTH = MAX_AUTO_DRAFT_TOKENS
+TINY = 1e-12  # seconds: nothing is divided by zero
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +87,23 @@ class Fixed:
         """Nothing is learnt."""
 
 
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """What drafting costs in a round of each batch; seconds.
+
+    Attributes:
+        single: a plain pass of one row.
+        token: a row's share of a plain pass.
+        draft_share: of one more draft pass, a drafting row's share.
+        steps: what verify grows by for a row's first, second, ... token, ``(batches, DEPTH)``.
+    """
+
+    single: Floats
+    token: Floats
+    draft_share: Floats
+    steps: Floats
+
+
 class Automatic:
     """What pays, from round to round.
 
@@ -90,116 +120,170 @@ class Automatic:
         self._common = np.minimum(LARGEST, stream.acceptance[:DEPTH])
         self._expected_up_to = np.concatenate([[0.0], np.cumsum(self._common)])
         self._hits, self._expected = np.zeros(shape), np.zeros(shape)
-        self._credit, self._drafted_last = np.zeros(shape), np.zeros(shape, dtype=np.bool_)
-        self._probing = np.zeros(shape, dtype=np.bool_)
-        self._plain = self._loss = np.zeros(shape[0])
+        self._stake, self._drafted_last = np.zeros(shape), np.zeros(shape, dtype=np.bool_)
+        self._ledger, self._credit = np.zeros(shape[0]), np.full(shape[0], FIRST_CREDIT)
+        self._probing = np.zeros(shape[0], dtype=np.bool_)
+        nothing = np.zeros(shape[0])
+        self._prices = Prices(nothing, nothing, nothing, np.zeros((shape[0], DEPTH)))
 
     def lengths(self, batches: Batches) -> Ints:
         self._begin(batches)
-        one = np.ones_like(batches.context)
-        self._plain = self._costs.verify(one, one, one, batches.context)
-        self._loss = (
-            self._costs.draft(one, batches.context)
-            + self._costs.verify(2 * one, one, 2 * one, batches.context)
-            - self._plain
-        )
-        survivals: Floats = np.cumprod(self._acceptance(), axis=2, dtype=np.float64)
-        wanted, planned, rate = self._best(batches, survivals)
-        return self._grown(batches, self._settled(batches, wanted), planned, rate)
+        rows = batches.decoding.sum(1)
+        prices = self._priced(batches, rows, rows)
+        acceptance = self._acceptance()
+        most = np.minimum(batches.room, self._affordable(batches, prices)[:, None])
+        resting = ~(self._drafted_last & batches.decoding).any(1)
+        wanted, planned, rate = self._best(batches, acceptance, most, resting)
+        self._probing = resting & ~wanted.any(1) & self._may_probe(batches, prices)
+        probing = self._probing[:, None]
+        most = np.where(probing, np.minimum(batches.room, 1), most)
+        wanted = np.where(probing, batches.room > 0, wanted)
+        self._drafted_last = np.where(batches.decoding, wanted & ~probing, self._drafted_last)
+        planned = np.where(self._probing, rows + wanted.sum(1), planned)
+        self._prices = self._priced(batches, planned, wanted.sum(1))
+        return self._grown(batches, wanted, most, acceptance, rate)
 
     def observe(self, batches: Batches, drafted: Ints) -> None:
-        accepted = np.minimum(drafted, batches.right)
+        accepted, prices = np.minimum(drafted, batches.right), self._prices
         judged = np.minimum(accepted + (accepted < drafted), DEPTH)
         keep = ROW_DISCOUNT**judged
         self._hits = keep * self._hits + accepted
         self._expected = keep * self._expected + self._expected_up_to[judged]
-        plain = self._plain[:, None]
-        earned = np.where(drafted == 0, PROBE_SHARE * plain, 0.0)
-        won = (1.0 + accepted) * plain - (self._loss[:, None] + plain)
-        earned = np.where(self._probing & (drafted > 0), won, earned)
-        self._credit = np.minimum(self._credit + earned, plain)
+        plain = batches.decoding & (drafted == 0)
+        token, single = np.maximum(prices.token, TINY), np.maximum(prices.single, TINY)
+        self._credit += PROBE_SHARE * (token / single) * plain.sum(1)
+        up_to = np.concatenate([np.zeros((len(token), 1)), np.cumsum(prices.steps, 1)], axis=1)
+        gained = accepted * token[:, None] - drafted * prices.draft_share[:, None]
+        gained -= np.take_along_axis(up_to, drafted, 1)
+        gained = np.where(drafted > 0, gained, 0.0)
+        self._ledger += gained.sum(1) / token
+        lost = np.minimum(gained, 0.0).sum(1) / single
+        self._credit = np.where(self._probing, np.maximum(0.0, self._credit + lost), self._credit)
+        counts = (gained > 0.0) | ~self._probing[:, None]
+        self._stake += np.where(counts, gained / token[:, None], 0.0)
 
     def _begin(self, batches: Batches) -> None:
-        """Forget what was known of a row's last request."""
-        for state in (self._hits, self._expected, self._credit, self._drafted_last):
+        """Forget what was known of a row's last request, and give the next one its stake."""
+        for state in (self._hits, self._expected, self._drafted_last):
             state[batches.fresh] = 0
+        own = np.minimum(self._stream.limits[batches.requests], STAKE_TOKENS)
+        tokens = np.where(self._ledger[:, None] > 0.0, STAKE_TOKENS, own)
+        self._stake = np.where(batches.fresh, STAKE_SHARE * tokens, self._stake)
 
     def _acceptance(self) -> Floats:
         """Of each row's first, second, ... drafted token, ``(batches, rows, DEPTH)``."""
         ratio = (self._hits + ROW_WEIGHT) / (self._expected + ROW_WEIGHT)
         return np.minimum(LARGEST, ratio[:, :, None] * self._common)
 
-    def _best(self, batches: Batches, survivals: Floats) -> tuple[Bools, Ints, Floats]:
+    def _priced(self, batches: Batches, tokens: Ints, drafting: Ints) -> Prices:
+        """Prices in a round that verifies so many tokens; in a batch one token is another's, and
+        passes are padded, so what verify grows by is the mean over some."""
+        costs, rows, context = self._costs, batches.decoding.sum(1), batches.context
+        one, some = np.ones_like(rows), np.maximum(rows, 1)
+        up_to = np.arange(1, DEPTH + 2)[None]
+        alone = np.diff(costs.verify(up_to, one[:, None], up_to, context[:, None]), axis=1)
+        wide, longest = 2 * costs.row_quantum, -(-tokens // some)
+        growth = costs.verify(tokens + wide, rows, longest, context)
+        growth = np.maximum(0.0, growth - costs.verify(tokens, rows, longest, context)) / wide
+        return Prices(
+            costs.verify(one, one, one, context),
+            costs.verify(rows, rows, one, context) / some,
+            costs.draft(drafting, context) / np.maximum(drafting, 1),
+            np.where((rows == 1)[:, None], alone, growth[:, None]),
+        )
+
+    def _affordable(self, batches: Batches, prices: Prices) -> Ints:
+        """Tokens of a row's draft that cost no more than the rows' mean stake if all are wrong."""
+        stakes = np.where(batches.decoding, self._stake, 0.0).sum(1)
+        stake = prices.token * stakes / np.maximum(1, batches.decoding.sum(1))
+        spent = np.cumsum(prices.draft_share[:, None] + prices.steps, axis=1)
+        return (spent <= stake[:, None]).sum(1)
+
+    def _may_probe(self, batches: Batches, prices: Prices) -> Bools:
+        """Whether plain rounds earned a round in which every row drafts one token."""
+        rows, context = batches.decoding.sum(1), batches.context
+        probing = (batches.room > 0).sum(1)
+        two, one = np.full_like(rows, 2), np.ones_like(rows)
+        more = self._costs.verify(rows + probing, rows, two, context)
+        more -= self._costs.verify(rows, rows, one, context)
+        cost = (self._costs.draft(probing, context) + more) / np.maximum(prices.single, TINY)
+        self._credit = np.minimum(self._credit, np.maximum(MOST_CREDIT, cost))
+        return (probing > 0) & (self._credit >= cost)
+
+    def _best(
+        self, batches: Batches, acceptance: Floats, most: Ints, resting: Bools
+    ) -> tuple[Bools, Ints, Floats]:
         """Rows that draft if the round is to give the most tokens a second, tokens that are then
         verified, and that rate.
 
-        Tokens are taken in the order of their survival. Rows have one ratio each, so that their
-        order is the same at every depth: the i-th row of a pass costs what i rows take more than
-        i - 1.
+        Tokens are taken in the order of their survival, or pass by pass. Rows have one ratio each,
+        so that their order is the same at every depth: the i-th row of a pass costs what i rows
+        take more than i - 1.
         """
-        count, rows, depth = survivals.shape
-        likely = (survivals >= LEAST_SURVIVAL) & batches.decoding[:, :, None]
-        possible = likely & (np.arange(depth) < batches.room[:, :, None])
-        gains = np.where(possible, survivals, 0.0)
-        rank = np.argsort(np.argsort(-gains[:, :, 0], axis=1), axis=1)
-        more = self._more_for_a_row(batches.context, rows)[np.arange(count)[:, None], rank]
-        order = np.argsort(-gains.reshape(count, -1), axis=1, kind="stable")
-        taken = np.take_along_axis(gains.reshape(count, -1), order, 1)
-        row, level = order // depth, order % depth
+        count, rows, depth = acceptance.shape
+        survivals = np.cumprod(acceptance, axis=2)
+        possible = (survivals >= LEAST_SURVIVAL) & (np.arange(depth) < most[:, :, None])
+        gains = np.where(possible & batches.decoding[:, :, None], survivals, 0.0)
+        ranked = np.argsort(-gains[:, :, 0], axis=1, kind="stable")
+        gains = np.take_along_axis(gains, ranked[:, :, None], 1).reshape(count, -1)
+        passes = np.arange(rows * depth).reshape(rows, depth).T.reshape(1, -1)
+        orders = [np.argsort(-gains, axis=1, kind="stable"), np.repeat(passes, count, 0)]
+        found = [self._prefix(batches, gains, order, depth) for order in orders]
+        second = found[1][1] > found[0][1]
+        order = np.where(second[:, None], orders[1], orders[0])
+        taken, rate = (np.where(second, b, a) for a, b in zip(*found, strict=True))
         num_rows = batches.decoding.sum(1)
-        tokens = num_rows[:, None] + np.concatenate(
-            [np.zeros((count, 1)), np.cumsum(taken, 1)], axis=1
-        )
-        drafting = np.cumsum(np.take_along_axis(more, row, 1), 1)
-        longest = np.maximum.accumulate(level + 2, axis=1)
-        verified = num_rows[:, None] + np.arange(1, rows * depth + 1)
-        verify = self._costs.verify(verified, num_rows[:, None], longest, batches.context[:, None])
         plain = self._costs.verify(num_rows, num_rows, np.ones_like(num_rows), batches.context)
-        seconds = np.concatenate([plain[:, None], drafting + verify], axis=1)
-        rates = tokens / np.maximum(seconds, 1e-12)
-        rates[:, 1:][taken == 0.0] = 0.0
-        best = rates.argmax(1)
-        chosen = np.arange(rows * depth) < best[:, None]
+        alone = num_rows / np.maximum(plain, TINY)
+        bias = np.where(resting, 1.0 + HYSTERESIS, 1.0 - HYSTERESIS)
+        taken = np.where(rate > bias * alone, taken, 0)
+        chosen = np.arange(rows * depth) < taken[:, None]
+        batch = np.broadcast_to(np.arange(count)[:, None], order.shape)
+        drafting = np.take_along_axis(ranked, order // depth, 1)
+        real = np.take_along_axis(gains, order, 1) > 0.0
         wanted = np.zeros((count, rows), dtype=np.bool_)
-        np.put_along_axis(wanted, np.where(chosen, row, row[:, :1]), best[:, None] > 0, 1)
-        return wanted, num_rows + best, np.take_along_axis(rates, best[:, None], 1)[:, 0]
+        wanted[batch[chosen & real], drafting[chosen & real]] = True
+        return wanted, num_rows + (chosen & real).sum(1), np.where(taken > 0, rate, alone)
 
-    def _more_for_a_row(self, context: Ints, rows: int) -> Floats:
-        """Seconds that a draft pass grows by for its first, second, ... row."""
-        counts = np.arange(rows + 1)
-        seconds = self._costs.draft(counts[None], context[:, None])
-        return np.diff(seconds, axis=1)
+    def _prefix(
+        self, batches: Batches, gains: Floats, order: Ints, depth: int
+    ) -> tuple[Ints, Floats]:
+        """How many of the tokens, in this order, give the most tokens a second, and that rate.
 
-    def _settled(self, batches: Batches, wanted: Bools) -> Bools:
-        """Rows that draft after hysteresis, and those that probe."""
-        plain = self._plain[:, None]
-        margin = HYSTERESIS * plain
-        gain = self._acceptance()[:, :, 0] * plain - self._loss[:, None]
-        fits = batches.decoding & (batches.room > 0)
-        drafting = np.where(
-            self._drafted_last, wanted | (gain > -margin), wanted & (gain >= margin)
-        )
-        self._probing = fits & ~drafting & (self._credit >= self._loss[:, None])
-        self._drafted_last = np.where(fits, drafting, self._drafted_last)
-        return fits & (drafting | self._probing)
+        Args:
+            gains: of tokens by rank of the row and depth; 0 for those that can't be drafted.
+            order: places in ``gains``.
+        """
+        rows, num_rows = gains.shape[1] // depth, batches.decoding.sum(1)[:, None]
+        context = batches.context[:, None]
+        taken = np.take_along_axis(gains, order, 1)
+        rank, level, real = order // depth, order % depth, taken > 0.0
+        more = np.diff(self._costs.draft(np.arange(rows + 1)[None], context), axis=1)
+        drafting = np.cumsum(np.take_along_axis(more, rank, 1) * real, 1)
+        longest = np.maximum.accumulate(np.where(real, level + 2, 1), axis=1)
+        verified = num_rows + np.cumsum(real, 1)
+        verify = self._costs.verify(verified, num_rows, longest, context)
+        rates = (num_rows + np.cumsum(taken, 1)) / np.maximum(drafting + verify, TINY)
+        rates[~real] = 0.0
+        best = rates.argmax(1)
+        return best + 1, np.take_along_axis(rates, best[:, None], 1)[:, 0]
 
-    def _grown(self, batches: Batches, going: Bools, planned: Ints, rate: Floats) -> Ints:
+    def _grown(
+        self, batches: Batches, going: Bools, most: Ints, acceptance: Floats, rate: Floats
+    ) -> Ints:
         """Each draft grows until its chances, or all rows' together, are not worth more."""
         drafted = np.zeros_like(batches.room)
         reached = np.ones(drafted.shape)
-        acceptance = self._acceptance()
-        most = np.where(self._probing, 1, np.minimum(batches.room, DEPTH))
         for depth in range(DEPTH):
             drafted += going
-            reached *= self._chances(batches, depth, acceptance)
             going = going & (drafted < most)
             if depth + 1 == DEPTH or not going.any():
                 break
+            reached *= self._chances(batches, depth, acceptance)
             gain = reached * acceptance[:, :, depth + 1]
-            gain -= rate[:, None] * self._verify_growth(batches, planned, depth + 1)[:, None]
+            gain -= (rate * self._prices.steps[:, depth + 1])[:, None]
             going = going & (gain > 0.0)
-            asking = going.sum(1)
-            pass_seconds = self._costs.draft(asking, batches.context)
+            pass_seconds = self._costs.draft(going.sum(1), batches.context)
             going = going & ((gain * going).sum(1) > rate * pass_seconds)[:, None]
         return drafted
 
@@ -213,20 +297,3 @@ class Automatic:
         behind = self._draw.choice(stream.chances_after_wrong, batches.room.shape)
         told = np.where(depth > batches.right, behind, stream.chances[place])
         return np.minimum(LARGEST, told / STEPS)
-
-    def _verify_growth(self, batches: Batches, planned: Ints, done: int) -> Floats:
-        """Seconds that one more token adds to the verify pass, ``(batches,)``.
-
-        In a batch, one token more or less is another's: passes are padded, so the mean over some.
-        """
-        rows, context = batches.decoding.sum(1), batches.context
-        wide = 2 * self._costs.row_quantum
-        done_then = np.full_like(rows, done + 1)
-        single = rows == 1
-        before = np.where(single, done_then, planned)
-        longest = np.where(single, done_then, -(-planned // np.maximum(rows, 1)))
-        step = np.where(single, 1, wide)
-        growth = self._costs.verify(
-            before + step, rows, longest + single, context
-        ) - self._costs.verify(before, rows, longest, context)
-        return np.where(single, growth, np.maximum(0.0, growth) / wide)

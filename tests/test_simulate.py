@@ -266,6 +266,7 @@ class Real:
         prior = tuple(stream.acceptance[:16])
         self.controller = Controller(cost, prior, follows_clock=False)
         self.stream, self.states, self.stoppers = stream, [None] * rows, {}
+        self.choices = {}
 
     def lengths(self, batches):
         drafted = np.zeros_like(batches.room)
@@ -274,10 +275,13 @@ class Real:
             return drafted
         for i in going:
             if batches.fresh[0, i]:
-                self.states[i] = self.controller.row("greedy")
+                self.states[i] = self.controller.row(
+                    "greedy", int(self.stream.limits[batches.requests[0, i]])
+                )
         context = int(batches.context[0])
         asks = [Ask(self.states[i], context, int(batches.room[0, i])) for i in going]
         choices = dict(zip(going, self.controller.choose(asks, drafts=True), strict=True))
+        self.choices = choices
         self.stoppers = {i: Stopper(self.states[i], c) for i, c in choices.items()}
         asking = [i for i in going if choices[i].num_draft_tokens]
         first = True
@@ -308,12 +312,12 @@ class Real:
         for i in np.flatnonzero(batches.decoding[0]).tolist():
             right, number = int(batches.right[0, i]), int(drafted[0, i])
             accepted = [True] * min(right, number) + [False] * (right < number)
-            context = int(batches.context[0])
+            told = self.states[i], self.choices[i], int(batches.context[0])
             if number:
                 confidences = self.stoppers[i].confidences
-                self.controller.observe_draft(self.states[i], context, accepted, confidences)
+                self.controller.observe_draft(*told, accepted, confidences, num_passes=number)
             else:
-                self.controller.observe_plain(self.states[i], context)
+                self.controller.observe_plain(*told)
 
 
 def telling(draw, shares) -> Recorded:
