@@ -21,6 +21,7 @@ HYSTERESIS = 0.03
 PROBE_SHARE = 0.01
 STAKE_SHARE, STAKE_TOKENS = 0.018, 64  # of its plain time, what a request may lose beside probes
 MOST_CREDIT = 1.0  # plain passes
+PAYING = 0.4  # of what a drafted token costs at least: one that gains less is not looked at
 CONTEXT_STEP = 64
 MOST_REMEMBERED = 100_000  # seconds looked up in the table
 SHORTEST = 1e-9  # seconds of a pass: nothing is divided by zero
@@ -220,7 +221,8 @@ class Controller:
         stake = pace.token * sum(a.state.stake for a in asks) / len(asks)
         longest = _affordable(stake, pace) if drafts else 0
         mosts = [min(longest, _most(a)) for a in asks]
-        lines = [a.state.survivals(most) for a, most in zip(asks, mosts, strict=True)]
+        least = PAYING * (pace.draft_share + min(pace.steps)) / pace.token
+        lines = [a.state.survivals(most, least) for a, most in zip(asks, mosts, strict=True)]
         offers = [_offer(a, pace, line) for a, line in zip(asks, lines, strict=True)]
         lookups, expected = [n for n, _ in offers], sum(gain for n, gain in offers if n)
         gains = [[] if n else line for n, line in zip(lookups, lines, strict=True)]
@@ -418,10 +420,10 @@ def _best_prefix(
     the rise of its draft pass and of verify."""
     best, count, drafting = 0.0, 0, 0.0
     depth = [0] * MAX_AUTO_DRAFT_TOKENS
+    draft = [pace.draft(n) for n in range(pace.num_rows + 1)]
     for done, (gain, i, _) in enumerate(order, 1):
-        before = pace.draft(depth[i])
+        drafting += draft[depth[i] + 1] - draft[depth[i]]
         depth[i] += 1
-        drafting += pace.draft(depth[i]) - before
         longest = max(longest, i + 2)
         tokens += gain
         rate = tokens / (drafting + pace.verify(num_verified + done, longest))

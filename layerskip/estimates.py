@@ -147,13 +147,14 @@ class RowState:
         prior = min(LARGEST, self.shared.acceptance(i) * self._ratio.value)
         return self._positions[min(i, MAX_AUTO_DRAFT_TOKENS - 1)].mean(prior, POSITION_WEIGHT)
 
-    def survivals(self, most: int) -> list[float]:
+    def survivals(self, most: int, least: float = 0.0) -> list[float]:
         """The chance that the first, the first two, ... of ``most`` drafted tokens are accepted;
-        what hardly ever is, is left out."""
+        less than ``least``, and what hardly ever is, is left out."""
         found, survival = [], 1.0
+        least = max(least, LEAST_SURVIVAL)
         for i in range(most):
             survival *= self.acceptance(i)
-            if survival < LEAST_SURVIVAL:
+            if survival < least:
                 break
             found.append(survival)
         return found
