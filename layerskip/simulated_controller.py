@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from layerskip.controller import (
     HYSTERESIS,
     MOST_CREDIT,
+    PAYING,
     PROBE_SHARE,
     STAKE_SHARE,
     STAKE_TOKENS,
@@ -133,7 +134,8 @@ class Automatic:
         acceptance = self._acceptance()
         most = np.minimum(batches.room, self._affordable(batches, prices)[:, None])
         resting = ~(self._drafted_last & batches.decoding).any(1)
-        wanted, planned, rate = self._best(batches, acceptance, most, resting)
+        gains = self._gains(batches, acceptance, most, prices)
+        wanted, planned, rate = self._best(batches, gains, resting)
         self._probing = resting & ~wanted.any(1) & self._may_probe(batches, prices)
         probing = self._probing[:, None]
         most = np.where(probing, np.minimum(batches.room, 1), most)
@@ -210,9 +212,16 @@ class Automatic:
         self._credit = np.minimum(self._credit, np.maximum(MOST_CREDIT, cost))
         return (probing > 0) & (self._credit >= cost)
 
-    def _best(
-        self, batches: Batches, acceptance: Floats, most: Ints, resting: Bools
-    ) -> tuple[Bools, Ints, Floats]:
+    def _gains(self, batches: Batches, acceptance: Floats, most: Ints, prices: Prices) -> Floats:
+        """Tokens that a drafted one is expected to add; 0 if it may not be drafted, or gains too
+        little to be looked at."""
+        survivals: Floats = np.cumprod(acceptance, axis=2, dtype=np.float64)
+        cheapest = prices.draft_share + prices.steps.min(1)
+        least = np.maximum(LEAST_SURVIVAL, PAYING * cheapest / np.maximum(prices.token, TINY))
+        possible = (survivals >= least[:, None, None]) & batches.decoding[:, :, None]
+        return np.where(possible & (np.arange(DEPTH) < most[:, :, None]), survivals, 0.0)
+
+    def _best(self, batches: Batches, gains: Floats, resting: Bools) -> tuple[Bools, Ints, Floats]:
         """Rows that draft if the round is to give the most tokens a second, tokens that are then
         verified, and that rate.
 
@@ -220,10 +229,7 @@ class Automatic:
         so that their order is the same at every depth: the i-th row of a pass costs what i rows
         take more than i - 1.
         """
-        count, rows, depth = acceptance.shape
-        survivals = np.cumprod(acceptance, axis=2)
-        possible = (survivals >= LEAST_SURVIVAL) & (np.arange(depth) < most[:, :, None])
-        gains = np.where(possible & batches.decoding[:, :, None], survivals, 0.0)
+        count, rows, depth = gains.shape
         ranked = np.argsort(-gains[:, :, 0], axis=1, kind="stable")
         gains = np.take_along_axis(gains, ranked[:, :, None], 1).reshape(count, -1)
         passes = np.arange(rows * depth).reshape(rows, depth).T.reshape(1, -1)

@@ -342,7 +342,7 @@ def test_automatic_is_what_the_real_controller_does(kind, rows):
         traffic = Recorded([Text(64, 64, r, np.full(64, np.nan), 1.0) for r in known])
     else:
         traffic = Synthetic((float(kind),), 64, 64)
-    stream = traffic.stream({1: 16, 4: 32, 16: 64}[rows], 0)  # one batch
+    stream = traffic.stream({1: 16, 4: 24, 16: 32}[rows], 0)  # one batch
     cells = []
     for policy in (Real, Automatic):
         loop = loop_of(cost, stream, policy, rows)
@@ -354,10 +354,8 @@ def test_automatic_is_what_the_real_controller_does(kind, rows):
         loop.run(chosen, lambda done: None)
         cells.append(loop.cell("auto"))
     real, simulated = cells
-    print(kind, rows, real.tokens_per_second, simulated.tokens_per_second)
     # Early on the real one is cautious: it knows neither acceptance nor what confidence is worth.
-    assert simulated.tokens_per_second == pytest.approx(real.tokens_per_second, rel=0.08)
-    assert simulated.mean_draft_tokens == pytest.approx(real.mean_draft_tokens, rel=0.4)
+    assert simulated.tokens_per_second == pytest.approx(real.tokens_per_second, rel=0.05)
 
 
 @pytest.mark.parametrize(
