@@ -133,7 +133,7 @@ class Automatic:
         prices = self._priced(batches, rows, rows)
         acceptance = self._acceptance()
         most = np.minimum(batches.room, self._affordable(batches, prices)[:, None])
-        resting = ~(self._drafted_last & batches.decoding).any(1)
+        resting: Bools = np.logical_not((self._drafted_last & batches.decoding).any(1))
         gains = self._gains(batches, acceptance, most, prices)
         wanted, planned, rate = self._best(batches, gains, resting)
         self._probing = resting & ~wanted.any(1) & self._may_probe(batches, prices)
