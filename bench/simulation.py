@@ -154,7 +154,9 @@ def append(path: Path, entries: Sequence[dict[str, Any]]) -> None:
 
 
 def median_table(tables: Sequence[CostTable]) -> CostTable:
-    """Field by field and time by time."""
+    """Field by field and time by time, of those with the finest grid: a busy turn's is coarser."""
+    most = max(len(t.verify.rows) * len(t.verify.contexts) for t in tables)
+    tables = [t for t in tables if len(t.verify.rows) * len(t.verify.contexts) == most]
 
     def curve(name: str) -> Curve:
         curves = [getattr(t, name) for t in tables]

@@ -433,7 +433,7 @@ EXITS = {
         (3, 1, 2, {"chances": [0.75, 0.25, 0.5]}),  # emits tokens 1 and 2; 3 follows a wrong one
         (2, 2, 3, {"chances": [1.0, 1.0]}),  # 3, 4, and 5 as its bonus
         (0, 0, 1, {}),  # 6, plain
-        (4, 1, 1, {}),  # 7 is the end of the sequence: what follows is cut
+        (4, 1, 1, {"chances": [0.5] * 4}),  # 7 is the end of the sequence: what follows is cut
     ],
 }
 
@@ -442,8 +442,8 @@ def test_what_rounds_tell_of_a_text(tmp_path):
     known = replay(runs(tmp_path / "r", EXITS), flat())
     (text,) = known.recorded.texts
     assert text.right.tolist() == [-1, 1, 0, 1, 1, -1, -1, 1]
-    assert text.chances[[1, 2, 3, 4]].tolist() == [0.75, 0.25, 1.0, 1.0]
-    assert np.isnan(text.chances[[0, 5, 6, 7]]).all()
+    assert text.chances[[1, 2, 3, 4, 7]].tolist() == [0.75, 0.25, 1.0, 1.0, 0.5]
+    assert np.isnan(text.chances[[0, 5, 6]]).all()
     assert known.recorded._after_wrong.tolist() == [128]
     assert (text.prompt_tokens, text.limit, text.prefill) == (100, 8, 1.5)
     assert (known.num_requests, known.num_rounds, known.of_this_table) == (1, 4, True)

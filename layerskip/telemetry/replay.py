@@ -121,7 +121,8 @@ class _Request:
             chances = line.get("chances", ())
             known = self.chances[start : start + min(accepted + 1, emitted)]
             known[: len(chances)] = chances[: len(known)]
-            behind += chances[accepted + 1 :]
+            if accepted < emitted:  # else the end of the text cut it: nothing was found wrong
+                behind += chances[accepted + 1 :]
         self.emitted += emitted
 
 
