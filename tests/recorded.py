@@ -58,6 +58,7 @@ class Request:
             line = _round(name, labels, index, (drafted, accepted), context, self.seconds, mode)
             lines.append(line)
             emitted += accepted + 1
+        lines[-1]["finish_reason"] = "length"
         decode = sum(line["draft_seconds"] + line["verify_seconds"] for line in lines[1:])
         request = {
             "request_id": name,

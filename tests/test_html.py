@@ -1,6 +1,9 @@
 """The report's page: whole, safe whatever it is given, and readable by people and machines."""
 
+import json
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise, product
@@ -22,6 +25,7 @@ from layerskip.telemetry.charts import (
     row_chart,
     shorten,
 )
+from layerskip.telemetry.drift import Drift, find_drift
 from layerskip.telemetry.figures import (
     acceptance,
     histograms,
@@ -265,7 +269,7 @@ def test_hostile_text_stays_text():
     tame, hostile = rendered("tame " * 12), rendered(HOSTILE)
     assert [e[0] for e in hostile.elements] == [e[0] for e in tame.elements]
     assert [sorted(e[1]) for e in hostile.elements] == [sorted(e[1]) for e in tame.elements]
-    shown = HOSTILE.replace("\x00", "\ufffd").replace("\ud800", "\ufffd")
+    shown = re.sub("[\x00\u202e\ud800]", "\ufffd", HOSTILE)
     assert hostile.all("title")[0][1] == f"Speculation report: {shown}"
     assert hostile.all("pre")[0][1] == shown * 2
     assert any(shown in text for _, text in hostile.all("th"))
@@ -304,7 +308,7 @@ def test_screen_readers_and_keyboards_find_their_way(page):
 
 def test_each_chart_says_what_it_shows_and_has_its_numbers(page):
     charts = page.all("svg")
-    assert len(charts) == 12
+    assert len(charts) == 13
     assert all(a["role"] == "img" for a, _ in charts)
     inside = [(tag, around) for tag, _, around in page.elements]
     for tag in ("title", "desc"):
@@ -370,7 +374,7 @@ def test_figures_that_are_no_numbers_are_dashes():
 def test_one_bucket_of_one_request_is_readable():
     report = made_up(["code"], [(0, None)], requests=1)
     page = Page(render(report, policy_of(report), [sample(1, "code")]))
-    assert len(page.all("svg")) == 9  # no histograms of single routes
+    assert len(page.all("svg")) == 10  # no histograms of single routes
     assert "1 of 1 buckets have under 500 requests" in page.all("main")[0][1]
 
 
@@ -391,7 +395,7 @@ def test_a_huge_report_is_cut_and_says_so():
 def test_the_largest_buckets_are_drawn_in_their_order():
     report = made_up([f"task {i}" for i in range(20)], [(0, None)])
     buckets = tuple(
-        replace(b, num_requests=1 if i in (0, 7, 8, 19) else 900)
+        replace(b, num_requests=1 if i in (0, 7, 8, 19) else 100 + 7 * i % 20)
         for i, b in enumerate(report.buckets)
     )
     page = Page(render(replace(report, buckets=buckets), Policy(), []))
@@ -437,7 +441,10 @@ def test_samples_keep_their_text_and_show_its_origins():
         ("o-accepted", " def"),
         ("o-bonus", " f"),
     ]
-    assert "Tokens: 3 accepted, 1 recovered, 1 bonus, 1 plain, 1 prefill." in page.all("main")[0][1]
+    assert (
+        "Of its text: 62 % accepted, 19 % recovered, 10 % bonus, 5 % plain, 5 % prefill."
+        in page.all("main")[0][1]
+    )
 
 
 def test_samples_are_of_every_task_and_of_drafting():
@@ -482,6 +489,7 @@ def test_lines_and_bars_rise_with_their_values():
     chart = line_chart("", [Series("one", points)], Axis.over("x", [2.0], whole=True), axis)
     heights = [y for _, y in marks(chart, "mark s0")][:3]
     levels = {t.text: t.y - 4 for t in chart.texts}
+    assert levels["100 %"] < levels["0 %"]  # y grows downwards
     assert heights == pytest.approx(
         [levels["0 %"], (levels["0 %"] + levels["100 %"]) / 2, levels["100 %"]]
     )
@@ -517,6 +525,37 @@ def test_all_of_a_chart_is_inside_of_it():
             assert 0 <= float(y) <= chart.height
 
 
+@pytest.mark.parametrize(
+    ("draw", "values"),
+    [
+        (acceptance, lambda b: (b.mean_accepted.value, b.accepted_per_request.p10)),
+        (inequality, lambda b: (b.inequality.margin, b.inequality.margin_without_bonus)),
+        (
+            ratios,
+            lambda b: (b.paired.end_to_end.value, b.paired.p90.value, b.paired.worst_decile.value),
+        ),
+    ],
+)
+def test_rows_show_what_the_report_says(draw, values):
+    report = made_up(["code"])
+    chart = draw(report).chart
+    ticks = [(float(t.text), t.x) for t in chart.texts if re.fullmatch(r"-?[\d.]+", t.text)]
+    (low, start), (high, end) = ticks[0], ticks[-1]
+    for i in range(len(values(report.total))):
+        for (x, _), bucket in zip(marks(chart, f"mark s{i}"), report.buckets, strict=False):
+            value = low + (high - low) * (x - start) / (end - start)
+            assert value == pytest.approx(values(bucket)[i], abs=0.01 * (high - low))
+
+
+def test_long_samples_are_cut():
+    long = {**sample(1, "code"), "prompt": "p" * 3000}
+    long["pieces"] = [{"text": "x" * 10000, "origin": "plain"}]
+    page = Page(render(made_up(["code"]), Policy(), [long]))
+    assert page.all("pre")[0][1] == "p" * 2000 + "x" * 6000
+    main = page.all("main")[0][1]
+    assert "Left out: the prompt's first 1000 characters and the text's last 4000" in main
+
+
 def test_long_names_keep_both_ends():
     assert shorten("x" * 50) == "x" * 50
     assert len(shorten("x" * 51)) <= 50
@@ -542,11 +581,84 @@ def test_times_are_written_in_their_unit(value, text):
     assert seconds(value) == text
 
 
+def drifting() -> Drift:
+    """A task that falls from three accepted tokens to one, and one that does not."""
+    rng = np.random.default_rng(1)
+    rounds = [
+        {
+            "labels": {"category": task},
+            "request_id": f"{task} {i}",
+            "num_draft_tokens": 4,
+            "num_accepted_tokens": int(rng.binomial(4, 0.3 if task == "code" and i > 60 else 0.75)),
+            "finish_reason": "length" if last else None,
+        }
+        for i in range(90)
+        for task in ("writing", "code")
+        for last in (False, True)
+    ]
+    return find_drift(rounds, label="category", num_reference_requests=40)
+
+
+def test_drift_is_shown_where_it_was_looked_for(page):
+    assert "drift" not in page.all("nav")[0][1].lower()
+    drift = drifting()
+    found = Page(render(replace(made_up(["code"]), drift=drift), Policy(), []))
+    assert drift.alarms
+    assert str(drift.alarms[0]) in found.all("main")[0][1]
+    titles = [text for _, text in found.all("figcaption") if "Drift" in text]
+    assert titles == ["Drift, code", "Drift, writing"]  # the nearest to an alarm first
+    assert ("#drift", "Drift") in [(a["href"], text) for a, text in found.all("a")]
+
+
+def test_drift_of_few_requests_says_that_nothing_is_known():
+    drift = find_drift([], label="category")
+    found = Page(render(replace(made_up(["code"]), drift=drift), Policy(), []))
+    assert "No bucket had enough requests" in found.all("main")[0][1]
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
+MEASURE = """<!DOCTYPE html><title>frames</title>
+<iframe src=report.html width=360></iframe><iframe src=report.html width=768></iframe>
+<iframe src=report.html width=1280></iframe><pre id=out></pre>
+<script>
+onload = () => {
+  const found = [...document.querySelectorAll("iframe")].map(frame => {
+    const page = frame.contentDocument;
+    for (const part of page.querySelectorAll("details")) part.open = true;
+    const texts = [...page.querySelectorAll("svg text")].filter(text => {
+      const inner = text.getBoundingClientRect();
+      const outer = text.closest("svg").getBoundingClientRect();
+      return inner.left < outer.left - 1 || inner.right > outer.right + 1;
+    });
+    return [page.documentElement.scrollWidth - page.documentElement.clientWidth, texts.length,
+      page.querySelectorAll("svg").length];
+  });
+  document.getElementById("out").textContent = "measured " + JSON.stringify(found);
+};
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium or Chrome to open the page in")
+def test_a_browser_shows_it_at_any_width_and_complains_of_nothing(tmp_path):
+    report = replace(made_up(["code " * 20, HOSTILE]), model=HOSTILE, drift=drifting())
+    samples = [{**sample(1, HOSTILE), "prompt": "x" * 500 + HOSTILE}]
+    write_html(report, policy_of(report), samples, tmp_path / "report.html")
+    (tmp_path / "frames.html").write_text(MEASURE, encoding="utf-8")
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += ["--allow-file-access-from-files", "--enable-logging=stderr"]
+    command += [f"--user-data-dir={tmp_path}/profile", (tmp_path / "frames.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    measured = json.loads(re.search(r"measured (\[.*\])", done.stdout)[1])
+    assert measured == [[0, 0, 15]] * 3  # nothing wider than the page, no text outside its chart
+    assert "CONSOLE" not in done.stderr
+
+
 def test_templates_are_beside_the_code():
     import layerskip.telemetry.html as module
 
     folder = Path(module.__file__).parent / "templates"
-    assert {f.name for f in folder.iterdir()} == {
+    assert {f.name for f in folder.iterdir()} >= {
         "draw.html",
         "page.css",
         "page.html",

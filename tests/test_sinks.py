@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -23,6 +24,7 @@ from layerskip.telemetry.sinks import (
     PrometheusSink,
 )
 
+PER_POSITION = "num_accepted_tokens_per_pos_total"
 C, BETA = 0.25, 0.5  # of the table below: a verify pass of more than one row takes 1.5
 COST = CostTable(
     Curve((1, 2), (0,), ((0.2, 0.2),)),
@@ -143,15 +145,14 @@ def test_counters_are_defined_as_in_vllm(registry: CollectorRegistry) -> None:
     assert value(registry, "num_drafts_total") == 3
     assert value(registry, "num_draft_tokens_total") == 8
     assert value(registry, "num_accepted_tokens_total") == 4
-    per_position = [value(registry, f"{PER_POSITION}", position=str(i)) for i in range(4)]
+    per_position = [value(registry, PER_POSITION, position=str(i)) for i in range(4)]
     assert per_position == [2, 1, 1, None]
     assert value(registry, "num_emitted_tokens_total") == 1 + 4 + 2 + 1 + 1
     modes = {m: value(registry, "rounds_total", mode=m) for m in ("plain", "early_exit", "lookup")}
     assert modes == {"plain": 1, "early_exit": 2, "lookup": 1}
     assert value(registry, "k_current") == 2
-
-
-PER_POSITION = "num_accepted_tokens_per_pos_total"
+    assert value(registry, "draft_seconds_total") == pytest.approx(2.0)
+    assert value(registry, "verify_seconds_total") == pytest.approx(4.0)  # without the prefill's
 
 
 def test_names_can_be_vllms_own(registry: CollectorRegistry) -> None:
@@ -210,6 +211,15 @@ def test_without_a_cost_table_there_is_no_margin(registry: CollectorRegistry) ->
     counted(registry, ROUNDS)
     assert value(registry, "inequality_margin", bucket="") is None
     assert value(registry, "cost_ratio_c") is None
+
+
+def test_drift_is_shown_as_its_monitor_has_it(registry: CollectorRegistry) -> None:
+    state = SimpleNamespace(down=0.25, up=0.5, num_down_alarms=2, num_up_alarms=0)
+    counted(registry, ROUNDS, drift=SimpleNamespace(states=lambda: {"code": state}))
+    for direction, gathered, alarms in (("down", 0.25, 2), ("up", 0.5, 0)):
+        labels = {"bucket": "code", "direction": direction}
+        assert value(registry, "drift", **labels) == gathered
+        assert value(registry, "drift_alarms_total", **labels) == alarms
 
 
 @pytest.mark.parametrize(

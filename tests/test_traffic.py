@@ -1,5 +1,6 @@
 """Traffic files: every shape of a line, labels, and lines that are no prompts."""
 
+import hashlib
 import json
 import tracemalloc
 from pathlib import Path
@@ -65,6 +66,7 @@ def test_a_line_may_have_any_of_the_known_shapes(
         ({"messages": [{"content": "hello"}]}, "messages must be a list of objects"),
         ({"messages": [ANSWER]}, "messages hold no question"),
         ({"messages": []}, "messages hold no question"),
+        ({"prompt": "a", "task": "\ud800"}, "label 'task' is not valid Unicode"),
         ({"prompt": "a", "task": ["b"]}, "label 'task' must be text or a number, got list"),
     ],
 )
@@ -135,11 +137,21 @@ def test_a_file_without_prompts_is_refused(file: Path, tmp_path: Path) -> None:
         Traffic.read(tmp_path / "none.jsonl")
 
 
-def test_the_digest_is_of_the_whole_file(file: Path) -> None:
-    one = Traffic.read(write(file, {"prompt": "a"}, {"prompt": "b"}), limit=1)
-    other = Traffic.read(write(file, {"prompt": "a"}, {"prompt": "c"}), limit=1)
-    assert one.name == other.name == "traffic.jsonl"
-    assert one.sha256 != other.sha256
+def test_the_digest_is_of_what_was_read(file: Path) -> None:
+    one = Traffic.read(write(file, {"prompt": "a"}, {"prompt": "b"}, b""))
+    assert one.name == "traffic.jsonl"
+    assert one.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    write(file, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
+    assert Traffic.read(file).sha256 != one.sha256
+    assert Traffic.read(file, limit=2).sha256 == one.sha256
+    assert Traffic.read(file, limit=1).sha256 != one.sha256
+
+
+def test_a_log_that_grows_meanwhile_is_read_as_it_was_counted(file: Path) -> None:
+    traffic = Traffic.read(write(file, {"prompt": "a"}, b""))
+    with file.open("ab") as log:
+        log.write(b'{"prompt": "b"}\n{"prom')
+    assert [r.prompt for r in traffic] == ["a"]
 
 
 def test_reading_holds_a_line_at_a_time(file: Path) -> None:

@@ -17,6 +17,7 @@ from layerskip.telemetry.buckets import (
     Lengths,
     lengths,
 )
+from layerskip.telemetry.drift import find_drift
 from layerskip.telemetry.records import Run, opened, read_run
 from layerskip.telemetry.report import (
     AcceptanceReport,
@@ -28,9 +29,9 @@ from layerskip.telemetry.report import (
     Position,
 )
 from layerskip.telemetry.resampling import (
-    Resampler,
     counted_distribution,
     distribution,
+    estimate,
     median_ratio,
     ratio_of_p90,
     ratio_of_slowest,
@@ -45,6 +46,7 @@ from layerskip.telemetry.tallies import (
     RoundCount,
     Tallies,
     WorstCount,
+    drafts_in_order,
     tally,
 )
 
@@ -60,6 +62,7 @@ MEASURED = (
     "machine",
     "threads",
 )
+MOST_BUCKETS = 1000
 SHORTEST = 1e-9  # seconds: nothing is divided by zero
 
 T = TypeVar("T", int, float, str)
@@ -71,7 +74,6 @@ def acceptance_report(
     arm: str | None = None,
     prompt_edges: Sequence[int] = PROMPT_EDGES,
     output_edges: Sequence[int] = OUTPUT_EDGES,
-    seed: int = 0,
 ) -> AcceptanceReport:
     """Count up what ``layerskip measure`` recorded.
 
@@ -79,27 +81,33 @@ def acceptance_report(
         folder: that it wrote; requests that did not finish are left out.
         arm: that drafts; None: "auto", or the only one.
         prompt_edges, output_edges: where one bucket of lengths ends and the next begins, in tokens.
-        seed: of the resampling for intervals.
 
     Raises:
-        ValueError: the folder is no runs folder, is damaged, or no request with drafting finished.
+        ValueError: the folder is no runs folder, is damaged, or no request with drafting finished;
+            or there are more than 1000 buckets.
     """
     prompts, outputs = lengths(prompt_edges, "prompt edges"), lengths(output_edges, "output edges")
     run = read_run(folder, arm)
     cost = _cost_of(run)
     with opened(run, prompts, outputs) as database:
         tallies = tally(database, cost)
+        drift = find_drift(drafts_in_order(database), label="task")
     if not len(tallies.requests["task"]):
         raise ValueError(
             f"no request of arm {run.arm} has finished in {run.folder}: give the same "
             f"`layerskip measure` command again, it goes on where it stopped"
         )
-    resampler = Resampler(seed)
 
     def report(cell: Cell) -> BucketReport:
-        return _report(tallies, cost, resampler, cell, _bucket(cell, prompts, outputs))
+        return _report(tallies, cost, cell, _bucket(cell, prompts, outputs))
 
     cells = tallies.cells()
+    if len(cells) > MOST_BUCKETS:
+        raise ValueError(
+            f"label {run.label!r} ({len(tallies.tasks)} values) and the edges make {len(cells)} "
+            f"buckets; at most {MOST_BUCKETS} can be reported: measure with a label of fewer "
+            f"values, or give fewer edges"
+        )
     routes = sorted({Cell(cell.task, cell.prompt, None) for cell in cells})
     return AcceptanceReport(
         model=str(run.content.get("model", "")),
@@ -111,6 +119,7 @@ def acceptance_report(
         routes=tuple(map(report, routes)),
         total=report(Cell(None, None, None)),
         num_ignored_rounds=tallies.num_ignored_rounds,
+        drift=drift,
         measured={name: run.content[name] for name in MEASURED if name in run.content},
     )
 
@@ -131,9 +140,7 @@ def _bucket(cell: Cell, prompts: tuple[Lengths, ...], outputs: tuple[Lengths, ..
     )
 
 
-def _report(
-    tallies: Tallies, cost: CostTable | None, resampler: Resampler, cell: Cell, bucket: Bucket
-) -> BucketReport:
+def _report(tallies: Tallies, cost: CostTable | None, cell: Cell, bucket: Bucket) -> BucketReport:
     requests, plain = tallies.of(tallies.requests, cell), tallies.of(tallies.plain, cell)
     drafting = {name: column[requests["drafts"] > 0] for name, column in requests.items()}
     rounds = [r for r in tallies.rounds if cell.covers(r.cell)]
@@ -150,7 +157,7 @@ def _report(
         mean_context=_mean(drafts, "context"),
         accepted_per_round=counted_distribution(accepted) if drafts else None,
         accepted_per_request=distribution(drafting["accepted"] / drafting["drafts"]),
-        mean_accepted=_per_draft(resampler, drafting, "accepted") if drafts else None,
+        mean_accepted=_per_draft(drafting, "accepted") if drafts else None,
         positions=_positions(drafts),
         worst_positions=_positions([w for w in tallies.worst if w.cell == cell]),
         accepted_counts=_histogram(accepted),
@@ -159,9 +166,9 @@ def _report(
         stops=_counter((r.stopped, r.count) for r in drafts),
         on=_latency(requests, [b for b in bursts if b.is_on]),
         off=_latency(plain, plain_bursts),
-        paired=_paired(resampler, tallies.of(tallies.pairs, cell)),
+        paired=_paired(tallies.of(tallies.pairs, cell)),
         inequality=(
-            _inequality(cost, resampler, requests, drafting, drafts, plain_bursts)
+            _inequality(cost, requests, drafting, drafts, plain_bursts)
             if cost is not None and drafts
             else None
         ),
@@ -173,8 +180,8 @@ def _mean(rounds: Sequence[RoundCount], name: str) -> float:
     return sum(getattr(r, name) for r in rounds) / max(1, sum(r.count for r in rounds))
 
 
-def _per_draft(resampler: Resampler, drafting: Columns, name: str) -> Estimate:
-    return resampler.estimate(ratio_of_sums, drafting[name], drafting["drafts"])
+def _per_draft(drafting: Columns, name: str) -> Estimate:
+    return estimate(ratio_of_sums, drafting[name], drafting["drafts"])
 
 
 def _counter(pairs: Iterable[tuple[T, int]]) -> dict[T, int]:
@@ -221,7 +228,7 @@ def _latency(requests: Columns, bursts: Sequence[BurstCount]) -> Latency | None:
     )
 
 
-def _paired(resampler: Resampler, pairs: Columns) -> Paired | None:
+def _paired(pairs: Columns) -> Paired | None:
     on, off = (np.maximum(pairs[name], SHORTEST) for name in ("on", "off"))
     ttft = (np.maximum(pairs[name], SHORTEST) for name in ("ttft_on", "ttft_off"))
     ratios = distribution(on / off)
@@ -230,18 +237,17 @@ def _paired(resampler: Resampler, pairs: Columns) -> Paired | None:
     return Paired(
         num_prompts=len(on),
         num_identical=int(pairs["same"].sum()),
-        end_to_end=resampler.estimate(median_ratio, on, off),
-        ttft=resampler.estimate(median_ratio, *ttft),
-        p90=resampler.estimate(ratio_of_p90, on, off),
-        slowest_decile=resampler.estimate(ratio_of_slowest, on, off),
-        worst_decile=resampler.estimate(ratio_of_worst, on, off, pairs["gain"]),
+        end_to_end=estimate(median_ratio, on, off),
+        ttft=estimate(median_ratio, *ttft),
+        p90=estimate(ratio_of_p90, on, off),
+        slowest_decile=estimate(ratio_of_slowest, on, off),
+        worst_decile=estimate(ratio_of_worst, on, off, pairs["gain"]),
         ratios=ratios,
     )
 
 
 def _inequality(
     cost: CostTable,
-    resampler: Resampler,
     requests: Columns,
     drafting: Columns,
     drafts: Sequence[RoundCount],
@@ -266,8 +272,8 @@ def _inequality(
         c=cost.draft_pass(rows, context, sequences=rows) / plain,
         draft_passes=_mean(drafts, "passes"),
         beta=sum(r.count * verify[r.drafted] for r in drafts) / num_drafts - 1.0,
-        emitted=_per_draft(resampler, drafting, "emitted"),
-        accepted=_per_draft(resampler, drafting, "accepted"),
+        emitted=_per_draft(drafting, "emitted"),
+        accepted=_per_draft(drafting, "accepted"),
         verify=verify,
         gain=gain,
         clock_alpha=_mean(drafts, "draft_seconds") / plain_seconds if clock else None,

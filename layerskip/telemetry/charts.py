@@ -13,7 +13,7 @@ from itertools import accumulate
 WIDTH = 320.0
 LEFT, RIGHT, LINE = 40.0, 312.0, 16.0
 PLOT_HEIGHT = 170.0
-ROW_HEIGHT = 34.0
+ROW_HEIGHT = 36.0
 TICKS = 5  # about so many
 FORMS = (  # of series' marks, around a point
     "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",  # disc
@@ -23,6 +23,7 @@ FORMS = (  # of series' marks, around a point
     "m0 5 5-8h-10z",  # triangle on its head
     "m-1.5-5h3v3.5h3.5v3h-3.5v3.5h-3v-3.5h-3.5v-3h3.5z",  # cross
 )
+MARK_STEP = 4.0
 MARKS = 6  # on a line with many points
 
 
@@ -131,11 +132,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Series:
-    """A named line through points, in steps if ``steps``."""
+    """A named line through points."""
 
     name: str
     points: tuple[tuple[float, float], ...]
-    steps: bool = False
 
 
 def row_chart(
@@ -159,16 +159,17 @@ def row_chart(
     texts.append(Text(0.0, LINE - 4, axis.label))
     if line_at is not None:
         outlines.append(Outline("strong", f"M{_n(x(line_at))} {_n(top)}V{_n(bottom)}"))
-    for i, row in enumerate(rows):
-        y = top + ROW_HEIGHT * i
+    for line, row in enumerate(rows):
+        y = top + ROW_HEIGHT * line
         texts.append(Text(0.0, y + 13, shorten(row.label)))
-        y += 24
+        y += 21
         for low, high, style in row.spans:
             if low is not None and high is not None and _finite(low) and _finite(high):
                 outlines.append(Outline(style, f"M{_n(x(low))} {_n(y)}H{_n(x(high))}"))
+        # One below the other, lest equal values hide each other.
         outlines += [
-            Outline(f"mark s{series}", marker(series, x(value), y))
-            for value, series in row.marks
+            Outline(f"mark s{series}", marker(series, x(value), y + MARK_STEP * i))
+            for i, (value, series) in enumerate(row.marks)
             if value is not None and _finite(value)
         ]
     height = _add_legend(outlines, texts, legend, bottom + 4, lines=False)
@@ -199,7 +200,7 @@ def line_chart(
         places = [(x(a), y(b)) for a, b in one.points if _finite(a) and _finite(b)]
         if not places:
             continue
-        outlines.append(Outline(f"line s{i}", _through(places, steps=one.steps)))
+        outlines.append(Outline(f"line s{i}", _through(places)))
         every = max(1, len(places) // MARKS)
         # Each series starts its marks elsewhere, so that lines on top of one another both show.
         first = i * every // len(FORMS)
@@ -250,10 +251,10 @@ def _n(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def _through(places: Sequence[tuple[float, float]], *, steps: bool) -> str:
+def _through(places: Sequence[tuple[float, float]]) -> str:
     parts = [f"M{_n(places[0][0])} {_n(places[0][1])}"]
     for a, b in places[1:]:
-        parts.append(f"H{_n(a)}V{_n(b)}" if steps else f"L{_n(a)} {_n(b)}")
+        parts.append(f"L{_n(a)} {_n(b)}")
     return "".join(parts)
 
 

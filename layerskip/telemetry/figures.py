@@ -12,7 +12,8 @@ from layerskip.telemetry.charts import (
     line_chart,
     row_chart,
 )
-from layerskip.telemetry.report import AcceptanceReport, Distribution
+from layerskip.telemetry.drift import Drift
+from layerskip.telemetry.report import AcceptanceReport, Distribution, Position
 from layerskip.telemetry.tables import (
     Table,
     acceptance_table,
@@ -26,6 +27,8 @@ from layerskip.telemetry.tables import (
 )
 
 MAX_ROWS = 16
+LEAST_REACHED = 10  # drafts, that a share of them means something
+MAX_DRIFTS = 4
 MAX_ROUTES = 3  # drawn singly, beside all requests together
 DECILES = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)
 
@@ -78,7 +81,7 @@ def positions(report: AcceptanceReport) -> Figure:
     series = [
         Series(name, points)
         for name, found in sources
-        if (points := tuple((float(p.position), p.conditional) for p in found if p.reached))
+        if (points := tuple((float(p.position), p.conditional) for p in found if _enough(p)))
     ]
     title, chart = "Acceptance by draft position", None
     if series:
@@ -91,8 +94,9 @@ def positions(report: AcceptanceReport) -> Figure:
             Axis.over("position in the draft", [last], whole=True),
             Axis.over("accepted, of those reached", [1.0], percent=True),
         )
-    left_out = len(report.routes) - MAX_ROUTES
-    note = f"{left_out} smaller routes are left out." if left_out > 0 else ""
+    rare = any(not _enough(p) for _, found in sources for p in found)
+    note = f"Positions that under {LEAST_REACHED} drafts reached are in the numbers alone. "
+    note = (note if rare else "") + _smaller(report)
     return Figure(title, chart, position_table(sources), note)
 
 
@@ -134,6 +138,31 @@ def inequality(report: AcceptanceReport) -> Figure:
     return Figure(title, chart, inequality_table(report), _left_out(len(known)))
 
 
+def gains(report: AcceptanceReport) -> Figure:
+    """How gain differs between requests: what part of them loses by drafting."""
+    sources = [("all requests", report.total)]
+    if len(report.routes) > 1:
+        sources += [(r.bucket.name, r) for r in largest(report.routes, MAX_ROUTES)]
+    known = [(name, b.inequality.gain) for name, b in sources if b.inequality]
+    title, chart = "Gain by request, from the least to the greatest", None
+    if known:
+        ends = [f"{name} {number(gain.p10)} and {number(gain.p90)}" for name, gain in known]
+        chart = line_chart(
+            "Requests below the strong line at 1 lose by drafting. 10 % and 90 % quantile: "
+            f"{'; '.join(ends)}.",
+            [
+                Series(name, tuple((p / 100, gain.at(p)) for p in range(100)))
+                for name, gain in known
+            ],
+            Axis.over("share of requests", [1.0], percent=True),
+            Axis.over("gain", [1.0, *(gain.p99 for _, gain in known)]),
+            line_at=1.0,
+        )
+    rows = tuple((f"p{p}", *(number(gain.at(p)) for _, gain in known)) for p in DECILES)
+    table = Table(title, ("quantile", *(name for name, _ in known)), rows, frozenset())
+    return Figure(title, chart, table, _smaller(report))
+
+
 def ratios(report: AcceptanceReport) -> Figure:
     """Time with drafting over time without, on the same prompts, by bucket."""
     known = [b for b in report.buckets if b.paired]
@@ -168,6 +197,37 @@ def latencies(report: AcceptanceReport) -> tuple[Figure, ...]:
         ),
         _waits("Time to the first token", [(name, arm.ttft) for name, arm in known]),
     )
+
+
+def drifts(drift: Drift) -> tuple[Figure, ...]:
+    """How far acceptance was off over time, of the buckets that came nearest to an alarm."""
+    peaks = {name: max(max(p[1:]) for p in path) for name, path in drift.paths.items() if path}
+    return tuple(
+        _drift(name, drift) for name in sorted(peaks, key=lambda name: -peaks[name])[:MAX_DRIFTS]
+    )
+
+
+def _drift(name: str, drift: Drift) -> Figure:
+    path, state = drift.paths[name], drift.states[name]
+    sides = (("fewer accepted", state.num_down_alarms), ("more accepted", state.num_up_alarms))
+    series = [
+        Series(side, tuple((float(point[0]), point[column]) for point in path))
+        for column, (side, _) in enumerate(sides, 1)
+    ]
+    alarms = ", ".join(f"{count} that {side.replace(' ', ' are ')}" for side, count in sides)
+    title = f"Drift, {name or 'all requests'}"
+    chart = line_chart(
+        f"Over {path[-1][0]} drafts; alarms at 1: {alarms}.",
+        series,
+        Axis.over("drafts watched", [path[-1][0]], whole=True),
+        Axis.over("sum, in parts of an alarm's", [1.0, *(y for s in series for _, y in s.points)]),
+        line_at=1.0,
+    )
+    rows = tuple(
+        (f"{count}", number(down), number(up)) for count, down, up in path[:: -(-len(path) // 50)]
+    )
+    columns = ("drafts", *(side for side, _ in sides))
+    return Figure(title, chart, Table(title, columns, rows, frozenset()))
 
 
 def _rows(
@@ -233,6 +293,15 @@ def _extremes(rows: Sequence[Row]) -> str:
         return "nowhere"
     (low, where_low), (high, where_high) = min(marks), max(marks)
     return f"from {number(low)} ({where_low}) to {number(high)} ({where_high})"
+
+
+def _enough(position: Position) -> bool:
+    return position.reached >= LEAST_REACHED
+
+
+def _smaller(report: AcceptanceReport) -> str:
+    left_out = len(report.routes) - MAX_ROUTES
+    return f"Smaller routes left out: {left_out}." if left_out > 0 else ""
 
 
 def _left_out(count: int) -> str:

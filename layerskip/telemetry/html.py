@@ -1,6 +1,5 @@
 """A report as one HTML page, which needs nothing else: no script, no network, no other file."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ from layerskip.telemetry import figures, tables
 from layerskip.telemetry.report import ENOUGH_REQUESTS, AcceptanceReport
 
 MAX_SAMPLES = 24
+MAX_ALARMS = 20
 MAX_SAMPLE_LETTERS = 6000
 MAX_PROMPT_LETTERS = 2000
-MAX_FACT_LETTERS = 200
+MAX_FACT_LETTERS = 400
 ORIGINS = {
     "accepted": "drafted, and what the full model picks too",
     "recovered": "the full model's own, where it first disagreed with the draft",
@@ -27,9 +27,13 @@ ORIGINS = {
     "plain": "of a round that drafted nothing",
     "prefill": "the first token, of the prompt's pass",
 }
-# No page may hold these: control characters (but for tabs and line breaks) and half characters.
+# What no page may hold: control characters (but for tabs and line breaks), half characters, and
+# marks that turn the direction of what follows them: they made "128-511" out of "115-821".
 NOT_TEXT = dict.fromkeys((*range(32), *range(127, 160)), "�")
 NOT_TEXT |= dict.fromkeys(range(0xD800, 0xE000), "\N{REPLACEMENT CHARACTER}")
+NOT_TEXT |= dict.fromkeys(
+    (*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\N{REPLACEMENT CHARACTER}"
+)
 NOT_TEXT |= {ord("\t"): "\t", ord("\n"): "\n", ord("\r"): ""}
 
 
@@ -41,14 +45,14 @@ class Sample:
         name: its labels, request and arm.
         prompt: or its end.
         runs: (origin, text) of tokens in a row of one origin.
-        counts: how many pieces of each origin, in words, of the whole generation.
+        shares: of the whole text, what part has which origin, in words.
         cut: what is not shown; "" if nothing.
     """
 
     name: str
     prompt: str
     runs: tuple[tuple[str, str], ...]
-    counts: str
+    shares: str
     cut: str
 
 
@@ -73,8 +77,13 @@ def write_html(
     write_text(path, render(report, policy, samples))
 
 
-def render(report: AcceptanceReport, policy: Policy, samples: Sequence[Mapping[str, Any]]) -> str:
+def render(
+    report: AcceptanceReport,
+    policy: Policy,
+    samples: Sequence[Mapping[str, Any]],
+) -> str:
     """The page that ``write_html`` writes."""
+    drift = report.drift
     shown = _choose(samples, report.label, report.arm)
     return page(
         "report.html",
@@ -88,9 +97,13 @@ def render(report: AcceptanceReport, policy: Policy, samples: Sequence[Mapping[s
         histograms=figures.histograms(report),
         reasons=tables.reason_table(report),
         inequality=figures.inequality(report),
+        gains=figures.gains(report),
         ratios=figures.ratios(report),
         latencies=figures.latencies(report),
         waits=tables.latency_table(report),
+        alarms=[str(alarm) for alarm in drift.alarms[-MAX_ALARMS:]] if drift else [],
+        drifts=figures.drifts(drift) if drift else (),
+        shifts=tables.drift_table(drift) if drift else None,
         samples=[_sample(s) for s in shown],
         num_samples=len(samples),
         origins=ORIGINS,
@@ -157,13 +170,14 @@ def _choose(
 def _sample(sample: Mapping[str, Any]) -> Sample:
     pieces, prompt = sample["pieces"], sample["prompt"]
     runs: list[tuple[str, str]] = []
+    letters: Counter[str] = Counter()
     room = MAX_SAMPLE_LETTERS
     for origin, group in groupby(pieces, key=itemgetter("origin")):
         text = "".join(piece["text"] for piece in group)
+        letters[origin] += len(text)
         if room > 0:
             runs.append((origin, text[:room]))
         room -= len(text)
-    counts = Counter(piece["origin"] for piece in pieces)
     cut = []
     if len(prompt) > MAX_PROMPT_LETTERS:
         cut.append(f"the prompt's first {len(prompt) - MAX_PROMPT_LETTERS} characters")
@@ -174,11 +188,19 @@ def _sample(sample: Mapping[str, Any]) -> Sample:
         ", ".join((*labels, f"request {sample['request_id']}")),
         prompt[-MAX_PROMPT_LETTERS:],
         tuple(runs),
-        ", ".join(f"{counts[origin]} {origin}" for origin in ORIGINS if counts[origin]),
+        ", ".join(f"{100 * n / letters.total():.0f} % {o}" for o in ORIGINS if (n := letters[o])),
         " and ".join(cut),
     )
 
 
 def _fact(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    """A setting or fact of a run in words; what is empty is left out."""
+    empty: tuple[Any, ...] = (None, "", [], {})
+    if isinstance(value, Mapping):
+        parts = [f"{name} {_fact(part)}" for name, part in value.items() if part not in empty]
+    elif isinstance(value, list | tuple):
+        parts = [_fact(part) for part in value]
+    else:
+        parts = [str(value)]
+    text = ", ".join(parts) or tables.UNKNOWN
     return text if len(text) <= MAX_FACT_LETTERS else text[:MAX_FACT_LETTERS] + "…"

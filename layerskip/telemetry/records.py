@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerskip.files import read_json
+from layerskip.telemetry import runs
 from layerskip.telemetry.buckets import Lengths
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-RUN_VERSION = 1
 PLAIN_ARM = "0"
 MEMORY = "1GB"  # that DuckDB may use; the rest goes through the disk
 CONTEXT_STEP = 64  # contexts this near cost the same
@@ -47,6 +46,7 @@ ROUNDS = {
     "rows": "INTEGER",
     "context": "INTEGER",
     "stopped": "VARCHAR",
+    "finish_reason": "VARCHAR",
 }
 
 
@@ -80,14 +80,14 @@ def read_run(folder: str | Path, arm: str | None = None) -> Run:
         ValueError: it is no runs folder, or has no such arm.
     """
     folder = Path(folder)
-    if not (folder / "run.json").is_file():
+    if not (folder / runs.RUN).is_file():
         raise ValueError(
-            f"{folder} is no runs folder (it has no run.json): give what "
+            f"{folder} is no runs folder (it has no {runs.RUN}): give what "
             f"`layerskip measure --out` wrote to"
         )
-    content = read_json(folder / "run.json", "description of a run")
-    if not isinstance(content, dict) or content.get("version") != RUN_VERSION:
-        raise ValueError(f"{folder}/run.json is no description of a run of version {RUN_VERSION}")
+    if set(str(folder)) & set("*?["):  # DuckDB would look for other folders like it
+        raise ValueError(f"{folder} has a name that stands for several: rename it, without * ? [")
+    content = runs.read_run(folder)
     arms = content.get("arms")
     if not isinstance(arms, list) or not all(isinstance(name, str) for name in arms):
         raise ValueError(f"{folder}/run.json must list its arms as texts, got {arms!r}")
@@ -114,10 +114,10 @@ def opened(
 ) -> "Iterator[DuckDBPyConnection]":
     """A database with the run's finished requests and their rounds.
 
-    Its tables: ``requests`` (with ``number``, ``is_on`` (true of the arm that drafts, false of the
-    plain one, NULL of others), ``task`` with ``task_number``, and ``prompt`` and ``output``, the
-    indices of the ranges that they lie in) and ``rounds`` of both arms (with ``request``, the
-    number of theirs; NULL where it never finished; prefills left out).
+    Its tables: ``requests``, with ``number``, in the order in which they ended; ``is_on``, true of
+    the arm that drafts, false of the plain one, NULL of others; ``task`` with ``task_number``; and
+    ``prompt`` and ``output``, the indices of the ranges that they lie in. ``rounds`` of both arms
+    without prefills, with ``request``, the number of theirs, NULL where it never finished.
 
     Raises:
         ValueError: DuckDB is not installed, or a file is missing or damaged.
@@ -136,13 +136,12 @@ def opened(
         }
         with duckdb.connect(f"{scratch}/records.duckdb", config=settings) as database:
             database.execute("SET enable_progress_bar = false")
-            database.execute("SET preserve_insertion_order = false")
             try:
                 _load_requests(database, run, prompts, outputs)
                 _load_rounds(database, run.folder)
+                yield database
             except duckdb.Error as error:
                 raise ValueError(f"{run.folder} cannot be read: {_first_line(error)}") from None
-            yield database
 
 
 def _load_requests(
@@ -152,20 +151,19 @@ def _load_requests(
     outputs: tuple[Lengths, ...],
 ) -> None:
     task = "''" if run.label is None else "coalesce(labels[$label], '')"
-    given = {"path": str(run.folder / "requests.jsonl"), "arm": run.arm, "plain": PLAIN_ARM}
+    given = {"path": str(run.folder / runs.REQUESTS), "arm": run.arm, "plain": PLAIN_ARM}
     given |= {} if run.label is None else {"label": run.label}
     database.execute(
         f"""
         CREATE TABLE requests AS
-        SELECT row_number() OVER (ORDER BY prompt_index, request_id) AS number,
-            request_id, prompt_index,
+        SELECT number, request_id, prompt_index,
             CASE arm WHEN $arm THEN true WHEN $plain THEN false END AS is_on,
             {task} AS task, dense_rank() OVER (ORDER BY {task}) - 1 AS task_number,
             {_range_of("prompt_tokens", prompts)} AS prompt,
             {_range_of("new_tokens", outputs)} AS output,
             new_tokens, num_rounds, ttft_seconds, decode_seconds, e2e_seconds, tokens_sha256,
             {_is_broken(REQUESTS, {"labels", "tokens_sha256"})} AS broken
-        FROM {_source(REQUESTS)}
+        FROM (SELECT row_number() OVER () AS number, * FROM {_source(REQUESTS)})
         """,
         given,
     )
@@ -176,21 +174,23 @@ def _load_requests(
 
 
 def _load_rounds(database: "DuckDBPyConnection", folder: Path) -> None:
+    database.execute("SET preserve_insertion_order = false")  # takes less memory
     database.execute(
         f"""
         CREATE TABLE rounds AS
-        SELECT number AS request, is_on, mode, stopped, rows,
+        SELECT number AS request, index, is_on, mode, stopped, rows,
             num_draft_tokens AS drafted, num_accepted_tokens AS accepted,
             num_emitted_tokens AS emitted, num_draft_passes AS passes,
             -- What was judged: not what a round drafted behind the end of the text.
             least(num_draft_tokens, num_accepted_tokens
                   + (num_emitted_tokens > num_accepted_tokens)::INTEGER) AS judged,
             context, context // {CONTEXT_STEP} AS place, draft_seconds, verify_seconds,
-            {_is_broken(ROUNDS, {"stopped"})} AS broken
+            finish_reason IS NOT NULL AS is_last,
+            {_is_broken(ROUNDS, {"stopped", "finish_reason"})} AS broken
         FROM {_source(ROUNDS)} LEFT JOIN requests USING (request_id)
         WHERE (index > 0 OR index IS NULL) AND (number IS NULL OR is_on IS NOT NULL)
         """,
-        {"path": str(folder / "rounds.jsonl")},
+        {"path": str(folder / runs.ROUNDS)},
     )
     _drop_broken(database, "rounds", folder)
     (differing,) = one_row(
@@ -232,7 +232,7 @@ def _range_of(column: str, ranges: tuple[Lengths, ...]) -> str:
 
 def _drop_broken(database: "DuckDBPyConnection", table: str, folder: Path) -> None:
     """Forget a last line that was cut off by a kill; any other damage is an error."""
-    path = folder / f"{table}.jsonl"
+    path = folder / (runs.ROUNDS if table == "rounds" else runs.REQUESTS)
     (broken,) = one_row(database, f"SELECT count(*) FROM {table} WHERE broken")
     if broken > (not _ends_with_newline(path)):
         raise ValueError(f"{path} is damaged: {broken} of its lines are no records of {table}")

@@ -6,10 +6,11 @@ nothing is no draft, and is left out of acceptance.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from layerskip.telemetry.buckets import Bucket
+from layerskip.telemetry.drift import Drift
 
 ENOUGH_REQUESTS = 500  # article S2; a p10 of 500 still lies anywhere from the 7.4 to the 12.6 %
 REPORT_VERSION = 1
@@ -65,9 +66,9 @@ class Distribution:
         return self.quantiles[99]
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON, the named quantiles beside the curve."""
+        """Ready for JSON: the named quantiles, without the curve."""
         named = {f"p{p}": self.quantiles[p] for p in (10, 50, 90, 99)}
-        return {"count": self.count, "mean": self.mean, **named, "quantiles": list(self.quantiles)}
+        return {"count": self.count, "mean": self.mean, **named}
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,10 @@ class Position:
     def conditional(self) -> float:
         """Of the drafts that got here, the share that got further: the a_i of E(k)."""
         return self.accepted / max(1, self.reached)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON, with both rates."""
+        return asdict(self) | {"survival": self.survival, "conditional": self.conditional}
 
 
 @dataclass(frozen=True)
@@ -207,11 +212,7 @@ class Inequality:
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON, with what follows from the fields."""
         derived = ("alpha", "threshold", "margin", "margin_without_bonus", "predicted_speed")
-        return {
-            **asdict(self),
-            "gain": self.gain.to_dict(),
-            **{name: getattr(self, name) for name in derived},
-        }
+        return _document(self) | {name: getattr(self, name) for name in derived}
 
 
 @dataclass(frozen=True)
@@ -264,6 +265,10 @@ class BucketReport:
         """Whether quantiles are rough: fewer than 500 requests."""
         return self.num_requests < ENOUGH_REQUESTS
 
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON, with what follows from the fields."""
+        return _document(self) | {"name": self.bucket.name, "few": self.few}
+
 
 @dataclass(frozen=True)
 class AcceptanceReport:
@@ -279,6 +284,8 @@ class AcceptanceReport:
             a request's output length when it arrives.
         total: everything together.
         num_ignored_rounds: of requests that never finished: of a run that was killed.
+        drift: whether acceptance shifted while it was measured, by task; alarms are sentences for
+            ``str``.
         measured: what was run: prompts, sampling, seed, versions, machine; ready for JSON.
     """
 
@@ -291,4 +298,28 @@ class AcceptanceReport:
     routes: tuple[BucketReport, ...]
     total: BucketReport
     num_ignored_rounds: int = 0
+    drift: Drift | None = None
     measured: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON; curves are left out, their named quantiles stay."""
+        document = {"version": REPORT_VERSION, **_document(self)}
+        if self.drift is not None:
+            del document["drift"]["paths"]
+        return document
+
+
+def _document(value: Any) -> dict[str, Any]:
+    return {f.name: _ready(getattr(value, f.name)) for f in fields(value)}
+
+
+def _ready(value: Any) -> Any:
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if is_dataclass(value):
+        return _document(value)
+    if isinstance(value, tuple):
+        return [_ready(v) for v in value]
+    if isinstance(value, Mapping):
+        return {name: _ready(v) for name, v in value.items()}
+    return value

@@ -6,6 +6,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from layerskip.bootstrap import expanded_interval
 from layerskip.telemetry.report import Distribution, Estimate
 
 Array = npt.NDArray[np.float64]
@@ -13,8 +14,9 @@ Statistic = Callable[..., Array]
 
 T = TypeVar("T", int, float)
 
+FEW = 500  # units whose intervals are widened for being few
 RESAMPLES = 1000
-DRAWN = 1000  # units in a resample at most: more are drawn no more precisely, only more slowly
+DRAWN = 1000  # units in a resample at most: more say no more, only more slowly
 PERCENTS = np.arange(101)
 
 
@@ -44,34 +46,29 @@ def counted_distribution(counts: Mapping[T, int], mean: float | None = None) -> 
     return Distribution(total, mean, tuple(float(values[i]) for i in places))
 
 
-class Resampler:
-    """Draws units with replacement, always the same ones for as many of them.
+def estimate(statistic: Statistic, *columns: Array) -> Estimate:
+    """A statistic of units, with its 95 % interval from drawing units again, always the same ones.
 
-    Of more than ``DRAWN`` units a resample holds so many; what statistics vary by is then shrunk
-    by the square root of the share (m out of n bootstrap, Bickel, Goetze and van Zwet 1997).
+    Of very many units a resample holds ``DRAWN``; what it varies by is then shrunk by the square
+    root of the share (m out of n bootstrap, Bickel, Goetze and van Zwet 1997).
 
     Args:
-        seed: of the draws.
+        statistic: of arrays (..., units), one for each column; gives (...).
+        columns: a number of each unit, in the same order; at least one unit.
     """
+    num_units, value = len(columns[0]), float(statistic(*columns))
+    if num_units == 1:
+        return Estimate(value, value, value)
 
-    def __init__(self, seed: int = 0) -> None:
-        self._seed = seed
+    def resampled(places: npt.NDArray[np.int64]) -> Array:
+        return statistic(*(column[places] for column in columns))
 
-    def estimate(self, statistic: Statistic, *columns: Array) -> Estimate:
-        """A statistic of units, with its 95 % interval.
-
-        Args:
-            statistic: of arrays (..., units), one for each column; gives (...).
-            columns: a number of each unit, in the same order; at least one unit.
-        """
-        num_units = len(columns[0])
-        value = float(statistic(*columns))
-        drawn = min(num_units, DRAWN)
-        rng = np.random.default_rng((self._seed, num_units))
-        places = rng.integers(0, num_units, (RESAMPLES, drawn))
-        varied = statistic(*(column[places] for column in columns)) - value
-        low, high = np.quantile(varied, (0.025, 0.975)) * np.sqrt(drawn / num_units)
-        return Estimate(value, value + float(low), value + float(high))
+    if num_units <= FEW:
+        return Estimate(value, *expanded_interval(resampled, num_units))
+    drawn = min(num_units, DRAWN)
+    places = np.random.default_rng(0).integers(0, num_units, (RESAMPLES, drawn))
+    low, high = np.quantile(resampled(places) - value, (0.025, 0.975)) * np.sqrt(drawn / num_units)
+    return Estimate(value, value + float(low), value + float(high))
 
 
 def ratio_of_sums(above: Array, below: Array) -> Array:

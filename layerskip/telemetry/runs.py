@@ -7,6 +7,7 @@ finished request, ``samples.jsonl`` the text of a few. A request counts once its
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -122,7 +123,8 @@ def read_run(folder: str | Path) -> dict[str, Any]:
 class RunsFolder:
     """A runs folder that is being written: new, or gone on with after an interruption.
 
-    Rounds of a request that was not finished are dropped.
+    Rounds of a request that was not finished are dropped. A folder without any finished request is
+    begun anew.
 
     Args:
         folder: made if there is none.
@@ -140,20 +142,23 @@ class RunsFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"{folder} cannot be made: {error.strerror}") from None
-        started = (self.path / RUN).exists()
-        if started:
-            _check_settings(self.path, read_run(self.path), run)
-        elif any((self.path / name).exists() for name in (ROUNDS, REQUESTS, SAMPLES)):
+        before = read_run(self.path) if (self.path / RUN).exists() else None
+        files = [self.path / name for name in (ROUNDS, REQUESTS, SAMPLES)]
+        if before is None and any(f.exists() and f.stat().st_size for f in files):
             raise ValueError(f"{folder} holds records but no {RUN}; give another folder")
-        else:
-            write_json(self.path / RUN, {"version": RUNS_VERSION, **run}, indent=1)
-        self._requests = JsonLines(self.path / REQUESTS)
-        if not self._requests.lock():
-            self._requests.close()
-            raise ValueError(f"{folder} is being written by another process; wait for its end")
-        self._rounds, self._samples = (JsonLines(self.path / name) for name in (ROUNDS, SAMPLES))
-        last = _last_entry(self._requests.path)
-        self._rounds.cut(_end_of(self._rounds.path, None if last is None else last["request_id"]))
+        with ExitStack() as opened:
+            self._requests = opened.enter_context(closing(JsonLines(self.path / REQUESTS)))
+            if not self._requests.lock():
+                raise ValueError(f"{folder} is being written by another process; wait for its end")
+            last = _last_entry(self._requests.path)
+            if last is None or before is None:
+                write_json(self.path / RUN, {"version": RUNS_VERSION, **run}, indent=1)
+            else:
+                _check_settings(self.path, before, run)
+            self._rounds = opened.enter_context(closing(JsonLines(self.path / ROUNDS)))
+            self._rounds.cut(_end_of(self._rounds.path, last))
+            self._samples = opened.enter_context(closing(JsonLines(self.path / SAMPLES)))
+            self._files = opened.pop_all()
 
     def finished(self) -> Iterator[dict[str, Any]]:
         """Lines of the requests that were finished before, in their order."""
@@ -186,8 +191,7 @@ class RunsFolder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for file in (self._rounds, self._samples, self._requests):
-            file.close()
+        self._files.close()
 
 
 def _check_settings(folder: Path, found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -226,10 +230,11 @@ def _last_entry(path: Path) -> dict[str, Any] | None:
         return next((_parsed(path, "near the end", line) for _, line in _backwards(file)), None)
 
 
-def _end_of(path: Path, request_id: str | None) -> int:
+def _end_of(path: Path, request: Mapping[str, Any] | None) -> int:
     """Bytes up to the end of that request's last line; it is near the end of the file."""
-    if request_id is None:
+    if request is None:
         return 0
+    request_id = request["request_id"]
     with path.open("rb") as file:
         for start, line in _backwards(file):
             if _parsed(path, "near the end", line).get("request_id") == request_id:
@@ -245,7 +250,7 @@ def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         if held.endswith(b"\n") and (before >= 0 or start == 0):
             yield start + before + 1, held[before + 1 :]
             held = held[: before + 1]
-        elif not held.endswith(b"\n") and before >= 0:  # the last line was cut off
+        elif before >= 0:  # the last line was cut off
             held = held[: before + 1]
         elif start == 0:
             return

@@ -7,14 +7,14 @@ drafts nothing, and is no round here.
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from layerskip.cost import CostTable
 from layerskip.outputs import Round
-from layerskip.params import MAX_NUM_DRAFT_TOKENS
+from layerskip.telemetry.gauges import Calibration, Drafts
 from layerskip.telemetry.runs import JsonLines
 
 if TYPE_CHECKING:
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from prometheus_client.registry import CollectorRegistry
 
 EDGES = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16)  # of the histogram of accepted tokens
-WINDOW = 500  # drafts that the gauges look back on
 MOST_BUCKETS = 100  # a label may have more values than a scrape should
 OTHER_BUCKET = "(other)"
-ECE_BINS = 10
 
 
 class MemorySink:
@@ -78,6 +76,25 @@ class JsonlSink:
         self.close()
 
 
+class BucketDrift(Protocol):
+    """How far a bucket has drifted: sums that raise an alarm at 1, and the alarms so far."""
+
+    @property
+    def down(self) -> float: ...
+    @property
+    def up(self) -> float: ...
+    @property
+    def num_down_alarms(self) -> int: ...
+    @property
+    def num_up_alarms(self) -> int: ...
+
+
+class Watch(Protocol):
+    """A ``DriftMonitor``, as far as a sink asks it."""
+
+    def states(self) -> Mapping[str, BucketDrift]: ...
+
+
 class PrometheusSink:
     """Counts rounds for Prometheus, through its client library.
 
@@ -97,6 +114,8 @@ class PrometheusSink:
         prefix: of every name. With "vllm:spec_decode" the counters have vLLM's names.
         label: whose value is the bucket; None: all are one. Above 100 values the rest is one.
         cost: table of passes, as ``lm.controller.cost``; without it, no c, beta and margin.
+        drift: a ``DriftMonitor``, which ``on_round`` has to call, too; adds its alarms,
+            ``_drift_alarms_total{bucket,direction}``, and how near the next one is, ``_drift``.
 
     Raises:
         ValueError: prometheus-client is missing, or the names are in the registry already.
@@ -109,6 +128,7 @@ class PrometheusSink:
         prefix: str = "selfspec",
         label: str | None = None,
         cost: CostTable | None = None,
+        drift: Watch | None = None,
     ) -> None:
         try:
             import prometheus_client
@@ -116,14 +136,14 @@ class PrometheusSink:
             raise ValueError(
                 'PrometheusSink needs prometheus-client: pip install "layerskip[report]"'
             ) from None
-        self._prefix, self._label, self._cost = prefix, label, cost
+        self._prefix, self._label, self._cost, self._drift = prefix, label, cost, drift
         self._lock = threading.Lock()
         self._modes: Counter[str] = Counter()
         self._per_position: Counter[int] = Counter()
         self._num_drafts = self._drafted = self._accepted = self._emitted = self._current = 0
         self._draft_seconds = self._verify_seconds = 0.0
-        self._calibration = _Calibration()
-        self._all, self._buckets = _Bucket(), dict[str, _Bucket]()
+        self._calibration = Calibration()
+        self._all, self._buckets = Drafts(), dict[str, Drafts]()
         self._registry = prometheus_client.REGISTRY if registry is None else registry
         self._registry.register(self)
 
@@ -148,11 +168,11 @@ class PrometheusSink:
             for bucket in (self._all, self._bucket(record)):
                 bucket.observe(record)
 
-    def _bucket(self, record: Round) -> "_Bucket":
+    def _bucket(self, record: Round) -> Drafts:
         name = record.labels.get(self._label, "") if self._label is not None else ""
         if name not in self._buckets and len(self._buckets) >= MOST_BUCKETS:
             name = OTHER_BUCKET
-        return self._buckets.setdefault(name, _Bucket())
+        return self._buckets.setdefault(name, Drafts())
 
     def close(self) -> None:
         """Leave the registry."""
@@ -161,7 +181,8 @@ class PrometheusSink:
     def collect(self) -> Iterable["Metric"]:
         """What the registry asks for at every scrape."""
         with self._lock:
-            return [*self._counters(), self._histogram(), *self._gauges()]
+            own = [*self._counters(), self._histogram(), *self._gauges()]
+        return own if self._drift is None else [*own, *self._drifts(self._drift)]
 
     describe = collect  # so that a registry meets names that it has already
 
@@ -227,57 +248,18 @@ class PrometheusSink:
                 margin.add_metric([label], bucket.margin(self._cost))
         yield from (current, error, c, beta, margin)
 
+    def _drifts(self, drift: Watch) -> Iterator["Metric"]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-class _Bucket:
-    """Drafts of one label: all of them, by accepted tokens, and the means of the last ones.
-
-    Older drafts fade: each new one weighs the ones before by 1 - 1 / ``WINDOW``.
-    """
-
-    def __init__(self) -> None:
-        self.accepted = [0] * (MAX_NUM_DRAFT_TOKENS + 1)
-        self._weight = self._emitted = self._drafted = self._passes = self._context = 0.0
-
-    def observe(self, record: Round) -> None:
-        self.accepted[record.num_accepted_tokens] += 1
-        keep = 1.0 - 1.0 / WINDOW
-        self._weight = keep * self._weight + 1.0
-        self._emitted = keep * self._emitted + len(record.token_ids)
-        self._drafted = keep * self._drafted + record.num_draft_tokens
-        self._passes = keep * self._passes + record.num_draft_passes
-        self._context = keep * self._context + record.context
-
-    def units(self, cost: CostTable) -> tuple[float, float]:
-        """c and beta, at the mean context and the mean number of drafted tokens."""
-        context, rows = self._context / self._weight, round(self._drafted / self._weight) + 1
-        plain = cost.verify_pass(1, context)
-        return cost.draft_pass(1, context) / plain, cost.verify_pass(rows, context) / plain - 1.0
-
-    def margin(self, cost: CostTable) -> float:
-        c, beta = self.units(cost)
-        return (self._emitted - self._passes * c) / self._weight - 1.0 - beta
-
-
-class _Calibration:
-    """How far the chances that drafted tokens were given lie from what became of them.
-
-    A chance is held against its token if every token before was accepted: else it was of nothing.
-    """
-
-    def __init__(self) -> None:
-        self.counts = Counter[int]()
-        self._excess = [0.0] * ECE_BINS  # chances less accepted tokens
-
-    def observe(self, record: Round) -> None:
-        accepted = record.num_accepted_tokens
-        # At the row's end nobody knows what would have become of the tokens behind it.
-        judged = accepted + (record.origin == "recovered" and len(record.token_ids) > accepted)
-        for position, chance in enumerate(record.chances[:judged]):
-            place = min(int(chance * ECE_BINS), ECE_BINS - 1)
-            self.counts[place] += 1
-            self._excess[place] += chance - (position < accepted)
-
-    @property
-    def error(self) -> float:
-        """Expected calibration error over ten bins of equal width."""
-        return sum(map(abs, self._excess)) / self.counts.total()
+        by = ("bucket", "direction")
+        name = f"{self._prefix}_drift"
+        near = GaugeMetricFamily(name, "Gathered shift of acceptance; 1 is an alarm.", labels=by)
+        alarms = CounterMetricFamily(f"{name}_alarms", "Shifts of acceptance.", labels=by)
+        for bucket, state in drift.states().items():
+            for direction, gathered, count in (
+                ("down", state.down, state.num_down_alarms),
+                ("up", state.up, state.num_up_alarms),
+            ):
+                near.add_metric([bucket, direction], gathered)
+                alarms.add_metric([bucket, direction], count)
+        yield from (near, alarms)

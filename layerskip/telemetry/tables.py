@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from layerskip.policy import Policy, Rule
 from layerskip.telemetry.buckets import Bucket
+from layerskip.telemetry.drift import Drift
 from layerskip.telemetry.report import (
     AcceptanceReport,
     BucketReport,
@@ -204,6 +205,40 @@ def latency_table(report: AcceptanceReport) -> Table:
     return _by_bucket("What requests waited", columns, rows, report)
 
 
+def drift_table(drift: Drift) -> Table:
+    """What is usual in each bucket, and how far it was left."""
+    rows = []
+    for name, state in list(drift.states.items())[:MAX_ROWS]:
+        baseline = state.baseline
+        sums = (state.down, state.up) if baseline else (None, None)
+        rows.append(
+            (
+                name or "all requests",
+                f"{state.num_requests}",
+                number(baseline.mean if baseline else None),
+                f"{state.num_drafts}",
+                *(number(value) for value in sums),
+                f"{state.num_down_alarms}",
+                f"{state.num_up_alarms}",
+                str(state.last_alarm or UNKNOWN),
+            )
+        )
+    columns = (
+        "bucket",
+        "requests learnt from",
+        "usual",
+        "drafts watched",
+        "fewer, at the end",
+        "more, at the end",
+        "alarms, fewer",
+        "alarms, more",
+        "last alarm",
+    )
+    words = frozenset({"bucket", "last alarm"})
+    note = _left_out(len(drift.states), "buckets")
+    return Table("Accepted tokens a draft, watched", columns, tuple(rows), words, note)
+
+
 def number(value: float | None, digits: int = 2) -> str:
     """A number for people; a dash if there is none."""
     return UNKNOWN if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
@@ -211,7 +246,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def share(value: float | None) -> str:
     """A share of 1 as a percentage."""
-    return UNKNOWN if value is None or not math.isfinite(value) else f"{value:.1%}"
+    return UNKNOWN if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
 
 
 def seconds(value: float | None) -> str:

@@ -4,7 +4,7 @@ Rounds are only ever counted, by DuckDB, over files of any size. Of a request ab
 bytes come into memory: quantiles over requests and their intervals need every one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ from layerskip.telemetry.records import CONTEXT_STEP, one_row
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
+FETCHED = 10_000  # rounds at a time
 BINS = 200  # of a round's seconds, for each factor e: half a per cent wide
 
 Columns = Mapping[str, npt.NDArray[np.float64]]
@@ -140,6 +141,21 @@ def tally(database: "DuckDBPyConnection", cost: CostTable | None) -> Tallies:
     )
 
 
+def drafts_in_order(database: "DuckDBPyConnection") -> Iterator[dict[str, Any]]:
+    """Rounds with drafting one by one, as ``find_drift`` takes them, with the label "task": those
+    of a request together, requests in the order in which they ended."""
+    found = database.execute(IN_ORDER)
+    while lines := found.fetchmany(FETCHED):
+        for request, task, drafted, accepted, reason in lines:
+            yield {
+                "request_id": request,
+                "labels": {"task": task},
+                "num_draft_tokens": drafted,
+                "num_accepted_tokens": accepted,
+                "finish_reason": reason,
+            }
+
+
 def _rows(database: "DuckDBPyConnection", query: str) -> list[tuple[Any, ...]]:
     return database.execute(query).fetchall()
 
@@ -168,6 +184,10 @@ def _price(database: "DuckDBPyConnection", cost: CostTable | None) -> None:
     database.execute(f"CREATE TABLE prices AS SELECT {listed}", columns)
 
 
+IN_ORDER = """
+    SELECT request_id, task, drafted, accepted, CASE WHEN is_last THEN 'ended' END
+    FROM rounds JOIN requests ON number = request WHERE rounds.is_on ORDER BY number, index
+"""
 IGNORED = "SELECT count(*) FROM rounds WHERE request IS NULL"
 ACCEPTED = "sum(accepted) / greatest(1, count(*) FILTER (drafted > 0))"
 GAIN = "sum(emitted * plain) / sum(passes * draft + verify)"

@@ -47,7 +47,7 @@ class Traffic:
 
     Attributes:
         name: of the file.
-        sha256: of its content.
+        sha256: of its lines, as far as they were read.
         count: requests.
         labels: names of the fields that become labels, the task's first.
         num_bad_lines: lines left out.
@@ -129,13 +129,12 @@ class Traffic:
                 f"no line of {path} has a field {missing[0]!r} to label by; "
                 f"the first has {', '.join(lines.fields)}"
             )
-        with lines.path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
         return cls(
             lines.path.name,
-            digest,
+            lines.digest.hexdigest(),
             count,
-            lambda: _Lines(lines.path, lines.labels, bad_lines, limit).requests(),
+            # A log may grow meanwhile: what was counted is what is read.
+            lambda: _Lines(lines.path, lines.labels, bad_lines, count).requests(),
             lines.labels,
             lines.num_bad,
             tuple(lines.bad),
@@ -152,12 +151,14 @@ class _Lines:
         self.fields: tuple[str, ...] = ()
         self.found: set[str] = set()
         self.num_bad, self.bad = 0, list[BadLine]()
+        self.digest = hashlib.sha256()
 
     def requests(self) -> Iterator[Request]:
         count = 0
         for index, line in enumerate(self._raw()):
             if count == self.limit:
                 return
+            self.digest.update(line)
             if not line.strip():
                 continue
             try:
@@ -249,7 +250,11 @@ def _label(row: Mapping[str, Any], name: str) -> str | None:
         value = row
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-    if value is None or isinstance(value, str):
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if any("\ud800" <= c <= "\udfff" for c in value):  # no file or screen takes these
+            raise ValueError(f"label {name!r} is not valid Unicode")
         return value
     if isinstance(value, bool | int | float):
         return json.dumps(value)
