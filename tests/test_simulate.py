@@ -11,7 +11,7 @@ from controlling import table
 
 from layerskip.cli import main
 from layerskip.controller import Ask, Controller, Stopper
-from layerskip.cost import CostTable
+from layerskip.cost import CostTable, Curve
 from layerskip.exactness import MAX_PASS_ROWS
 from layerskip.model import PREFILL_CHUNK
 from layerskip.pass_costs import PASS_ROWS, Overhead, PassCosts, prefill_seconds
@@ -553,7 +553,11 @@ def test_synthetic_acceptance_is_called_so(tmp_path, capsys):
     code, out, err = run_command(capsys, *words, "--new-tokens", 9)
     assert code == 0
     assert "Synthetic: acceptance and lengths are invented" in out
+    assert "cost table ends" not in out
     assert err == ""
+    coarse = Curve((1, 16), (0,), ((1.0, 1.5),))
+    replace(flat(), verify=coarse).save(cost)
+    assert "The cost table ends at 16 rows" in run_command(capsys, *words)[1]
 
 
 BAD = {

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 CONCURRENCY = "1,2,4,8,16,32"
 POLICIES = "off,fixed:4,auto"
+FINE_ROWS = 64  # of a table that was not measured in a hurry
 
 
 def add_parsers(commands: Any) -> None:
@@ -65,6 +66,11 @@ def run_simulate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     concurrency = _integers("--concurrency", args.concurrency)
     table = CostTable.load(args.cost)
     traffic, overhead, passes_per_token, assumptions = _traffic(args, table)
+    if table.verify.rows[-1] < FINE_ROWS:
+        assumptions.append(
+            f"The cost table ends at {table.verify.rows[-1]} rows, and beyond them is a guess: "
+            "layerskip profile measures a finer one."
+        )
     columns = (TextColumn("simulating"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     progress = Progress(*columns, console=console, transient=True)
     task = progress.add_task("requests", total=1.0)
