@@ -105,7 +105,7 @@ class Round:
         return self.num_draft_tokens - self.num_accepted_tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON: counts and times, nothing of the text itself."""
+        """Ready for JSON: counts, chances and times, nothing of the text itself."""
         return {
             "request_id": self.request_id,
             "labels": dict(self.labels),
@@ -124,6 +124,7 @@ class Round:
             "context": self.context,
             "exit_layer": self.exit_layer,
             "stopped": self.stopped,
+            "chances": [round(chance, 4) for chance in self.chances],
             "origin": self.origin,
             "finish_reason": self.finish_reason,
         }

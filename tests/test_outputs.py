@@ -154,6 +154,7 @@ def test_a_round_as_json_has_counts_and_times_and_nothing_of_the_text():
         "context": 9,
         "exit_layer": 2,
         "stopped": "number",
+        "chances": [],
         "origin": "recovered",
         "finish_reason": None,
     }

@@ -1,0 +1,297 @@
+"""Whether ``layerskip simulate`` tells what a batch really does.
+
+    OMP_NUM_THREADS=1 python bench/simulation.py
+    OMP_NUM_THREADS=1 python bench/simulation.py --clock cpu --turns 2 --requests 24 --new-tokens 32
+
+A closed loop of real requests through ``open_batch`` at several concurrencies, every policy in
+turn, against the simulation from a cost table and runs of the same sitting. Table, recorded runs
+and loops take turns, so that what else the machine does hits all alike; the table is the turns'
+median.
+Loops begin and end as simulated ones do: users are taken up somewhere in a first request that is
+not counted, and go on sending until the last counted request is done.
+
+By ``--clock cpu`` the decoder's own clocks, and with them the recorded rounds and the controller,
+count this process's CPU time: for a machine that does other things, too. Real figures are given by
+both clocks in any case.
+"""
+
+import argparse
+import datetime
+import hashlib
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from paired import Clock, circumstances, write
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import layerskip.decode
+from layerskip import SelfSpeculativeLM
+from layerskip.checkpoint import held_out_modules
+from layerskip.controller import Controller
+from layerskip.cost import CostTable, Curve
+from layerskip.profiling import measure_cost
+from layerskip.prompts import held_out_code, read_prompts
+from layerskip.simulate import Cell, most_drafted, simulate
+from layerskip.telemetry.replay import Replay, replay
+
+MEASURES = ("first_token", "token", "end_to_end")
+BOUND = 0.15
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Times of counted requests, by ``MEASURES``."""
+
+    times: dict[str, list[Clock]]
+
+    @classmethod
+    def joined(cls, parts: Sequence["Loop"]) -> "Loop":
+        return cls({name: [t for part in parts for t in part.times[name]] for name in MEASURES})
+
+    def quantile(self, measure: str, share: float, clock: str) -> float:
+        return float(np.quantile([getattr(t, clock) for t in self.times[measure]], share))
+
+
+@contextmanager
+def clocked(clock: str) -> Iterator[None]:
+    """The decoder's clocks count CPU time inside."""
+    kept = layerskip.decode.time
+    if clock == "cpu":
+        layerskip.decode.time = SimpleNamespace(perf_counter=time.process_time)
+    try:
+        yield
+    finally:
+        layerskip.decode.time = kept
+
+
+def setting(policy: str) -> Any:
+    return "auto" if policy == "auto" else most_drafted(policy)
+
+
+def closed_loop(
+    lm: SelfSpeculativeLM,
+    prompts: Sequence[list[int]],
+    policy: str,
+    concurrency: int,
+    options: argparse.Namespace,
+    chance: random.Random,
+) -> Loop:
+    """So many users, each of whom sends a prompt when the last one's output is there."""
+    batch = lm.open_batch(
+        max_new_tokens=options.new_tokens, num_draft_tokens=setting(policy), ignore_eos=True
+    )
+    counted = options.requests // options.turns
+    joined: dict[int, Clock] = {}
+    first: dict[int, Clock] = {}
+    times: dict[str, list[Clock]] = {name: [] for name in MEASURES}
+    for _ in range(concurrency):
+        batch.add(chance.choice(prompts), max_new_tokens=chance.randint(1, options.new_tokens))
+    while len(times["end_to_end"]) < counted:
+        records = batch.step()
+        now = Clock.now()
+        for record in records:
+            began = joined.get(record.row)
+            if began is not None and record.index == 0:
+                first[record.row] = now
+                times["first_token"].append(now - began)
+            if record.finish_reason is None:
+                continue
+            tokens = len(batch.remove(record.row).token_ids)
+            if began is not None:
+                times["end_to_end"].append(now - began)
+                spent = now - first[record.row]
+                times["token"].append(Clock(spent.wall / (tokens - 1), spent.cpu / (tokens - 1)))
+            row = batch.add(chance.choice(prompts))
+            if len(joined) < counted:
+                joined[row] = now
+    return Loop(times)
+
+
+def record_runs(
+    lm: SelfSpeculativeLM,
+    prompts: Sequence[list[int]],
+    turn: int,
+    options: argparse.Namespace,
+    folder: Path,
+) -> None:
+    """Some prompts alone, with every policy, as ``layerskip measure`` writes them."""
+    for number in range(turn, len(prompts), options.turns):
+        for policy in options.policies:
+            batch = lm.open_batch(
+                max_new_tokens=options.new_tokens, num_draft_tokens=setting(policy), ignore_eos=True
+            )
+            row, rounds = batch.add(prompts[number]), []
+            while batch.unfinished:
+                rounds += batch.step()
+            output = batch.remove(row)
+            own = {"request_id": f"{number}/{policy}", "arm": policy, "prompt_index": number}
+            request = {
+                **own,
+                "prompt_tokens": len(prompts[number]),
+                "new_tokens": len(output.token_ids),
+                "max_new_tokens": options.new_tokens,
+                "tokens_sha256": hashlib.sha256(repr(output.token_ids).encode()).hexdigest(),
+            }
+            append(folder / "rounds.jsonl", [{**r.to_dict(), **own} for r in rounds])
+            append(folder / "requests.jsonl", [request])
+
+
+def append(path: Path, entries: Sequence[dict[str, Any]]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(entry) + "\n" for entry in entries)
+
+
+def median_table(tables: Sequence[CostTable]) -> CostTable:
+    """Field by field and time by time, of those with the finest grid: a busy turn's is coarser."""
+    most = max(len(t.verify.rows) * len(t.verify.contexts) for t in tables)
+    tables = [t for t in tables if len(t.verify.rows) * len(t.verify.contexts) == most]
+
+    def curve(name: str) -> Curve:
+        curves = [getattr(t, name) for t in tables]
+        seconds = np.median([c.seconds for c in curves], axis=0)
+        return Curve(curves[0].rows, curves[0].contexts, tuple(map(tuple, seconds.tolist())))
+
+    single = ("sampling", "draft_sequence", "verify_sequence")
+    return replace(
+        tables[0],
+        **{name: curve(name) for name in ("draft_layers", "draft_head", "verify")},
+        **{name: statistics.median(getattr(t, name) for t in tables) for name in single},
+    )
+
+
+def compared(cell: Cell, loop: Loop) -> dict[str, dict[str, float]]:
+    """Simulated and real quantiles, in seconds, and how far the simulation is off by each clock."""
+    found = {}
+    for measure in MEASURES:
+        for name, share in (("p50", 0.5), ("p90", 0.9)):
+            said = getattr(getattr(cell, measure), name)
+            real = {clock: loop.quantile(measure, share, clock) for clock in ("wall", "cpu")}
+            off = {f"{clock}_off": said / seconds - 1.0 for clock, seconds in real.items()}
+            found[f"{measure} {name}"] = {"simulated": said, **real, **off}
+    return found
+
+
+def table_of(found: dict[str, Any], clock: str) -> Table:
+    out = Table(box=None, header_style="bold", title=f"simulated / real - 1, by {clock} time")
+    names = [f"{m} {q}" for m in MEASURES for q in ("p50", "p90")]
+    for column in ("concurrency", "policy", *names):
+        out.add_column(column, justify="right", no_wrap=column == "policy")
+    for cell in found["cells"]:
+        off = [cell["figures"][name][f"{clock}_off"] for name in names]
+        shown = [f"{x:+.1%}" if abs(x) <= BOUND else f"[red]{x:+.1%}[/]" for x in off]
+        out.add_row(str(cell["concurrency"]), cell["policy"], *shown)
+    return out
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--prompts", help="JSON lines; default: held-out functions")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--turns", type=int, default=4, help="of table, runs and loops (4)")
+    parser.add_argument("--requests", type=int, default=192, help="of each loop, all turns (192)")
+    parser.add_argument("--num-prompts", type=int, default=48, help="that requests draw from (48)")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--concurrency", default="1,4,16")
+    parser.add_argument("--policies", default="off,fixed:4,auto")
+    parser.add_argument("--profile-seconds", type=float, default=15.0, help="of each turn (15)")
+    parser.add_argument("--lookup", action="store_true", help="let the decoder look tokens up")
+    today = datetime.datetime.now(datetime.UTC).date()
+    default = Path(__file__).parent / "results" / f"{today}-simulation.json"
+    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--keep-runs", type=Path, help="folder for table and runs")
+    options = parser.parse_args()
+    options.concurrency = [int(n) for n in options.concurrency.split(",")]
+    options.policies = options.policies.split(",")
+    return options
+
+
+def sitting(
+    lm: SelfSpeculativeLM, prompts: Sequence[list[int]], options: argparse.Namespace, folder: Path
+) -> tuple[CostTable, dict[tuple[int, str], Loop]]:
+    """Table, runs and loops, in turns."""
+    tables, loops, chance = [], {}, random.Random(0)
+    cases = [(n, p) for n in options.concurrency for p in options.policies]
+    with Progress(transient=True) as progress:
+        task = progress.add_task("real", total=options.turns * (len(cases) + 2))
+        for turn in range(options.turns):
+            tables.append(
+                measure_cost(lm.stack, lm.plan, head=lm.draft_head, seconds=options.profile_seconds)
+            )
+            lm._controller = Controller(median_table(tables), lm.plan_file.acceptance)
+            progress.advance(task)
+            with clocked(options.clock):
+                record_runs(lm, prompts, turn, options, folder)
+                progress.advance(task)
+                for number, policy in chance.sample(cases, len(cases)):
+                    loop = closed_loop(lm, prompts, policy, number, options, chance)
+                    loops.setdefault((number, policy), []).append(loop)
+                    progress.advance(task)
+    return median_table(tables), {case: Loop.joined(parts) for case, parts in loops.items()}
+
+
+def main() -> None:
+    options, console = parsed(), Console(width=140)
+    lm = SelfSpeculativeLM.from_pretrained(
+        options.model, device="cpu", lookup=options.lookup, num_draft_tokens=0
+    )
+    if options.prompts:
+        examples = read_prompts(options.prompts)
+    else:
+        examples = held_out_code(held_out_modules(), options.num_prompts)
+    room = lm.stack.max_positions - options.new_tokens - 32
+    prompts = [ids for ids in (lm.encode(e.prompt) for e in examples) if len(ids) <= room]
+    prompts = random.Random(0).sample(prompts, min(len(prompts), options.num_prompts))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.keep_runs or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        table, loops = sitting(lm, prompts, options, folder)
+        table.save(folder / "cost.json")
+        (folder / "run.json").write_text(json.dumps({"version": 1, "cost": table.to_dict()}))
+        known: Replay = replay(folder, table)
+    simulation = simulate(
+        table,
+        known.recorded,
+        concurrency=options.concurrency,
+        policies=options.policies,
+        overhead=known.overhead,
+        passes_per_token=known.passes_per_token,
+    )
+    cells = [
+        {"concurrency": n, "policy": p, "figures": compared(simulation.cell(p, n), loop)}
+        for (n, p), loop in sorted(loops.items())
+    ]
+    found = {
+        "model": options.model,
+        **circumstances(),
+        "clock": options.clock,
+        "seconds": time.monotonic() - began,
+        "requests": options.requests,
+        "new_tokens": options.new_tokens,
+        "prompts": len(prompts),
+        "lookup": options.lookup,
+        "overhead": vars(known.overhead),
+        "passes_per_token": known.passes_per_token,
+        "cells": cells,
+    }
+    write(options.out, found)
+    for clock in ("wall", "cpu"):
+        console.print(table_of(found, clock))
+    console.print(f"overhead {known.overhead}, passes per token {known.passes_per_token:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""``layerskip simulate``: latency under load from a cost table and recorded acceptance."""
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from layerskip.cost import CostTable
+    from layerskip.pass_costs import Overhead
+    from layerskip.simulate import Simulation, Traffic
+
+CONCURRENCY = "1,2,4,8,16,32"
+POLICIES = "off,fixed:4,auto"
+FINE_ROWS = 64  # of a table that was not measured in a hurry
+
+
+def add_parsers(commands: Any) -> None:
+    """Add this module's command to those of ``add_subparsers``."""
+    command = commands.add_parser(
+        "simulate", help="latency and throughput under load, before there is any"
+    )
+    command.set_defaults(run=run_simulate)
+    command.add_argument("--cost", required=True, help="cost table of layerskip profile")
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--runs", help="folder of layerskip measure: its requests are drawn from")
+    source.add_argument(
+        "--acceptance",
+        metavar="A,B,...",
+        help="invented instead: of the first, second, ... drafted token, if those before are right",
+    )
+    command.add_argument(
+        "--concurrency", default=CONCURRENCY, help=f"users in a closed loop (default {CONCURRENCY})"
+    )
+    command.add_argument(
+        "--policies", default=POLICIES, help=f"off, fixed:K, auto (default {POLICIES})"
+    )
+    command.add_argument(
+        "--requests", type=int, default=2000, help="counted in each cell (default 2000)"
+    )
+    command.add_argument(
+        "--new-tokens", type=int, help="of each request; default: as recorded, or 128 if invented"
+    )
+    command.add_argument("--prompt-tokens", type=int, help="of invented requests (default 256)")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--html", metavar="FILE", help="also a page with tables and charts")
+    command.add_argument("--json", action="store_true", help="one JSON document as last line")
+
+
+def run_simulate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Simulate, print the table, write the page."""
+    from layerskip.cost import CostTable
+    from layerskip.files import check_writable
+    from layerskip.params import check_integer
+    from layerskip.simulate import simulate
+
+    if args.html:
+        check_writable(args.html)
+    check_integer("--seed", args.seed, 0)
+    if args.new_tokens is not None:
+        check_integer("--new-tokens", args.new_tokens, 1)
+    concurrency = _integers("--concurrency", args.concurrency)
+    table = CostTable.load(args.cost)
+    traffic, overhead, passes_per_token, assumptions = _traffic(args, table)
+    if table.verify.rows[-1] < FINE_ROWS:
+        assumptions.append(
+            f"The cost table ends at {table.verify.rows[-1]} rows, and beyond them is a guess: "
+            "layerskip profile measures a finer one."
+        )
+    columns = (TextColumn("simulating"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    progress = Progress(*columns, console=console, transient=True)
+    task = progress.add_task("requests", total=1.0)
+
+    def advanced(done: int, total: int) -> None:
+        progress.start()  # not before the first word: bad input is told without a bar
+        progress.update(task, completed=done / total)
+
+    try:
+        simulation = simulate(
+            table,
+            traffic,
+            concurrency=concurrency,
+            policies=[name.strip() for name in args.policies.split(",")],
+            num_requests=args.requests,
+            new_tokens=args.new_tokens,
+            seed=args.seed,
+            overhead=overhead,
+            passes_per_token=passes_per_token,
+            on_progress=advanced,
+        )
+    finally:
+        if progress.live.is_started:
+            progress.stop()
+    console.print(_shown(simulation))
+    for line in [*crossings(simulation), *assumptions]:
+        console.print(escape(line), soft_wrap=True, highlight=False)
+    if args.html:
+        from layerskip.telemetry.simulation_page import write_page
+
+        write_page(args.html, simulation, [*crossings(simulation), *assumptions])
+    return {
+        "cost": args.cost,
+        "runs": args.runs,
+        "synthetic": args.runs is None,
+        "assumptions": assumptions,
+        **simulation.to_dict(),
+    }
+
+
+def _traffic(
+    args: argparse.Namespace, table: "CostTable"
+) -> "tuple[Traffic, Overhead | None, float, list[str]]":
+    """Requests, what rounds take beside passes, draft passes of a token, and what to say of it."""
+    if args.runs is None:
+        from layerskip.params import check_integer
+        from layerskip.workload import Synthetic
+
+        prompt_tokens = 256 if args.prompt_tokens is None else args.prompt_tokens
+        check_integer("--prompt-tokens", prompt_tokens, 1)
+        acceptance = tuple(_numbers("--acceptance", args.acceptance))
+        invented = Synthetic(acceptance, prompt_tokens, args.new_tokens or 128)
+        return invented, None, 1.0, [SYNTHETIC, BY_TABLE]
+    if args.prompt_tokens is not None:
+        raise ValueError("--prompt-tokens is for --acceptance; with --runs they are as recorded")
+    from layerskip.telemetry.replay import replay
+
+    known = replay(args.runs, table)
+    extra = known.overhead
+    said = [f"{known.num_requests} recorded requests of {args.runs}, drawn with replacement."]
+    if known.of_this_table:
+        said.append(
+            f"Prefill as recorded. Recorded rounds took {extra.verify_ratio:.2f} times the table's "
+            f"passes in verify and {extra.draft_ratio:.2f} times in drafts, and "
+            f"{1e6 * extra.row:.0f} us outside: so do simulated ones, the last for each row."
+        )
+    else:
+        said += [OTHER_MACHINE, BY_TABLE]
+    if known.passes_per_token < 1.0:
+        said.append(
+            f"Look-ups: {known.passes_per_token:.2f} draft passes a drafted token, as recorded; in "
+            "larger batches they save less."
+        )
+    if not known.recorded.has_confidence:
+        said.append(NO_CONFIDENCE)
+    return known.recorded, extra, known.passes_per_token, said
+
+
+SYNTHETIC = "Synthetic: acceptance and lengths are invented, not recorded."
+BY_TABLE = (
+    "Prefill by the table alone, which is too much for a small model; no engine time beside passes."
+)
+OTHER_MACHINE = (
+    "The cost table is of another model, plan or machine than the runs: recorded seconds are not "
+    "used, recorded acceptance is."
+)
+NO_CONFIDENCE = (
+    "No automatic arm was recorded, so nothing is known of the draft's confidence: auto is "
+    "simulated without it, and would do better."
+)
+
+
+def crossings(simulation: "Simulation") -> list[str]:
+    """A sentence for each policy that drafts: where plain decoding overtakes it."""
+    said = []
+    for crossing in simulation.crossovers:
+        if crossing.off is None:
+            said.append(f"{crossing.policy} is never slower than off up to {crossing.on} users.")
+        elif crossing.on is None:
+            said.append(f"{crossing.policy} is slower than off from {crossing.off} users on.")
+        else:
+            said.append(
+                f"{crossing.policy} is faster than off up to {crossing.on} users and slower at "
+                f"{crossing.off}: the crossover lies between."
+            )
+    return said
+
+
+def _shown(simulation: "Simulation") -> Table:
+    """One line for each concurrency and policy."""
+    shown = Table(
+        box=None,
+        padding=(0, 1),
+        pad_edge=False,
+        title=f"{simulation.num_requests} requests each: first token and each further one in ms, "
+        "end to end in s",
+    )
+    shown.add_column("users", justify="right")
+    shown.add_column("policy", no_wrap=True)
+    for name in ("first", "token", "whole"):
+        for quantile in ("p50", "p90", "p99"):
+            heading = f"{name if quantile == 'p50' else ''}\n{quantile}"
+            shown.add_column(heading, justify="right", no_wrap=True)
+    for name in ("tok/s", "vs\noff"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    plain = {c.concurrency: c.tokens_per_second for c in simulation.cells if c.policy == "off"}
+    for cell in simulation.cells:
+        spreads = ((cell.first_token, 1e3), (cell.token, 1e3), (cell.end_to_end, 1.0))
+        against = cell.tokens_per_second / plain.get(cell.concurrency, float("nan"))
+        shown.add_row(
+            str(cell.concurrency),
+            cell.policy,
+            *(_brief(unit * t) for s, unit in spreads for t in (s.p50, s.p90, s.p99)),
+            _brief(cell.tokens_per_second),
+            f"{against:.2f}" if plain else "-",
+        )
+    return shown
+
+
+def _brief(value: float) -> str:
+    """Three figures, but no fewer than the whole number has."""
+    return f"{value:.0f}" if value >= 100.0 else f"{value:.3g}"
+
+
+def _integers(option: str, text: str) -> list[int]:
+    return [int(n) for n in _numbers(option, text, int)]
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], float] = float) -> list[float]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} must be numbers with commas between, got {text!r}") from None

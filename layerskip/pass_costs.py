@@ -1,0 +1,184 @@
+"""What passes take, for many batches at once: a cost table as arrays, and what comes on top of it.
+
+The table holds bare passes. A round also has the engine's own work, and sampling that depends on
+the request's settings: both are taken from recorded rounds.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerskip.cost import CostTable
+
+PASS_ROWS = 64  # ``exactness.MAX_PASS_ROWS``: the decoder runs more tokens as several passes
+PREFILL_CHUNK = 512  # ``model.PREFILL_CHUNK``
+CONTEXT_BUCKETS = 512
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What rounds take beside their bare passes.
+
+    Attributes:
+        verify_ratio, draft_ratio: seconds of a round's phase over those of its passes: the
+            engine's own work inside, and how fast the machine was.
+        row: seconds outside of both phases, for each row of a round.
+        sampling: seconds of one token, in the place of the table's; None: the table's.
+    """
+
+    verify_ratio: float = 1.0
+    draft_ratio: float = 1.0
+    row: float = 0.0
+    sampling: float | None = None
+
+    def applied(self, table: CostTable) -> CostTable:
+        """The table, with this sampling."""
+        return table if self.sampling is None else replace(table, sampling=self.sampling)
+
+
+class PassCosts:
+    """T(rows, context) over arrays; all in seconds.
+
+    Args:
+        table: of bare passes.
+        rows: most rows of a batch.
+        most_drafted: tokens of a row in a round.
+        longest: context, in slots.
+        overhead: of rounds.
+        passes_per_token: draft passes of a drafted token; below 1 where look-ups save some.
+        pass_rows: tokens that fit into one pass; None: all, as the table has it and with it the
+            controller.
+    """
+
+    def __init__(
+        self,
+        table: CostTable,
+        *,
+        rows: int,
+        most_drafted: int,
+        longest: int,
+        overhead: Overhead | None = None,
+        passes_per_token: float = 1.0,
+        pass_rows: int | None = PASS_ROWS,
+    ) -> None:
+        self.overhead = overhead or Overhead()
+        self.passes_per_token = passes_per_token
+        self.row_quantum = table.row_quantum
+        table = self.overhead.applied(table)
+        self._step = -(-(longest + 1) // CONTEXT_BUCKETS)
+        count = longest // self._step + 1
+        contexts = [(i + 0.5) * self._step - 0.5 for i in range(count)]
+        self._verify = _Passes(
+            table.verify_pass,
+            contexts,
+            most_tokens=rows * (most_drafted + 1) + 2 * table.row_quantum,
+            longest=most_drafted + 1,
+            another=table.verify_sequence,
+            ratio=self.overhead.verify_ratio,
+            pass_rows=pass_rows,
+        )
+        self._draft = _Passes(
+            table.draft_pass,
+            contexts,
+            most_tokens=rows,
+            longest=1,
+            another=table.draft_sequence,
+            ratio=self.overhead.draft_ratio,
+            pass_rows=pass_rows,
+        )
+
+    def verify(self, tokens: Ints, rows: Ints, longest: Ints, context: Ints) -> Floats:
+        """One full-depth pass over ``tokens`` of ``rows`` sequences, ``longest`` of one.
+
+        Args:
+            context: slots that the longest sequence holds.
+        """
+        return self._verify.seconds(tokens, rows, longest, context // self._step)
+
+    def draft(self, rows: Ints, context: Ints) -> Floats:
+        """One draft pass over a token of each of ``rows`` sequences."""
+        return self._draft.seconds(rows, rows, np.ones_like(rows), context // self._step)
+
+    def drafts(self, drafted: Ints, context: Ints) -> Floats:
+        """All draft passes of a round.
+
+        Args:
+            drafted: tokens of each row, ``(batches, rows)``.
+            context: of each batch, ``(batches,)``.
+        """
+        seconds = np.zeros(len(drafted))
+        for depth in range(1, int(drafted.max(initial=0)) + 1):
+            seconds += self.draft((drafted >= depth).sum(1), context)
+        return self.passes_per_token * seconds
+
+    def round(self, drafted: Ints, decoding: NDArray[np.bool_], context: Ints) -> Floats:
+        """Draft, verify and what comes on top, for each batch; 0 where no row decodes.
+
+        Args:
+            drafted: tokens of each row, ``(batches, rows)``; 0 where a row does not decode.
+            decoding: rows that take part.
+            context: slots that each batch's longest row holds.
+        """
+        rows = decoding.sum(1)
+        tokens = drafted.sum(1) + rows
+        seconds = self.verify(tokens, rows, drafted.max(1) + 1, context) + self.overhead.row * rows
+        if drafted.any():
+            seconds += self.drafts(drafted, context)
+        return np.where(rows > 0, seconds, 0.0)
+
+
+class _Passes:
+    """One kind of pass: products over all tokens, attention over each sequence's own context."""
+
+    def __init__(
+        self,
+        single: Callable[[int, float], float],
+        contexts: Sequence[float],
+        *,
+        most_tokens: int,
+        longest: int,
+        another: float,
+        ratio: float,
+        pass_rows: int | None,
+    ) -> None:
+        whole = pass_rows or most_tokens
+        self._products = ratio * np.array(
+            [_in_pieces(single, n, whole) for n in range(most_tokens + 1)]
+        )
+        lines = [
+            [single(n, c) - single(n, 0) if n else 0.0 for c in contexts]
+            for n in range(longest + 1)
+        ]
+        self._attention = ratio * np.array(lines)
+        self._another = ratio * another
+
+    def seconds(self, tokens: Ints, rows: Ints, longest: Ints, bucket: Ints) -> Floats:
+        each = self._attention[longest, bucket]
+        # As CostTable has it: noise must not make further sequences cheaper than none.
+        attention = np.where(rows == 1, each, rows * np.maximum(0.0, each))
+        return self._products[tokens] + attention + np.maximum(0, rows - 1) * self._another
+
+
+def _in_pieces(single: Callable[[int, float], float], tokens: int, most: int) -> float:
+    """Seconds of all tokens at no context; what does not fit into one pass goes into several."""
+    whole, rest = divmod(tokens, most)
+    seconds = whole * single(most, 0) if whole else 0.0
+    return seconds + (single(rest, 0) if rest else 0.0)
+
+
+def prefill_seconds(table: CostTable, num_tokens: int) -> float:
+    """What a prompt takes by the table alone: its chunks as verify passes.
+
+    Too much for a small model: the table's passes run the head for every token, a prefill for one;
+    and beyond 64 tokens the table is a straight line.
+    """
+    seconds = 0.0
+    for start in range(0, num_tokens, PREFILL_CHUNK):
+        count = min(PREFILL_CHUNK, num_tokens - start)
+        seconds += table.verify_pass(count, start) - (count - 1) * table.sampling
+    return seconds

@@ -1,0 +1,305 @@
+"""How far simulated rows draft: not at all, a fixed number, or as ``Controller`` has it.
+
+``Automatic`` is the controller's rule over arrays, for many batches at once. It chooses by tokens a
+second, stops on a token's chance, weighs a further pass, keeps hysteresis, stakes and probes as
+``Controller`` does, with the same constants; a test holds one against the other. It is simpler in
+these points: what all requests have in common is known from the start, a request departs from that
+by one ratio (not by position too), looked-up tokens are not chosen, and clocks correct nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerskip.controller import (
+    HYSTERESIS,
+    MOST_CREDIT,
+    PAYING,
+    PROBE_SHARE,
+    STAKE_SHARE,
+    STAKE_TOKENS,
+)
+from layerskip.estimates import (
+    FIRST_CREDIT,
+    LARGEST,
+    LEAST_SURVIVAL,
+    ROW_DISCOUNT,
+    ROW_WEIGHT,
+)
+from layerskip.params import MAX_AUTO_DRAFT_TOKENS
+from layerskip.pass_costs import PassCosts
+from layerskip.workload import STEPS, Stream
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+DEPTH = MAX_AUTO_DRAFT_TOKENS
+TINY = 1e-12  # seconds: nothing is divided by zero
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """Rows of many batches before a round; arrays are ``(batches, rows)``.
+
+    Attributes:
+        requests: of the stream.
+        decoding: rows that take part.
+        fresh: rows in their first round after the prefill.
+        emitted: tokens so far.
+        room: most tokens that may be drafted.
+        context: slots that each batch's longest row holds, ``(batches,)``.
+        right: drafted tokens that would be right.
+    """
+
+    requests: Ints
+    decoding: Bools
+    fresh: Bools
+    emitted: Ints
+    room: Ints
+    context: Ints
+    right: Ints
+
+
+class Policy(Protocol):
+    """How many tokens rows draft."""
+
+    def lengths(self, batches: Batches) -> Ints:
+        """Of this round, ``(batches, rows)``; 0 where a row does not decode."""
+        ...
+
+    def observe(self, batches: Batches, drafted: Ints) -> None:
+        """The round was run."""
+        ...
+
+
+class Fixed:
+    """The same number in every round, as far as there is room; 0: plain decoding."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        self.num_draft_tokens = num_draft_tokens
+
+    def lengths(self, batches: Batches) -> Ints:
+        wanted = np.minimum(self.num_draft_tokens, batches.room)
+        return np.where(batches.decoding, wanted, 0)
+
+    def observe(self, batches: Batches, drafted: Ints) -> None:
+        """Nothing is learnt."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """What drafting costs in a round of each batch; seconds.
+
+    Attributes:
+        single: a plain pass of one row.
+        token: a row's share of a plain pass.
+        draft_share: of one more draft pass, a drafting row's share.
+        steps: what verify grows by for a row's first, second, ... token, ``(batches, DEPTH)``.
+    """
+
+    single: Floats
+    token: Floats
+    draft_share: Floats
+    steps: Floats
+
+
+class Automatic:
+    """What pays, from round to round.
+
+    Args:
+        costs: of passes, as the controller knows them: its table takes any number of rows at once.
+        stream: the requests' chances, and acceptance over all of them.
+        shape: batches and rows.
+        seed: of chances behind a wrong token.
+    """
+
+    def __init__(self, costs: PassCosts, stream: Stream, shape: tuple[int, int], seed: int) -> None:
+        self._costs, self._stream = costs, stream
+        self._draw = np.random.default_rng([seed, 1])
+        self._common = np.minimum(LARGEST, stream.acceptance[:DEPTH])
+        self._expected_up_to = np.concatenate([[0.0], np.cumsum(self._common)])
+        self._hits, self._expected = np.zeros(shape), np.zeros(shape)
+        self._stake, self._drafted_last = np.zeros(shape), np.zeros(shape, dtype=np.bool_)
+        self._ledger, self._credit = np.zeros(shape[0]), np.full(shape[0], FIRST_CREDIT)
+        self._probing = np.zeros(shape[0], dtype=np.bool_)
+        nothing = np.zeros(shape[0])
+        self._prices = Prices(nothing, nothing, nothing, np.zeros((shape[0], DEPTH)))
+
+    def lengths(self, batches: Batches) -> Ints:
+        self._begin(batches)
+        rows = batches.decoding.sum(1)
+        prices = self._priced(batches, rows, rows)
+        acceptance = self._acceptance()
+        most = np.minimum(batches.room, self._affordable(batches, prices)[:, None])
+        resting: Bools = np.logical_not((self._drafted_last & batches.decoding).any(1))
+        gains = self._gains(batches, acceptance, most, prices)
+        wanted, planned, rate = self._best(batches, gains, resting)
+        self._probing = resting & ~wanted.any(1) & self._may_probe(batches, prices)
+        probing = self._probing[:, None]
+        most = np.where(probing, np.minimum(batches.room, 1), most)
+        wanted = np.where(probing, batches.room > 0, wanted)
+        self._drafted_last = np.where(batches.decoding, wanted & ~probing, self._drafted_last)
+        planned = np.where(self._probing, rows + wanted.sum(1), planned)
+        self._prices = self._priced(batches, planned, wanted.sum(1))
+        return self._grown(batches, wanted, most, acceptance, rate)
+
+    def observe(self, batches: Batches, drafted: Ints) -> None:
+        accepted, prices = np.minimum(drafted, batches.right), self._prices
+        judged = np.minimum(accepted + (accepted < drafted), DEPTH)
+        keep = ROW_DISCOUNT**judged
+        self._hits = keep * self._hits + accepted
+        self._expected = keep * self._expected + self._expected_up_to[judged]
+        plain = batches.decoding & (drafted == 0)
+        token, single = np.maximum(prices.token, TINY), np.maximum(prices.single, TINY)
+        self._credit += PROBE_SHARE * (token / single) * plain.sum(1)
+        up_to = np.concatenate([np.zeros((len(token), 1)), np.cumsum(prices.steps, 1)], axis=1)
+        gained = accepted * token[:, None] - drafted * prices.draft_share[:, None]
+        gained -= np.take_along_axis(up_to, drafted, 1)
+        gained = np.where(drafted > 0, gained, 0.0)
+        self._ledger += gained.sum(1) / token
+        lost = np.minimum(gained, 0.0).sum(1) / single
+        self._credit = np.where(self._probing, np.maximum(0.0, self._credit + lost), self._credit)
+        counts = (gained > 0.0) | ~self._probing[:, None]
+        self._stake += np.where(counts, gained / token[:, None], 0.0)
+
+    def _begin(self, batches: Batches) -> None:
+        """Forget what was known of a row's last request, and give the next one its stake."""
+        for state in (self._hits, self._expected, self._drafted_last):
+            state[batches.fresh] = 0
+        own = np.minimum(self._stream.limits[batches.requests], STAKE_TOKENS)
+        tokens = np.where(self._ledger[:, None] > 0.0, STAKE_TOKENS, own)
+        self._stake = np.where(batches.fresh, STAKE_SHARE * tokens, self._stake)
+
+    def _acceptance(self) -> Floats:
+        """Of each row's first, second, ... drafted token, ``(batches, rows, DEPTH)``."""
+        ratio = (self._hits + ROW_WEIGHT) / (self._expected + ROW_WEIGHT)
+        return np.minimum(LARGEST, ratio[:, :, None] * self._common)
+
+    def _priced(self, batches: Batches, tokens: Ints, drafting: Ints) -> Prices:
+        """Prices in a round that verifies so many tokens; in a batch one token is another's, and
+        passes are padded, so what verify grows by is the mean over some."""
+        costs, rows, context = self._costs, batches.decoding.sum(1), batches.context
+        one, some = np.ones_like(rows), np.maximum(rows, 1)
+        up_to = np.arange(1, DEPTH + 2)[None]
+        alone = np.diff(costs.verify(up_to, one[:, None], up_to, context[:, None]), axis=1)
+        wide, longest = 2 * costs.row_quantum, -(-tokens // some)
+        growth = costs.verify(tokens + wide, rows, longest, context)
+        growth = np.maximum(0.0, growth - costs.verify(tokens, rows, longest, context)) / wide
+        return Prices(
+            costs.verify(one, one, one, context),
+            costs.verify(rows, rows, one, context) / some,
+            costs.draft(drafting, context) / np.maximum(drafting, 1),
+            np.where((rows == 1)[:, None], alone, growth[:, None]),
+        )
+
+    def _affordable(self, batches: Batches, prices: Prices) -> Ints:
+        """Tokens of a row's draft that cost no more than the rows' mean stake if all are wrong."""
+        stakes = np.where(batches.decoding, self._stake, 0.0).sum(1)
+        stake = prices.token * stakes / np.maximum(1, batches.decoding.sum(1))
+        spent = np.cumsum(prices.draft_share[:, None] + prices.steps, axis=1)
+        return (spent <= stake[:, None]).sum(1)
+
+    def _may_probe(self, batches: Batches, prices: Prices) -> Bools:
+        """Whether plain rounds earned a round in which every row drafts one token."""
+        rows, context = batches.decoding.sum(1), batches.context
+        probing = (batches.room > 0).sum(1)
+        two, one = np.full_like(rows, 2), np.ones_like(rows)
+        more = self._costs.verify(rows + probing, rows, two, context)
+        more -= self._costs.verify(rows, rows, one, context)
+        cost = (self._costs.draft(probing, context) + more) / np.maximum(prices.single, TINY)
+        self._credit = np.minimum(self._credit, np.maximum(MOST_CREDIT, cost))
+        return (probing > 0) & (self._credit >= cost)
+
+    def _gains(self, batches: Batches, acceptance: Floats, most: Ints, prices: Prices) -> Floats:
+        """Tokens that a drafted one is expected to add; 0 if it may not be drafted, or gains too
+        little to be looked at."""
+        survivals: Floats = np.cumprod(acceptance, axis=2, dtype=np.float64)
+        cheapest = prices.draft_share + prices.steps.min(1)
+        least = np.maximum(LEAST_SURVIVAL, PAYING * cheapest / np.maximum(prices.token, TINY))
+        possible = (survivals >= least[:, None, None]) & batches.decoding[:, :, None]
+        return np.where(possible & (np.arange(DEPTH) < most[:, :, None]), survivals, 0.0)
+
+    def _best(self, batches: Batches, gains: Floats, resting: Bools) -> tuple[Bools, Ints, Floats]:
+        """Rows that draft if the round is to give the most tokens a second, tokens that are then
+        verified, and that rate.
+
+        Tokens are taken in the order of their survival, or pass by pass. Rows have one ratio each,
+        so that their order is the same at every depth: the i-th row of a pass costs what i rows
+        take more than i - 1.
+        """
+        count, rows, depth = gains.shape
+        ranked = np.argsort(-gains[:, :, 0], axis=1, kind="stable")
+        gains = np.take_along_axis(gains, ranked[:, :, None], 1).reshape(count, -1)
+        passes = np.arange(rows * depth).reshape(rows, depth).T.reshape(1, -1)
+        orders = [np.argsort(-gains, axis=1, kind="stable"), np.repeat(passes, count, 0)]
+        found = [self._prefix(batches, gains, order, depth) for order in orders]
+        second = found[1][1] > found[0][1]
+        order = np.where(second[:, None], orders[1], orders[0])
+        taken, rate = (np.where(second, b, a) for a, b in zip(*found, strict=True))
+        num_rows = batches.decoding.sum(1)
+        plain = self._costs.verify(num_rows, num_rows, np.ones_like(num_rows), batches.context)
+        alone = num_rows / np.maximum(plain, TINY)
+        bias = np.where(resting, 1.0 + HYSTERESIS, 1.0 - HYSTERESIS)
+        taken = np.where(rate > bias * alone, taken, 0)
+        chosen = np.arange(rows * depth) < taken[:, None]
+        batch = np.broadcast_to(np.arange(count)[:, None], order.shape)
+        drafting = np.take_along_axis(ranked, order // depth, 1)
+        real = np.take_along_axis(gains, order, 1) > 0.0
+        wanted = np.zeros((count, rows), dtype=np.bool_)
+        wanted[batch[chosen & real], drafting[chosen & real]] = True
+        return wanted, num_rows + (chosen & real).sum(1), np.where(taken > 0, rate, alone)
+
+    def _prefix(
+        self, batches: Batches, gains: Floats, order: Ints, depth: int
+    ) -> tuple[Ints, Floats]:
+        """How many of the tokens, in this order, give the most tokens a second, and that rate.
+
+        Args:
+            gains: of tokens by rank of the row and depth; 0 for those that can't be drafted.
+            order: places in ``gains``.
+        """
+        rows, num_rows = gains.shape[1] // depth, batches.decoding.sum(1)[:, None]
+        context = batches.context[:, None]
+        taken = np.take_along_axis(gains, order, 1)
+        rank, level, real = order // depth, order % depth, taken > 0.0
+        more = np.diff(self._costs.draft(np.arange(rows + 1)[None], context), axis=1)
+        drafting = np.cumsum(np.take_along_axis(more, rank, 1) * real, 1)
+        longest = np.maximum.accumulate(np.where(real, level + 2, 1), axis=1)
+        verified = num_rows + np.cumsum(real, 1)
+        verify = self._costs.verify(verified, num_rows, longest, context)
+        rates = (num_rows + np.cumsum(taken, 1)) / np.maximum(drafting + verify, TINY)
+        rates[~real] = 0.0
+        best = rates.argmax(1)
+        return best + 1, np.take_along_axis(rates, best[:, None], 1)[:, 0]
+
+    def _grown(
+        self, batches: Batches, going: Bools, most: Ints, acceptance: Floats, rate: Floats
+    ) -> Ints:
+        """Each draft grows until its chances, or all rows' together, are not worth more."""
+        drafted = np.zeros_like(batches.room)
+        reached = np.ones(drafted.shape)
+        for depth in range(DEPTH):
+            drafted += going
+            going = going & (drafted < most)
+            if depth + 1 == DEPTH or not going.any():
+                break
+            reached *= self._chances(batches, depth, acceptance)
+            gain = reached * acceptance[:, :, depth + 1]
+            gain -= (rate * self._prices.steps[:, depth + 1])[:, None]
+            going = going & (gain > 0.0)
+            pass_seconds = self._costs.draft(going.sum(1), batches.context)
+            going = going & ((gain * going).sum(1) > rate * pass_seconds)[:, None]
+        return drafted
+
+    def _chances(self, batches: Batches, depth: int, acceptance: Floats) -> Floats:
+        """Of the token at this depth, as its confidence tells, else as is known of its row."""
+        stream = self._stream
+        if not len(stream.chances):
+            return acceptance[:, :, depth]
+        last = stream.tokens[batches.requests] - 1
+        place = stream.offsets[batches.requests] + np.minimum(batches.emitted + depth, last)
+        behind = self._draw.choice(stream.chances_after_wrong, batches.room.shape)
+        told = np.where(depth > batches.right, behind, stream.chances[place])
+        return np.minimum(LARGEST, told / STEPS)

@@ -1,0 +1,221 @@
+"""From a runs folder to texts to simulate, and to what rounds take beside their passes."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerskip.cost import CostTable
+from layerskip.pass_costs import Overhead
+from layerskip.telemetry.runs import REQUESTS, ROUNDS, read_lines, read_run
+from layerskip.workload import UNKNOWN, Recorded, Text
+
+# What a cost table's times depend on: recorded times fit a table that agrees in these.
+SAME_TIMES = ("fingerprint", "device", "dtype", "threads", "backend", "row_quantum", "draft_layers")
+MOST_TIMED = 100_000  # rounds whose times are looked at
+SHORTEST = 1e-9  # seconds: nothing is divided by zero
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a runs folder tells a simulation.
+
+    Attributes:
+        recorded: requests to draw from.
+        overhead: of rounds; none if the runs are of another machine than the table.
+        passes_per_token: draft passes of a drafted token; below 1 where look-ups saved some.
+        of_this_table: whether recorded times count.
+        num_requests, num_rounds: that were read.
+    """
+
+    recorded: Recorded
+    overhead: Overhead
+    passes_per_token: float
+    of_this_table: bool
+    num_requests: int
+    num_rounds: int
+
+
+def replay(folder: str | Path, table: CostTable) -> Replay:
+    """Read a runs folder.
+
+    Args:
+        folder: of ``layerskip measure``.
+        table: that the simulation will use. Recorded seconds count only if the runs are of the same
+            model, plan and machine; acceptance always does.
+
+    Raises:
+        ValueError: there is no such folder, or nothing in it that could be simulated.
+    """
+    try:
+        return _replay(folder, table)
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"{folder} has a line that is not complete ({error!r}); measure again"
+        ) from None
+
+
+def _replay(folder: str | Path, table: CostTable) -> Replay:
+    run = read_run(folder)
+    own = (run.get("cost") or {}).get("key", {})
+    same = bool(own) and all(own.get(name) == table.key.get(name) for name in SAME_TIMES)
+    requests = {
+        r["request_id"]: _Request(r) for r in read_lines(Path(folder) / REQUESTS) if _whole(r)
+    }
+    if not requests:
+        raise ValueError(f"{folder} has no finished request; run layerskip measure to its end")
+    times, behind = _Times(table), list[float]()
+    for line in read_lines(Path(folder) / ROUNDS):
+        request = requests.get(line.get("request_id", ""))
+        if request is not None:
+            times.add(line, request.elapsed)
+            request.add(line, behind)
+    recorded = Recorded(_texts(list(requests.values()), prefill=same), behind)
+    return Replay(
+        recorded,
+        times.overhead if same else Overhead(),
+        times.passes / max(1, times.drafted),
+        same,
+        len(requests),
+        times.num_rounds,
+    )
+
+
+def _whole(line: Mapping[str, Any]) -> bool:
+    return all(name in line for name in ("request_id", "prompt_tokens", "new_tokens"))
+
+
+class _Request:
+    """One recorded request while its rounds are read."""
+
+    def __init__(self, line: Mapping[str, Any]) -> None:
+        self.line = line
+        self.right = np.full(line["new_tokens"], UNKNOWN, dtype=np.int8)
+        self.chances = np.full(line["new_tokens"], np.nan)
+        self.emitted = 0
+        self.elapsed: float | None = None
+        self.prefill: float | None = None
+
+    @property
+    def text(self) -> tuple[Any, ...]:
+        """The same for requests with the same prompt and output: what is known of them is one."""
+        line = self.line
+        return line.get("prompt_index", line["request_id"]), line.get("tokens_sha256")
+
+    def add(self, line: Mapping[str, Any], behind: list[float]) -> None:
+        """The next round; chances of tokens behind a wrong one go to ``behind``."""
+        emitted = line["num_emitted_tokens"]
+        self.elapsed = line["elapsed_seconds"]
+        if line["index"] == 0:
+            self.prefill, self.emitted = line["verify_seconds"], 0
+        elif line["mode"] == "early_exit":
+            accepted, start = line["num_accepted_tokens"], self.emitted
+            judged = self.right[start : start + emitted]
+            judged[:accepted] = 1
+            if accepted < min(line["num_draft_tokens"], emitted):
+                judged[accepted] = 0
+            chances = line.get("chances", ())
+            known = self.chances[start : start + min(accepted + 1, emitted)]
+            known[: len(chances)] = chances[: len(known)]
+            if accepted < emitted:  # else the end of the text cut it: nothing was found wrong
+                behind += chances[accepted + 1 :]
+        self.emitted += emitted
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A recorded round of one row; seconds."""
+
+    tokens: int
+    passes: int
+    context: int
+    draft: float
+    verify: float
+    sampling: float
+    outside: float
+
+
+class _Times:
+    """What recorded rounds took beside the table's passes."""
+
+    def __init__(self, table: CostTable) -> None:
+        self._table = table
+        self._rounds: list[_Timed] = []
+        self.passes = self.drafted = self.num_rounds = 0
+
+    def add(self, line: Mapping[str, Any], before: float | None) -> None:
+        """A round, and when the one before it ended."""
+        if line["index"] == 0:
+            return
+        self.num_rounds += 1
+        tokens, passes = line["num_draft_tokens"] + 1, line["num_draft_passes"]
+        self.passes, self.drafted = self.passes + passes, self.drafted + tokens - 1
+        if line["rows"] != 1 or before is None or len(self._rounds) == MOST_TIMED:
+            return
+        draft, verify = line["draft_seconds"], line["verify_seconds"]
+        outside = line["elapsed_seconds"] - before - draft - verify
+        timed = _Timed(
+            tokens, passes, line["context"], draft, verify, line["sample_seconds"], outside
+        )
+        self._rounds.append(timed)
+
+    @property
+    def overhead(self) -> Overhead:
+        """By medians: whatever else the machine did is in the recorded seconds, too."""
+        if not self._rounds:
+            return Overhead()
+        sampling = statistics.median(r.sampling / r.tokens for r in self._rounds)
+        table = Overhead(sampling=sampling).applied(self._table)
+        verify = [
+            r.verify / max(table.verify_pass(r.tokens, r.context), SHORTEST) for r in self._rounds
+        ]
+        draft = [
+            r.draft / max(r.passes * table.draft_pass(1, r.context), SHORTEST)
+            for r in self._rounds
+            if r.passes
+        ]
+        return Overhead(
+            statistics.median(verify),
+            statistics.median(draft) if draft else 1.0,
+            max(0.0, statistics.median(r.outside for r in self._rounds)),
+            sampling,
+        )
+
+
+def _texts(requests: Sequence[_Request], *, prefill: bool) -> list[Text]:
+    """One for each prompt and output; arms that decoded the same tell of different tokens."""
+    by_text: dict[tuple[Any, ...], list[_Request]] = {}
+    for request in requests:
+        by_text.setdefault(request.text, []).append(request)
+    texts = []
+    for same in by_text.values():
+        first = same[0].line
+        seconds = [r.prefill for r in same if r.prefill is not None]
+        texts.append(
+            Text(
+                first["prompt_tokens"],
+                first.get("max_new_tokens", first["new_tokens"]),
+                _merged([r.right for r in same]),
+                _first_known([r.chances for r in same]),
+                statistics.median(seconds) if prefill and seconds else None,
+            )
+        )
+    return texts
+
+
+def _merged(parts: Sequence[NDArray[np.int8]]) -> NDArray[np.int8]:
+    found = parts[0].copy()
+    for part in parts[1:]:
+        found = np.where(found == UNKNOWN, part, found)
+    return found
+
+
+def _first_known(parts: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    found = parts[0].copy()
+    for part in parts[1:]:
+        found = np.where(np.isnan(found), part, found)
+    return found

@@ -1,0 +1,601 @@
+"""The simulation beside hand-computed cases, a plain loop, the real controller and runs."""
+
+import json
+import time
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+import pytest
+from controlling import table
+
+from layerskip.cli import main
+from layerskip.controller import Ask, Controller, Stopper
+from layerskip.cost import CostTable, Curve
+from layerskip.exactness import MAX_PASS_ROWS
+from layerskip.model import PREFILL_CHUNK
+from layerskip.pass_costs import PASS_ROWS, Overhead, PassCosts, prefill_seconds
+from layerskip.pass_costs import PREFILL_CHUNK as SIMULATED_CHUNK
+from layerskip.simulate import Loop, most_drafted, simulate
+from layerskip.simulated_controller import Automatic, Fixed
+from layerskip.telemetry.replay import replay
+from layerskip.workload import Recorded, Synthetic, Text, run_lengths
+
+POLICIES = ("off", "fixed:4", "auto")
+KEY = {"fingerprint": "f", "device": "d", "dtype": "bfloat16", "threads": 1}
+
+
+def flat(draft: float = 0.25) -> CostTable:
+    """Every pass takes 1, every draft pass ``draft``, whatever their rows; so do chunks."""
+    return replace(table(draft, quantum=1, slope=0.0), key=KEY)
+
+
+def one_cell(cost, traffic, policy="off", concurrency=1, num_requests=40, **how):
+    found = simulate(
+        cost,
+        traffic,
+        concurrency=[concurrency],
+        policies=[policy],
+        num_requests=num_requests,
+        **how,
+    )
+    return found.cells[0]
+
+
+def loop_of(cost, stream, policy, concurrency, *, seed=0, prefill=None, costs=None):
+    most = most_drafted(policy) if isinstance(policy, str) else 16
+    longest = int((stream.prompt_tokens + stream.tokens).max())
+    costs = costs or PassCosts(cost, rows=concurrency, most_drafted=most, longest=longest)
+    filled = [prefill_seconds(cost, int(n)) for n in stream.prompt_tokens]
+    return Loop(stream, np.array(filled if prefill is None else prefill), costs, concurrency, seed)
+
+
+@pytest.mark.parametrize(
+    ("policy", "acceptance", "tokens", "decoding"),
+    [
+        ("off", 0.5, 9, 8 * 1.0),
+        ("fixed:3", 1.0, 9, 2 * 1.75),  # two rounds of four tokens
+        ("fixed:3", 1.0, 8, 1.75 + 1.5),  # room for two drafted tokens in the second one
+        ("fixed:3", 0.0, 4, 1.5 + 1.25 + 1.0),  # the room shrinks, every round gives one token
+    ],
+)
+def test_one_user_by_hand(policy, acceptance, tokens, decoding):
+    cell = one_cell(flat(), Synthetic((acceptance,), 100, tokens), policy)
+    assert cell.first_token.p50 == cell.first_token.p99 == pytest.approx(1.0)
+    assert cell.token.p50 == cell.token.p99 == pytest.approx(decoding / (tokens - 1))
+    assert cell.end_to_end.p90 == pytest.approx(1.0 + decoding)
+    assert cell.tokens_per_second == pytest.approx(tokens / (1.0 + decoding))
+
+
+def test_prefills_block_the_rounds_of_others():
+    """Two users, prefill and two rounds each: in step with one another both wait for both
+    prefills and then decode together (4 s); else every prefill falls into the other's round."""
+    stream = Synthetic((0.5,), 10, 3).stream(600, 0)
+    loop = loop_of(flat(), stream, "off", 2)
+    loop.run(Fixed(0), lambda done: None)
+    assert set(np.round(loop._first_token, 9)) == {2.0}
+    assert set(np.round(loop._end_to_end, 9)) == {4.0, 5.0}
+
+
+def test_a_request_of_one_token_ends_with_its_prefill():
+    cell = one_cell(flat(), Synthetic((0.5,), 10, 1), "fixed:2")
+    assert cell.end_to_end == cell.first_token
+    assert (cell.end_to_end.p50, cell.token.p50, cell.rows) == (1.0, 0.0, 0.0)
+
+
+def texts(draw, number: int = 12) -> list[Text]:
+    lengths = draw.integers(2, 40, number)
+    return [
+        Text(
+            int(draw.integers(5, 400)),
+            int(n + draw.integers(0, 9)),
+            (draw.random(n) < 0.7).astype(np.int8),
+            np.full(n, np.nan),
+            float(draw.random()),
+        )
+        for n in lengths
+    ]
+
+
+def plain_loop(cost, stream, prefill, drafted, requests, tokens):
+    """One batch, row by row: seconds to the first and to the last token of counted requests."""
+    size, rows = len(stream), [[r, t, 0, 0.0] for r, t in zip(requests, tokens, strict=True)]
+    clock, following, first, last = 0.0, count(), {}, {}
+    while len(last) < size:
+        new = [row for row in rows if row[2] == 0]
+        going = [row for row in rows if row[2] > 0]
+        clock += sum(prefill[row[0] % size] for row in new)
+        counts = []
+        for row in going:
+            request = row[0] % size
+            counts.append(min(drafted, max(0, stream.limits[request] - row[2] - 1)))
+        if going:
+            contexts = [stream.prompt_tokens[r % size] + e - 1 for r, _, e, _ in going]
+            for depth in range(1, max(counts) + 1):
+                number = sum(n >= depth for n in counts)
+                clock += cost.draft_pass(number, max(contexts), sequences=number)
+            clock += cost.verify_pass(
+                sum(counts) + len(going),
+                max(contexts),
+                sequences=len(going),
+                longest=max(counts) + 1,
+            )
+        for row, number in zip(going, counts, strict=True):
+            run = stream.runs[stream.offsets[row[0] % size] + row[2]]
+            row[2] = min(row[2] + min(number, run) + 1, row[1])
+        for row in new:
+            row[2] = 1
+            first[row[0]] = clock - row[3]
+        for row in rows:
+            if row[2] == row[1]:
+                last[row[0]] = clock - row[3]
+                last = {r: t for r, t in last.items() if r < size}
+                number = next(following)
+                row[:] = [number, stream.tokens[number % size], 0, clock]
+    return first, last
+
+
+@pytest.mark.parametrize("drafted", [0, 3])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_arrays_do_what_a_plain_loop_does(drafted, rows):
+    cost = replace(table(0.2, slope=0.03, far=0.5), draft_sequence=0.01, verify_sequence=0.02)
+    stream = Recorded(texts(np.random.default_rng(1))).stream(19, 5)
+    policy = f"fixed:{drafted}" if drafted else "off"
+    loop = loop_of(cost, stream, policy, rows, prefill=stream.prefill)
+    assert loop.shape[0] == 1
+    wanted = plain_loop(
+        cost,
+        stream,
+        stream.prefill,
+        drafted,
+        loop._request[0].tolist(),
+        loop._tokens[0].tolist(),
+    )
+    loop.run(Fixed(drafted), lambda done: None)
+    assert loop._first_token == pytest.approx([wanted[0][i] for i in range(len(stream))])
+    assert loop._end_to_end == pytest.approx([wanted[1][i] for i in range(len(stream))])
+
+
+def test_little_s_law_and_conservation():
+    """Users in the loop are requests a second times their stay; every request ends once."""
+    stream = Recorded(texts(np.random.default_rng(2))).stream(3000, 0)
+    loop = loop_of(table(), stream, "fixed:4", 4)
+    loop.run(Fixed(4), lambda done: None)
+    cell = loop.cell("fixed:4")
+    stay = (loop._end_to_end * cell.tokens_per_second / stream.tokens.mean()).mean()
+    assert stay == pytest.approx(4.0, rel=0.03)
+    assert (loop._end_to_end > 0).all()
+    assert (loop._first_token <= loop._end_to_end).all()
+    assert (loop._left == 0).all()
+
+
+def test_the_same_seed_gives_the_same_figures():
+    traffic = Recorded(texts(np.random.default_rng(3)))
+
+    def run(seed):
+        return simulate(table(), traffic, concurrency=[1, 3], num_requests=30, seed=seed)
+
+    assert run(7) == run(7)
+    assert run(7).cells != run(8).cells
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_more_acceptance_and_more_users(policy):
+    cost = table(0.2, slope=0.02)
+    found = [one_cell(cost, Synthetic((a,), 64, 24), policy, 2) for a in (0.2, 0.6, 0.9)]
+    rates = [c.tokens_per_second for c in found]
+    assert rates[0] == rates[2] if policy == "off" else rates == sorted(set(rates))
+    loaded = [one_cell(cost, Synthetic((0.7,), 64, 24), policy, n) for n in (1, 4, 16)]
+    tokens = [c.token.p50 for c in loaded]
+    assert tokens == sorted(set(tokens))
+    assert all(c.end_to_end.p50 <= c.end_to_end.p90 <= c.end_to_end.p99 for c in loaded)
+
+
+def test_off_overtakes_where_rows_are_no_longer_free():
+    """8 rows are free and 64 take 1 + 63 * 0.05: four users drafting four tokens have to pay."""
+    cost = table(0.1, slope=0.05)
+    users = (1, 2, 4, 8, 16, 32)
+    policies = ("off", "fixed:4")
+    found = simulate(
+        cost, Synthetic((0.6,), 64, 24), concurrency=users, policies=policies, num_requests=200
+    )
+    (fixed,) = found.crossovers
+    assert fixed.on in (1, 2, 4)
+    assert fixed.off == 2 * fixed.on
+    rates = {
+        n: found.cell("fixed:4", n).tokens_per_second / found.cell("off", n).tokens_per_second
+        for n in (1, fixed.on, fixed.off, 32)
+    }
+    assert rates[1] > 1.3
+    assert rates[fixed.on] >= 1.0 > rates[fixed.off] > rates[32]
+    never = simulate(cost, Synthetic((0.9,), 64, 24), concurrency=[1], num_requests=20)
+    assert [(c.on, c.off) for c in never.crossovers] == [(1, None), (1, None)]
+    always = simulate(cost, Synthetic((0.0,), 64, 24), concurrency=[2], num_requests=20)
+    assert always.crossovers[0].on is None
+    assert always.crossovers[0].off == 2
+
+
+def test_cost_of_passes_is_the_table_s():
+    cost = replace(
+        table(0.2, slope=0.03, far=0.4),
+        draft_sequence=0.01,
+        verify_sequence=0.02,
+        sampling=0.003,
+        tiles=(1, 2, 4),
+    )
+    costs = PassCosts(cost, rows=4, most_drafted=5, longest=300)
+    for rows, longest, context in ((1, 1, 0), (1, 6, 299), (3, 2, 150), (4, 6, 300)):
+        arrays = [np.array([n]) for n in (rows * longest, rows, longest, context)]
+        wanted = cost.verify_pass(rows * longest, context, sequences=rows, longest=longest)
+        assert costs.verify(*arrays) == pytest.approx([wanted])
+        wanted = cost.draft_pass(rows, context, sequences=rows)
+        assert costs.draft(arrays[1], arrays[3]) == pytest.approx([wanted])
+
+
+def test_more_tokens_than_a_pass_takes_go_through_several():
+    assert (PASS_ROWS, SIMULATED_CHUNK) == (MAX_PASS_ROWS, PREFILL_CHUNK)
+    costs = PassCosts(table(0.2, slope=0.02), rows=40, most_drafted=2, longest=10)
+    forty = [np.array([n]) for n in (120, 40, 3, 0)]
+    both = [np.array([n]) for n in (64, 40, 3, 0)], [np.array([n]) for n in (56, 40, 3, 0)]
+    assert costs.verify(*forty) == pytest.approx(sum(costs.verify(*part) for part in both))
+
+
+def test_overhead_is_of_phases_and_of_rows():
+    slower = Overhead(verify_ratio=1.5, draft_ratio=2.0, row=0.125)
+    cell = one_cell(flat(), Synthetic((1.0,), 10, 9), "fixed:3", overhead=slower)
+    assert cell.token.p50 == pytest.approx(2 * (1.5 + 3 * 0.5 + 0.125) / 8)
+    assert cell.first_token.p50 == pytest.approx(1.125)
+    saved = one_cell(flat(), Synthetic((1.0,), 10, 9), "fixed:3", passes_per_token=0.5)
+    assert saved.token.p50 == pytest.approx(2 * (1.0 + 0.5 * 0.75) / 8)
+
+
+def test_runs_of_right_drafts_end_with_their_request():
+    right = np.array([1, 1, 0, 1, 1, 1, 0], dtype=bool)
+    assert run_lengths(right, np.array([4, 3])).tolist() == [2, 1, 0, 1, 2, 1, 0]
+
+
+def believed(cost, rows):
+    """What the controller thinks of passes: any number of rows at once."""
+    return PassCosts(cost, rows=rows, most_drafted=16, longest=200, pass_rows=None)
+
+
+class Real:
+    """The controller itself, for one batch."""
+
+    def __init__(self, cost, stream, rows):
+        prior = tuple(stream.acceptance[:16])
+        self.controller = Controller(cost, prior, follows_clock=False)
+        self.stream, self.states, self.stoppers = stream, [None] * rows, {}
+        self.choices = {}
+
+    def lengths(self, batches):
+        drafted = np.zeros_like(batches.room)
+        going = np.flatnonzero(batches.decoding[0]).tolist()
+        if not going:
+            return drafted
+        for i in going:
+            if batches.fresh[0, i]:
+                self.states[i] = self.controller.row(
+                    "greedy", int(self.stream.limits[batches.requests[0, i]])
+                )
+        context = int(batches.context[0])
+        asks = [Ask(self.states[i], context, int(batches.room[0, i])) for i in going]
+        choices = dict(zip(going, self.controller.choose(asks, drafts=True), strict=True))
+        self.choices = choices
+        self.stoppers = {i: Stopper(self.states[i], c) for i, c in choices.items()}
+        asking = [i for i in going if choices[i].num_draft_tokens]
+        first = True
+        while asking:
+            if not first and not self.controller.pays([self.stoppers[i] for i in asking], context):
+                break
+            first = False
+            for i in asking:
+                drafted[0, i] += 1
+            asking = [
+                i
+                for i in asking
+                if self.stoppers[i].goes_on(self.confidence(batches, i, int(drafted[0, i]) - 1))
+                and drafted[0, i] < choices[i].num_draft_tokens
+            ]
+        return drafted
+
+    def confidence(self, batches, i, depth):
+        stream, request = self.stream, batches.requests[0, i]
+        if not len(stream.chances):
+            return 0.55  # the middle of a bin: calibration learns what it is worth
+        if depth > batches.right[0, i]:
+            return float(np.median(stream.chances_after_wrong)) / 255
+        place = min(batches.emitted[0, i] + depth, stream.tokens[request] - 1)
+        return stream.chances[stream.offsets[request] + place] / 255
+
+    def observe(self, batches, drafted):
+        for i in np.flatnonzero(batches.decoding[0]).tolist():
+            right, number = int(batches.right[0, i]), int(drafted[0, i])
+            accepted = [True] * min(right, number) + [False] * (right < number)
+            told = self.states[i], self.choices[i], int(batches.context[0])
+            if number:
+                confidences = self.stoppers[i].confidences
+                self.controller.observe_draft(*told, accepted, confidences, num_passes=number)
+            else:
+                self.controller.observe_plain(*told)
+
+
+def telling(draw, shares) -> Recorded:
+    """Texts of several shares of right drafts, with chances that tell some of it."""
+    found = []
+    for share in shares:
+        right = (draw.random(64) < share).astype(np.int8)
+        chances = np.clip(np.where(right == 1, 0.85, 0.45) + 0.1 * draw.standard_normal(64), 0, 1)
+        found.append(Text(64, 64, right, chances, 1.0))
+    return Recorded(found, [0.3, 0.4, 0.5])
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("kind", ["0.9", "0.6", "0.1", "mixed", "telling"])
+def test_automatic_is_what_the_real_controller_does(kind, rows):
+    cost, draw = table(0.2, slope=0.02), np.random.default_rng(4)
+    if kind == "telling":
+        traffic = telling(draw, (0.5, 0.7, 0.9))
+    elif kind == "mixed":
+        rates = (0.05, 0.95, 0.5)
+        known = [(draw.random(64) < rates[i % 3]).astype(np.int8) for i in range(30)]
+        traffic = Recorded([Text(64, 64, r, np.full(64, np.nan), 1.0) for r in known])
+    else:
+        traffic = Synthetic((float(kind),), 64, 64)
+    stream = traffic.stream({1: 16, 4: 24, 16: 32}[rows], 0)  # one batch
+    cells = []
+    for policy in (Real, Automatic):
+        loop = loop_of(cost, stream, policy, rows)
+        chosen = (
+            Real(cost, stream, rows)
+            if policy is Real
+            else Automatic(believed(cost, rows), stream, loop.shape, 0)
+        )
+        loop.run(chosen, lambda done: None)
+        cells.append(loop.cell("auto"))
+    real, simulated = cells
+    # Early on the real one is cautious: it knows neither acceptance nor what confidence is worth.
+    assert simulated.tokens_per_second == pytest.approx(real.tokens_per_second, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "requests", [3000, pytest.param(100_000, marks=pytest.mark.slow)], ids=["part", "whole"]
+)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_hundred_thousand_requests_take_less_than_a_minute(policy, requests):
+    """Of 128 tokens, 16 at a time, on one core; part of them in their share of it."""
+    began = time.process_time()
+    one_cell(table(), Synthetic((0.8, 0.7), 256, 128), policy, 16, requests)
+    assert time.process_time() - began < 60.0 * requests / 100_000
+
+
+def line(request_id, index, drafted, accepted, emitted, **more):
+    """A line of rounds.jsonl."""
+    mode = "prefill" if index == 0 else "early_exit" if drafted else "plain"
+    return (
+        {
+            "request_id": request_id,
+            "index": index,
+            "mode": mode,
+            "num_draft_tokens": drafted,
+            "num_accepted_tokens": accepted,
+            "num_emitted_tokens": emitted,
+            "num_draft_passes": drafted,
+            "draft_seconds": 0.5 * drafted,  # twice the table's
+            "verify_seconds": 1.5,
+            "sample_seconds": 0.0,
+            "elapsed_seconds": 0.0,
+            "rows": 1,
+            "context": 10,
+            "chances": [],
+        }
+        | ({"mode": more.pop("mode")} if "mode" in more else {})
+        | more
+    )
+
+
+def runs(folder, recorded, *, cost=None, finished=None):
+    """A runs folder: rounds of each request as (drafted, accepted, emitted), prefill first."""
+    folder.mkdir(exist_ok=True)
+    cost = cost or flat()
+    (folder / "run.json").write_text(json.dumps({"version": 1, "cost": cost.to_dict()}))
+    lines, requests = [], []
+    for request_id, rounds in recorded.items():
+        clock = 0.0
+        for index, (drafted, accepted, emitted, more) in enumerate(rounds):
+            one = line(request_id, index, drafted, accepted, emitted, **more)
+            clock += one["draft_seconds"] + one["verify_seconds"] + 0.125
+            lines.append(one | {"elapsed_seconds": clock})
+        if finished is None or request_id in finished:
+            prompt, arm = request_id.split("/")
+            new_tokens = sum(r[2] for r in rounds)
+            requests.append(
+                {
+                    "request_id": request_id,
+                    "prompt_index": int(prompt),
+                    "arm": arm,
+                    "prompt_tokens": 100,
+                    "new_tokens": new_tokens,
+                    "max_new_tokens": new_tokens,
+                    "tokens_sha256": f"{prompt} of {new_tokens}",
+                }
+            )
+    for name, entries in (("rounds", lines), ("requests", requests)):
+        text = "".join(json.dumps(e) + "\n" for e in entries)
+        (folder / f"{name}.jsonl").write_text(text)
+    return folder
+
+
+PREFILL = (0, 0, 1, {})
+EXITS = {
+    "0/4": [
+        PREFILL,
+        (3, 1, 2, {"chances": [0.75, 0.25, 0.5]}),  # emits tokens 1 and 2; 3 follows a wrong one
+        (2, 2, 3, {"chances": [1.0, 1.0]}),  # 3, 4, and 5 as its bonus
+        (0, 0, 1, {}),  # 6, plain
+        (4, 1, 1, {"chances": [0.5] * 4}),  # 7 is the end of the sequence: what follows is cut
+    ],
+}
+
+
+def test_what_rounds_tell_of_a_text(tmp_path):
+    known = replay(runs(tmp_path / "r", EXITS), flat())
+    (text,) = known.recorded.texts
+    assert text.right.tolist() == [-1, 1, 0, 1, 1, -1, -1, 1]
+    assert text.chances[[1, 2, 3, 4, 7]].tolist() == [0.75, 0.25, 1.0, 1.0, 0.5]
+    assert np.isnan(text.chances[[0, 5, 6]]).all()
+    assert known.recorded._after_wrong.tolist() == [128]
+    assert (text.prompt_tokens, text.limit, text.prefill) == (100, 8, 1.5)
+    assert (known.num_requests, known.num_rounds, known.of_this_table) == (1, 4, True)
+
+
+def test_arms_with_the_same_output_complete_one_another(tmp_path):
+    recorded = {
+        "0/0": [PREFILL, *[(0, 0, 1, {})] * 4],
+        "0/1": [PREFILL, (1, 1, 2, {}), (1, 0, 1, {}), (1, 0, 1, {})],
+        "0/2": [PREFILL, (2, 2, 3, {}), (1, 0, 1, {})],
+        "1/2": [PREFILL, (2, 0, 1, {})],
+        "1/x": [PREFILL, (2, 2, 3, {})],  # another output
+    }
+    known = replay(runs(tmp_path / "r", recorded), flat())
+    rights = [t.right.tolist() for t in known.recorded.texts]
+    assert rights == [[-1, 1, 1, 0, 0], [-1, 0], [-1, 1, 1, -1]]
+
+
+def test_looked_up_tokens_tell_nothing_of_the_exit(tmp_path):
+    lookup = (4, 2, 3, {"mode": "lookup", "num_draft_passes": 0})
+    saved = (4, 0, 1, {"num_draft_passes": 2})
+    known = replay(runs(tmp_path / "r", {"0/auto": [PREFILL, lookup, saved]}), flat())
+    assert known.recorded.texts[0].right.tolist() == [-1, -1, -1, -1, 0]
+    assert known.passes_per_token == 0.25
+
+
+def test_recorded_rounds_give_the_overhead(tmp_path):
+    """Verify took 1.5 times the table's pass, drafts twice, and 0.125 s passed between rounds."""
+    known = replay(runs(tmp_path / "r", EXITS), flat())
+    assert known.overhead == Overhead(1.5, 2.0, 0.125, 0.0)
+    faster = replay(runs(tmp_path / "r", EXITS), replace(flat(), key=KEY | {"device": "other"}))
+    assert faster.overhead == Overhead()
+    assert not faster.of_this_table
+    assert faster.recorded.texts[0].prefill is None
+
+
+def test_a_recorded_request_is_simulated_as_it_went(tmp_path):
+    rounds = [PREFILL, (2, 1, 2, {}), (2, 0, 1, {}), (2, 2, 3, {}), (2, 1, 2, {}), (0, 0, 1, {})]
+    known = replay(runs(tmp_path / "r", {"0/2": rounds}), flat())
+    cell = one_cell(flat(), known.recorded, "fixed:2", overhead=known.overhead)
+    seconds = sum(1.5 + 0.5 * drafted + 0.125 for drafted, *_ in rounds[1:])
+    assert cell.end_to_end.p50 - cell.first_token.p50 == pytest.approx(seconds)
+    assert cell.first_token.p50 == pytest.approx(1.5 + 0.125)
+    assert cell.mean_accepted_length == pytest.approx(9 / 5, rel=0.05)
+
+
+def test_shares_of_right_drafts_stay_with_their_request():
+    """Half of the texts are always right: their requests end in half the rounds."""
+    sure = [Text(10, 33, np.full(33, r, dtype=np.int8), np.full(33, np.nan)) for r in (0, 1)]
+    stream = Recorded(sure).stream(400, 0)
+    loop = loop_of(flat(), stream, "fixed:1", 1)
+    loop.run(Fixed(1), lambda done: None)
+    times = np.round(loop._end_to_end - loop._first_token, 9)
+    assert set(times) == {16 * 1.25, 31 * 1.25 + 1.0}
+
+
+def test_unfinished_requests_and_cut_lines_do_not_count(tmp_path):
+    folder = runs(tmp_path / "r", EXITS | {"1/4": EXITS["0/4"]}, finished={"0/4"})
+    with (folder / "rounds.jsonl").open("a") as file:
+        file.write('{"request_id": "0/4", "ind')
+    known = replay(folder, flat())
+    assert (known.num_requests, known.num_rounds) == (1, 4)
+
+
+def test_new_tokens_go_over_recorded_ones_again():
+    right = np.array([-1, 1, 0, 1], dtype=np.int8)
+    stream = Recorded([Text(5, 9, right, np.full(4, np.nan))]).stream(2, 0, new_tokens=9)
+    assert stream.tokens.tolist() == stream.limits.tolist() == [9, 9]
+    assert stream.runs[1:9].tolist() == [1, 0, 2, 1, 0, 2, 1, 0]
+
+
+def run_command(capsys, *words):
+    code = main(["simulate", *map(str, words)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def cost_file(tmp_path):
+    path = tmp_path / "cost.json"
+    flat().save(path)
+    return path
+
+
+def test_command_over_runs(tmp_path, capsys):
+    cost, folder, html = cost_file(tmp_path), runs(tmp_path / "r", EXITS), tmp_path / "sim.html"
+    words = ["--cost", cost, "--runs", folder, "--requests", 20, "--concurrency", "1,2"]
+    code, out, err = run_command(capsys, *words, "--html", html, "--json")
+    assert code == 0
+    document = json.loads(out.splitlines()[-1])
+    assert not document["synthetic"]
+    assert [(c["policy"], c["concurrency"]) for c in document["cells"]] == [
+        (p, n) for n in (1, 2) for p in POLICIES
+    ]
+    assert {"policy", "on", "off"} == set(document["crossovers"][0])
+    assert "1 recorded requests" in err
+    assert "Prefill as recorded" in err
+    page = html.read_text(encoding="utf-8")
+    assert page.count("<svg") == 4
+    assert page.count("<table>") == 7
+    assert "fixed:4" in page
+    assert "http" not in page.split("<body>")[1]
+
+
+def test_synthetic_acceptance_is_called_so(tmp_path, capsys):
+    cost = cost_file(tmp_path)
+    words = ["--cost", cost, "--acceptance", "0.8,0.5", "--requests", 20, "--concurrency", "1"]
+    code, out, err = run_command(capsys, *words, "--new-tokens", 9)
+    assert code == 0
+    assert "Synthetic: acceptance and lengths are invented" in out
+    assert "cost table ends" not in out
+    assert err == ""
+    coarse = Curve((1, 16), (0,), ((1.0, 1.5),))
+    replace(flat(), verify=coarse).save(cost)
+    assert "The cost table ends at 16 rows" in run_command(capsys, *words)[1]
+
+
+BAD = {
+    "no runs": (["--runs", "{tmp}/none"], "cannot be read"),
+    "no requests": (["--runs", "{tmp}/empty"], "has no finished request"),
+    "no drafts": (["--runs", "{tmp}/plain"], "measure with an arm other than 0"),
+    "damaged": (["--runs", "{tmp}/damaged"], "is not complete"),
+    "users": (["--acceptance", "0.5", "--concurrency", "0"], "concurrency must be a whole number"),
+    "users, words": (["--acceptance", "0.5", "--concurrency", "a"], "numbers with commas"),
+    "requests": (["--acceptance", "0.5", "--requests", "0"], "the number of requests must be"),
+    "tokens": (["--acceptance", "0.5", "--new-tokens", "0"], "--new-tokens must be at least 1"),
+    "policy": (["--acceptance", "0.5", "--policies", "off,best"], "policy 'best' is not known"),
+    "policy number": (["--acceptance", "0.5", "--policies", "fixed:0"], "allowed are off, auto"),
+    "acceptance": (["--acceptance", "1.5"], "acceptance must be one or more shares"),
+    "acceptance, words": (["--acceptance", "high"], "numbers with commas"),
+    "memory": (["--acceptance", "0.5", "--new-tokens", "9999999"], "too many to simulate"),
+    "prompt": (["--runs", "{tmp}/plain", "--prompt-tokens", "9"], "--prompt-tokens is for"),
+    "both": (["--runs", "r", "--acceptance", "0.5"], "not allowed with"),
+    "neither": ([], "one of the arguments"),
+    "html": (["--acceptance", "0.5", "--html", "{tmp}/no/sim.html"], "there is no folder"),
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_is_one_sentence(tmp_path, capsys, words):
+    options, message = BAD[words]
+    runs(tmp_path / "empty", {})
+    runs(tmp_path / "plain", {"0/0": [PREFILL, (0, 0, 1, {})]})
+    damaged = runs(tmp_path / "damaged", EXITS)
+    with (damaged / "rounds.jsonl").open("a") as file:
+        file.write('{"request_id": "0/4"}\n')
+    try:
+        code, out, err = run_command(
+            capsys, "--cost", cost_file(tmp_path), *(o.format(tmp=tmp_path) for o in options)
+        )
+    except SystemExit as exit_:
+        code, (out, err) = exit_.code, capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("layerskip: ")
+    assert len(err.strip().splitlines()) == 1
