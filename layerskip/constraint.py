@@ -61,6 +61,17 @@ class Constraint:
                 "itself, allows the empty text alone, or needs characters that the tokenizer lacks"
             )
 
+    def prepare(self, context: Sequence[int], rows: int) -> None:
+        """Fill masks ahead of ``masked``, while a device is busy with what they are for.
+
+        Args:
+            context: as there.
+            rows: how many will be asked for.
+        """
+        output = context[self._prompt_length :]
+        for count in range(max(0, len(output) - rows + 1), len(output) + 1):
+            self._state(output, count)
+
     def masked(self, scores: Tensor, context: Sequence[int]) -> Tensor:
         """Scores with -inf for what the grammar forbids, each row by its own state.
 
