@@ -97,6 +97,11 @@ class Constraint:
         output = context[self._prompt_length :]
         if output and output[-1] in self._eos_ids:
             return True
+        same = self._shared(output)
+        known = same == len(output) and same in self._states
+        # What is not whole is not closed, and that needs no mask: it can wait for the next pass.
+        if not known and not (self._moved(output, len(output), same) and self._matcher.complete):
+            return False
         state = self._state(output, len(output))
         return state is not None and state.closed
 

@@ -1,6 +1,7 @@
 """Drafts beside a real grammar: exact by enumeration, cut at its end, begun at its marker."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,6 +126,7 @@ def test_a_block_past_the_grammar_s_end_is_cut_there(ending, tokenizer, monkeypa
     prompt, grammar = tokenizer(PROMPT)["input_ids"], Grammar.regex(rule)
     sampling = SamplingParams(logit_bias=bias or {})
     plain = ending.generate(prompt, grammar=grammar, sampling=sampling, num_draft_tokens=0)
+    assert re.fullmatch(rule, plain.text)
     monkeypatch.setattr(ending, "_drafter", Beyond(ending, len(prompt), plain.token_ids))
     out = ending.generate(prompt, grammar=grammar, sampling=sampling, num_draft_tokens=8)
     last = out.rounds[-1]
