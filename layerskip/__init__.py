@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from layerskip.params import SamplingParams as SamplingParams
     from layerskip.plan import DraftPlan as DraftPlan
     from layerskip.plan import PlanFile as PlanFile
+    from layerskip.policy import Policy as Policy
+    from layerskip.policy import Rule as Rule
 
 _HOMES = {
     "SelfSpeculativeLM": "layerskip.api",
@@ -27,6 +29,8 @@ _HOMES = {
     "SamplingParams": "layerskip.params",
     "DraftPlan": "layerskip.plan",
     "PlanFile": "layerskip.plan",
+    "Policy": "layerskip.policy",
+    "Rule": "layerskip.policy",
 }
 __all__ = ["__version__", *_HOMES]
 

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
 from layerskip.grammar_xgrammar import XGrammarBackend
 from layerskip.lookup import LookupStore
 from layerskip.model import DecoderStack
-from layerskip.outputs import GenerationOutput
+from layerskip.outputs import GenerationOutput, Round
 from layerskip.params import (
     AUTO,
     NumDraftTokens,
@@ -38,6 +38,7 @@ from layerskip.params import (
     check_sampling,
 )
 from layerskip.plan import DraftPlan, PlanFile
+from layerskip.policy import Policy
 from layerskip.profiling import fitting_cost, warn_of_another_checkpoint
 from layerskip.sampling import Processor
 from layerskip.vocabulary import CoverageMeter
@@ -77,6 +78,8 @@ class SelfSpeculativeLM:
         exact: True keeps every row's bits whatever it is decoded with, so that drafts and batches
             never change a token. False is faster where that costs (on a CPU, batches and float32:
             bench/LOG.md), and lets last bits, and now and then a token, depend on both.
+        policy: what was decided for kinds of requests (``layerskip report`` writes one); by their
+            ``labels`` and length of prompt. A request that names a number has that.
 
     Raises:
         UnsupportedModelError: the model does not fit, with the reason; it is left as it was.
@@ -93,6 +96,7 @@ class SelfSpeculativeLM:
         num_draft_tokens: NumDraftTokens = AUTO,
         exact: bool = True,
         lookup: bool | LookupStore = True,
+        policy: Policy | None = None,
     ) -> None:
         if plan is not None and not isinstance(plan, DraftPlan | PlanFile):
             raise TypeError(
@@ -102,10 +106,15 @@ class SelfSpeculativeLM:
         check_num_draft_tokens(num_draft_tokens)
         if not isinstance(lookup, bool | LookupStore):
             raise TypeError(f"lookup must be a bool or a LookupStore, got {lookup!r}")
+        if policy is not None and not isinstance(policy, Policy):
+            raise TypeError(
+                f"policy must be a Policy or None, got {type(policy).__name__}; Policy.load(path) "
+                "reads one"
+            )
         _check_plan_depth(getattr(model, "config", None), None, known.plan)
         self.stack = DecoderStack(model, exact=exact)
         self.tokenizer, self.plan = tokenizer, known.plan
-        self._known = known
+        self._known, self.policy = known, policy
         warn_of_another_checkpoint(known, self.stack)
         self.num_draft_tokens = num_draft_tokens
         self._looks_up = lookup is not False
@@ -138,6 +147,7 @@ class SelfSpeculativeLM:
         local_files_only: bool = False,
         exact: bool = True,
         lookup: bool | LookupStore = True,
+        policy: Policy | None = None,
     ) -> "SelfSpeculativeLM":
         """Load a checkpoint; code from a hub is never run.
 
@@ -150,7 +160,7 @@ class SelfSpeculativeLM:
             dtype: "bfloat16", "float16", "float32" or None for the checkpoint's own.
             device: "cpu", "cuda" or "auto" (CUDA where there is one).
             revision, cache_dir, token, local_files_only: as in transformers.
-            exact, lookup: as for the class.
+            exact, lookup, policy: as for the class.
         """
         loaded, tokenizer, known, wanted = cls.load_parts(
             model,
@@ -164,7 +174,15 @@ class SelfSpeculativeLM:
             token=token,
             local_files_only=local_files_only,
         )
-        lm = cls(loaded, tokenizer, known, num_draft_tokens=wanted, exact=exact, lookup=lookup)
+        lm = cls(
+            loaded,
+            tokenizer,
+            known,
+            num_draft_tokens=wanted,
+            exact=exact,
+            lookup=lookup,
+            policy=policy,
+        )
         if lm.plan is None:
             logger.warning("no draft plan is known for %s: only look-ups draft", model)
         if wanted == AUTO:
@@ -277,6 +295,8 @@ class SelfSpeculativeLM:
         cache: CachedText | None = None,
         return_cache: bool = False,
         grammar: Any = None,
+        labels: Mapping[str, str] | None = None,
+        on_round: Callable[[Round], None] | None = None,
     ) -> GenerationOutput | list[GenerationOutput]:
         """Decode one prompt, or several of any lengths together.
 
@@ -307,6 +327,9 @@ class SelfSpeculativeLM:
             grammar: a ``Grammar`` that the text has to follow, or a pydantic model class, whose
                 JSON it is then. The row ends ("stop") where nothing more may follow; "length"
                 tells of a text that is not whole.
+            labels: of the requests, such as ``{"task": "code"}``: for the policy, and in records.
+            on_round: called with each ``Round`` when it is done. An exception that it raises goes
+                through; the rows are as after the round.
 
         Returns:
             One output for one prompt, a list for a list.
@@ -325,6 +348,8 @@ class SelfSpeculativeLM:
             cache=cache,
             return_cache=return_cache,
             grammar=grammar,
+            labels=labels,
+            on_round=on_round,
         )
         encoded = self._encoder.encode_all(prompts, messages)
         requests = [
@@ -348,6 +373,8 @@ class SelfSpeculativeLM:
         logprobs: int | None = None,
         cache: CachedText | None = None,
         grammar: Any = None,
+        labels: Mapping[str, str] | None = None,
+        on_round: Callable[[Round], None] | None = None,
     ) -> Iterator[StreamStep]:
         """Decode one prompt, yielding a ``StreamStep`` per round; arguments as in ``generate``.
 
@@ -366,6 +393,8 @@ class SelfSpeculativeLM:
             logprobs=logprobs,
             cache=cache,
             grammar=grammar,
+            labels=labels,
+            on_round=on_round,
         )
         return batch.stream(batch.check(self._encoder.encode_all(prompt, messages)[0]))
 
@@ -383,6 +412,8 @@ class SelfSpeculativeLM:
         cache: CachedText | None = None,
         return_cache: bool = False,
         grammar: Any = None,
+        labels: Mapping[str, str] | None = None,
+        on_round: Callable[[Round], None] | None = None,
     ) -> Batch:
         """An empty batch that rows join and leave between rounds.
 
@@ -394,12 +425,13 @@ class SelfSpeculativeLM:
             raise ValueError(f"stop must be one or more non-empty strings, got {stop!r}")
         if not isinstance(logits_processor, Sequence):
             raise TypeError(f"logits_processor must be a list, got {logits_processor!r}")
-        if num_draft_tokens is None:
-            num_draft_tokens = self.num_draft_tokens
         settings = RowSettings(
             max_new_tokens=max_new_tokens,
             sampling=seeded(sampling or SamplingParams()),
-            num_draft_tokens=num_draft_tokens,
+            num_draft_tokens=self.num_draft_tokens
+            if num_draft_tokens is None
+            else num_draft_tokens,
+            follows_policy=num_draft_tokens in (None, AUTO),
             stop=tuple(stops),
             eos_ids=frozenset() if ignore_eos else self._eos_ids,
             verification=verification,
@@ -408,7 +440,10 @@ class SelfSpeculativeLM:
             cache=cache,
             return_cache=return_cache,
             grammar=as_grammar(grammar),
+            labels=labels or {},
         )
+        if on_round is not None and not callable(on_round):
+            raise TypeError(f"on_round must be callable with a Round, got {on_round!r}")
         return Batch(
             self.stack,
             self._drafter,
@@ -421,6 +456,8 @@ class SelfSpeculativeLM:
             head=self._head,
             meter=self.coverage_meter,
             grammars=self._grammars,
+            policy=self.policy,
+            on_round=on_round,
         )
 
     def custom_generate(
@@ -460,8 +497,6 @@ class SelfSpeculativeLM:
         first, own = next(model.parameters()), next(self.stack.twin.parameters())
         if first.data_ptr() != own.data_ptr():
             raise ValueError("custom_generate belongs to another model; wrap this one")
-        if num_draft_tokens is None:
-            num_draft_tokens = self.num_draft_tokens
         call = hf.Call(
             input_ids,
             logits_processor,
@@ -474,10 +509,13 @@ class SelfSpeculativeLM:
             self.open_batch(grammar=grammar),
             call,
             [self.encode(prompt) for prompt in call.prompts()],
-            num_draft_tokens=num_draft_tokens,
+            num_draft_tokens=self.num_draft_tokens
+            if num_draft_tokens is None
+            else num_draft_tokens,
             verification=verification,
             seed=seed,
             grammar=as_grammar(grammar),
+            follows_policy=num_draft_tokens in (None, AUTO),
         )
 
     def encode(self, prompt: Prompt) -> list[int]:

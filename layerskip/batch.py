@@ -2,8 +2,8 @@
 
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +22,7 @@ from layerskip.model import DecoderStack
 from layerskip.outputs import DecodeStats, GenerationOutput, Round
 from layerskip.params import (
     AUTO,
+    MAX_NUM_DRAFT_TOKENS,
     MAX_SEED,
     NumDraftTokens,
     SamplingParams,
@@ -33,6 +34,7 @@ from layerskip.params import (
     most_draft_tokens,
 )
 from layerskip.plan import DraftPlan
+from layerskip.policy import Policy
 from layerskip.processors import processors_of
 from layerskip.row import Row, RowSpec
 from layerskip.sampling import Processor, Sampler
@@ -65,6 +67,7 @@ class RowSettings:
     """How a row of a ``Batch`` decodes; the arguments of ``generate``, checked.
 
     ``ends`` and ``sink`` are of ``RowSpec``, for callers that are decoders themselves.
+    ``follows_policy`` is of requests that named no number of draft tokens.
     """
 
     max_new_tokens: int
@@ -80,8 +83,12 @@ class RowSettings:
     grammar: Grammar | None = None
     ends: Callable[[Sequence[int]], bool] | None = None
     sink: Callable[[Tensor, Tensor], None] | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    max_draft_tokens: int = MAX_NUM_DRAFT_TOKENS
+    follows_policy: bool = False
 
     def __post_init__(self) -> None:
+        check_labels(self.labels)
         check_integer("max_new_tokens", self.max_new_tokens, 1)
         check_sampling(self.sampling)
         check_num_draft_tokens(self.num_draft_tokens)
@@ -112,6 +119,7 @@ class RowRequest:
     prompt: tuple[int, ...]
     seed: int | None
     settings: RowSettings
+    request_id: str
 
     @property
     def num_slots(self) -> int:
@@ -136,8 +144,10 @@ class Batch:
         head: DraftHead | None,
         meter: CoverageMeter | None,
         grammars: XGrammarBackend | None,
+        policy: Policy | None,
+        on_round: Callable[[Round], None] | None,
     ) -> None:
-        self._grammars = grammars
+        self._grammars, self._policy, self._on_round = grammars, policy, on_round
         self._stack, self._drafter, self._plan = stack, drafter, plan
         self._controller, self._looks_up, self._store = controller, looks_up, store
         self._head, self._meter, self._alarmed = head, meter, False
@@ -157,14 +167,17 @@ class Batch:
         verification: Verification | None = None,
         cache: CachedText | None = None,
         grammar: Any = None,
+        labels: Mapping[str, str] | None = None,
+        request_id: str | None = None,
     ) -> int:
         """Add a row; its prefill runs in the next ``step``. Returns its id.
 
         Args:
             prompt: text or token ids.
             messages: a chat instead.
-            max_new_tokens, num_draft_tokens, sampling, verification, cache, grammar: of this row;
-                None is the batch's own.
+            max_new_tokens, num_draft_tokens, sampling, verification, cache, grammar, labels: of
+                this row; None is the batch's own.
+            request_id: that its rounds carry; None makes one up.
         """
         check_sampling(sampling)
         own: dict[str, Any] = {
@@ -174,19 +187,24 @@ class Batch:
             "verification": verification,
             "cache": cache,
             "grammar": as_grammar(grammar),
+            "labels": labels,
+            "follows_policy": None if num_draft_tokens is None else num_draft_tokens == AUTO,
         }
         settings = replace(self._settings, **{k: v for k, v in own.items() if v is not None})
         self._check_settings(settings)
         if messages is None and not is_single(prompt):
             raise TypeError(f"a row takes one prompt, text or token ids, got {prompt!r}")
         ids = self._encoder.encode_all(prompt, messages)[0]
-        return self.join(self.check(ids, settings=settings))
+        return self.join(self.check(ids, settings=settings, request_id=request_id))
 
     def step(self) -> list[Round]:
         """One round of every unfinished row; for a new row that is its prefill."""
         records = self._rows.step() if self._rows is not None else []
         if self._meter is not None:
             self._watch_coverage(self._meter, records)
+        if self._on_round is not None:
+            for record in records:
+                self._on_round(record)
         return records
 
     def _watch_coverage(self, meter: CoverageMeter, records: Sequence[Round]) -> None:
@@ -214,9 +232,16 @@ class Batch:
         return [row.id for row in rows if row.finish_reason is None]
 
     def check(
-        self, prompt: Sequence[int], *, seed_offset: int = 0, settings: RowSettings | None = None
+        self,
+        prompt: Sequence[int],
+        *,
+        seed_offset: int = 0,
+        settings: RowSettings | None = None,
+        request_id: str | None = None,
     ) -> RowRequest:
         """A request for encoded ids; decoding stops where the model's positions end."""
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise TypeError(f"request_id must be non-empty text, got {request_id!r}")
         settings = settings or self._settings
         seed = settings.sampling.seed
         if seed is not None and not settings.sampling.greedy:
@@ -225,7 +250,17 @@ class Batch:
             seed = None
         room = self._stack.max_positions - len(prompt)
         settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, room))
-        return RowRequest(tuple(prompt), seed, settings)
+        settings = self._by_policy(settings, len(prompt))
+        return RowRequest(tuple(prompt), seed, settings, request_id or secrets.token_hex(8))
+
+    def _by_policy(self, settings: RowSettings, prompt_tokens: int) -> RowSettings:
+        """What the policy makes of a request that left its drafts to us."""
+        if self._policy is None or not settings.follows_policy:
+            return settings
+        most = self._policy.max_draft_tokens(settings.labels, prompt_tokens)
+        if most == 0:
+            return replace(settings, num_draft_tokens=0)
+        return settings if most is None else replace(settings, max_draft_tokens=most)
 
     def run(self, requests: Sequence[RowRequest]) -> list[GenerationOutput]:
         """Decode all requests, at most ``MAX_ROWS`` at a time; outputs in their order."""
@@ -327,6 +362,9 @@ class Batch:
             _either(settings.ends, constraint.closed if constraint is not None else None),
             settings.logprobs,
             settings.sink,
+            settings.max_draft_tokens,
+            request.request_id,
+            settings.labels,
         )
 
     def _output(self, row: Row) -> GenerationOutput:
@@ -359,6 +397,16 @@ def _either(one: Condition | None, other: Condition | None) -> Condition | None:
     if one is None or other is None:
         return one or other
     return lambda context: one(context) or other(context)
+
+
+def check_labels(labels: Mapping[str, str]) -> None:
+    """Raise unless it maps texts to texts."""
+    if not isinstance(labels, Mapping) or not all(
+        isinstance(part, str) for pair in labels.items() for part in pair
+    ):
+        raise TypeError(
+            f"labels must map names to texts, such as {{'task': 'code'}}, got {labels!r}"
+        )
 
 
 def as_grammar(value: Any) -> Any:

@@ -14,11 +14,14 @@ from dataclasses import dataclass
 
 from layerskip.cost import CostTable
 from layerskip.estimates import DEFAULT_ACCEPTANCE, Experience, RowState
-from layerskip.outputs import Drafter
+from layerskip.outputs import Drafter, StopReason
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
 HYSTERESIS = 0.03
 PROBE_SHARE = 0.01
+STAKE_SHARE, STAKE_TOKENS = 0.018, 64  # of its plain time, what a request may lose beside probes
+MOST_CREDIT = 1.0  # plain passes
+PAYING = 0.4  # of what a drafted token costs at least: one that gains less is not looked at
 CONTEXT_STEP = 64
 MOST_REMEMBERED = 100_000  # seconds looked up in the table
 SHORTEST = 1e-9  # seconds of a pass: nothing is divided by zero
@@ -54,12 +57,21 @@ class Choice:
         num_draft_tokens: most that are drafted.
         rate: tokens a second that the whole round expects.
         verify_seconds: of one more row in the verify pass, by drafted tokens.
+        draft_seconds: the row's share of a draft pass.
+        plain_seconds: of a round without drafts, the row's share.
     """
 
     source: Drafter
     num_draft_tokens: int
     rate: float = 0.0
     verify_seconds: tuple[float, ...] = ()
+    draft_seconds: float = 0.0
+    plain_seconds: float = 0.0
+
+    def gained(self, num_accepted: int, num_drafted: int, num_passes: int) -> float:
+        """Seconds that a draft saved, or lost if negative."""
+        verify = sum(self.verify_seconds[:num_drafted])
+        return num_accepted * self.plain_seconds - num_passes * self.draft_seconds - verify
 
 
 PLAIN = Choice("none", 0)
@@ -72,7 +84,7 @@ class Stopper:
         confidences: of the tokens so far, as the drafter gave them.
         chances: of acceptance, of each token so far.
         gain: tokens that one more is expected to add, less what verifying it costs.
-        stopped: whether confidence ended the draft.
+        stopped: what ended the draft before it had all its tokens; "" if nothing did.
     """
 
     def __init__(self, state: RowState, choice: Choice) -> None:
@@ -81,7 +93,7 @@ class Stopper:
         self.confidences: list[float] = []
         self.chances: list[float] = []
         self.gain = 0.0
-        self.stopped = False
+        self.stopped: StopReason = ""
 
     def goes_on(self, confidence: float) -> bool:
         """After a token that was drafted with ``confidence``, and stays: is another worth a row
@@ -94,7 +106,8 @@ class Stopper:
         done = len(self.chances)
         more = choice.verify_seconds[done] if done < len(choice.verify_seconds) else 0.0
         self.gain = self._survival * state.acceptance(done) - choice.rate * more
-        self.stopped = self.gain <= 0.0
+        if self.gain <= 0.0:
+            self.stopped = "confidence"
         return not self.stopped
 
     @property
@@ -127,9 +140,15 @@ class Controller:
         self._slowness = self._draft_ratio = 1.0
         self._seconds: dict[tuple[str, int, int, int, int], float] = {}
 
-    def row(self, kind: str) -> RowState:
-        """State of a new request."""
-        return RowState(self._experiences.setdefault(kind, Experience(self._prior)))
+    def row(self, kind: str, limit: int = STAKE_TOKENS) -> RowState:
+        """State of a new request of at most ``limit`` tokens.
+
+        It may stake a share of its own plain time on drafts, however little is known of it. What
+        earlier requests of its kind gained lets a short one stake as much as a long one.
+        """
+        shared = self._experiences.setdefault(kind, Experience(self._prior))
+        tokens = STAKE_TOKENS if shared.ledger > 0.0 else min(limit, STAKE_TOKENS)
+        return RowState(shared, stake=STAKE_SHARE * tokens)
 
     def calibration_error(self, kind: str) -> float:
         """Expected calibration error of the draft's confidence, for requests of ``kind``."""
@@ -184,7 +203,7 @@ class Controller:
         if sum(s.gain for s in stoppers) > stoppers[0].rate * seconds:
             return True
         for stopper in stoppers:
-            stopper.stopped = True
+            stopper.stopped = "cost"
         return False
 
     def choose(
@@ -198,73 +217,64 @@ class Controller:
             fixed: numbers of draft tokens of the round's other rows.
         """
         pace = Pace(self, max(a.context for a in asks), len(asks) + len(fixed))
-        lines = [a.state.survivals(_most_drafted(a)) if drafts else [] for a in asks]
+        # Rows share passes, so they share what may be lost on them.
+        stake = pace.token * sum(a.state.stake for a in asks) / len(asks)
+        longest = _affordable(stake, pace) if drafts else 0
+        mosts = [min(longest, _most(a)) for a in asks]
+        least = PAYING * (pace.draft_share + min(pace.steps)) / pace.token
+        lines = [a.state.survivals(most, least) for a, most in zip(asks, mosts, strict=True)]
         offers = [_offer(a, pace, line) for a, line in zip(asks, lines, strict=True)]
-        lookups = [
-            0 if drafts and self._probes(a, pace) else n
-            for a, (n, _) in zip(asks, offers, strict=True)
-        ]
-        expected = sum(gain for n, (_, gain) in zip(lookups, offers, strict=True) if n)
+        lookups, expected = [n for n, _ in offers], sum(gain for n, gain in offers if n)
         gains = [[] if n else line for n, line in zip(lookups, lines, strict=True)]
-        counts, rate = _fill(pace, gains, len(asks) + expected, [*lookups, *fixed])
-        drafting = sum(n > 0 for n in (*counts, *fixed))
-        pace = pace.settled(sum((*counts, *lookups, *fixed)), drafting)
+        others, resting = [*lookups, *fixed], not any(a.state.last for a in asks)
+        bias = 1.0 + HYSTERESIS if resting else 1.0 - HYSTERESIS
+        counts, rate = _fill(pace, gains, len(asks) + expected, others, bias=bias)
+        probing = drafts and resting and not any(counts) and _may_probe(asks, pace)
+        if probing:
+            counts = mosts = [min(1, _most(a)) for a in asks]
+            lookups = [0] * len(asks)
+        pace = pace.settled(sum((*counts, *lookups, *fixed)), sum(n > 0 for n in (*counts, *fixed)))
         choices = []
-        for a, n, looked_up in zip(asks, counts, lookups, strict=True):
-            settled = 0 if looked_up or not drafts else self._settled(a, n, pace)
+        for a, n, most, looked_up in zip(asks, counts, mosts, lookups, strict=True):
+            a.state.probing = probing
             if looked_up:
-                choices.append(Choice("lookup", looked_up, rate))
-            elif settled:
-                most = 1 if a.state.probing else _most_drafted(a)
-                choices.append(Choice("early_exit", most, rate, pace.steps))
+                choices.append(Choice("lookup", looked_up, rate, plain_seconds=pace.token))
+                continue
+            a.state.last = 0 if probing else n
+            if n:
+                prices = pace.steps, pace.draft_share, pace.token
+                choices.append(Choice("early_exit", most, rate, *prices))
             else:
-                choices.append(PLAIN)
+                choices.append(Choice("none", 0, plain_seconds=pace.token))
         return choices
 
-    def _probes(self, ask: Ask, pace: "Pace") -> bool:
-        """Whether a row tries the early exit, which it gave up, once more."""
-        return ask.state.last == 0 and ask.state.credit >= pace.loss
-
-    def _settled(self, ask: Ask, num_tokens: int, pace: "Pace") -> int:
-        """What hysteresis and probes make of a row's best number of draft tokens."""
-        state = ask.state
-        state.probing = False
-        if ask.room == 0:
-            return 0
-        margin, gain = HYSTERESIS * pace.plain, state.acceptance(0) * pace.plain - pace.loss
-        if num_tokens == 0 and state.last > 0 and gain > -margin:
-            num_tokens = 1
-        if num_tokens > 0 and state.last == 0 and gain < margin:
-            num_tokens = 0
-        state.last = num_tokens
-        if num_tokens == 0 and self._probes(ask, pace):
-            state.probing = True
-            return 1
-        return num_tokens
-
-    def observe_plain(self, state: RowState, context: int) -> None:
+    def observe_plain(self, state: RowState, choice: Choice, context: int) -> None:
         """A round without a draft: it earns credit for probes."""
-        plain = self.verify_seconds(1, context)
-        state.credit = min(state.credit + PROBE_SHARE * plain, plain)
+        earned = PROBE_SHARE * choice.plain_seconds / self.verify_seconds(1, context)
+        state.shared.credit += earned
 
     def observe_draft(
         self,
         state: RowState,
+        choice: Choice,
         context: int,
         accepted: Sequence[bool],
         confidences: Sequence[float] = (),
+        *,
+        num_passes: int,
     ) -> None:
         """A round with an early exit's draft.
 
         Args:
+            choice: that asked for it.
             accepted: of the judged tokens: those that were accepted, and the first that was not.
             confidences: of the drafted tokens.
+            num_passes: that drafted them.
         """
-        if state.probing:
+        seconds = choice.gained(sum(accepted), len(confidences), num_passes)
+        if choice.plain_seconds > 0.0:
             plain = self.verify_seconds(1, context)
-            spent = self.draft_seconds(1, context) + self.verify_seconds(2, context)
-            got = (1.0 + sum(accepted)) * plain
-            state.credit = min(state.credit + got - spent, plain)
+            state.settle(seconds / choice.plain_seconds, seconds / plain)
         state.add_draft(accepted, confidences)
 
     def observe_draft_seconds(self, measured: float, expected: float) -> None:
@@ -283,7 +293,7 @@ class Pace:
 
     Attributes:
         plain: seconds of a plain pass of one row.
-        loss: seconds that one rejected token of one row costs.
+        token: of a row's share of a plain pass.
         draft_share: of one more draft pass, a drafting row's share.
         steps: seconds that the verify pass grows by for a row's first, second, ... drafted token.
     """
@@ -293,7 +303,7 @@ class Pace:
     ) -> None:
         self._costs, self._context, self.num_rows = costs, context, rows
         self.plain = costs.verify_seconds(1, context)
-        self.loss = costs.draft_seconds(1, context) + costs.verify_seconds(2, context) - self.plain
+        self.token = self.verify_share(1)
         drafting = drafting or rows
         self.draft_share = costs.draft_seconds(drafting, context) / drafting
         if rows == 1:
@@ -363,48 +373,89 @@ def _exit_rate(survivals: Sequence[float], num_guessed: int, guessed: float, pac
 
 
 def _fill(
-    pace: Pace, gains: Sequence[Sequence[float]], tokens: float, others: Sequence[int]
+    pace: Pace,
+    gains: Sequence[Sequence[float]],
+    tokens: float,
+    others: Sequence[int],
+    *,
+    bias: float = 1.0,
 ) -> tuple[list[int], float]:
     """Draft tokens of each row with the most tokens a second, and how many those are.
 
-    Taken in the order of their survival, which within a row falls: so the best first ones are a
-    prefix of each row's draft. Each is charged the rise of its draft pass and of verify.
+    Two orders are tried, of which the best first tokens are taken, for each row a prefix of its
+    draft: by survival, and pass by pass, which fills passes that some rows' tokens pay for.
 
     Args:
         gains: for each row the survival of its first, second, ... drafted token.
         tokens: that the round emits without them.
         others: tokens of the verify pass that are drafted in any case, by row.
+        bias: drafting has to beat the rate without it by this factor.
     """
-    order = sorted(
-        ((g, i, r) for r, line in enumerate(gains) for i, g in enumerate(line)),
-        key=lambda item: (-item[0], item[1]),
-    )
-    counts, depth = [0] * len(gains), [0] * MAX_AUTO_DRAFT_TOKENS
+    items = [(g, i, r) for r, line in enumerate(gains) for i, g in enumerate(line)]
+    orders = [sorted(items, key=lambda item: (-item[0], item[1]))]
+    if len(gains) > 1:
+        orders.append(sorted(items, key=lambda item: (item[1], -item[0])))
     # Every row verifies its pending token; a row that looks up stands in `others`, too.
     num_verified, longest = pace.num_rows + sum(others), 1 + max(others, default=0)
-    drafting = 0.0
-    best, chosen = tokens / pace.verify(num_verified, longest), list(counts)
-    for gain, i, r in order:
-        before = pace.draft(depth[i])
-        depth[i] += 1
-        drafting += pace.draft(depth[i]) - before
+    alone = tokens / pace.verify(num_verified, longest)
+    best, taken = bias * alone, []
+    for order in orders:
+        count, rate = _best_prefix(pace, order, tokens, num_verified, longest)
+        if rate > best:
+            best, taken = rate, order[:count]
+    counts = [0] * len(gains)
+    for _, _, r in taken:
         counts[r] += 1
-        num_verified += 1
+    return counts, best if taken else alone
+
+
+def _best_prefix(
+    pace: Pace,
+    order: Sequence[tuple[float, int, int]],
+    tokens: float,
+    num_verified: int,
+    longest: int,
+) -> tuple[int, float]:
+    """How many of the drafted tokens, in this order, give the most tokens a second. Each is charged
+    the rise of its draft pass and of verify."""
+    best, count, drafting = 0.0, 0, 0.0
+    depth = [0] * MAX_AUTO_DRAFT_TOKENS
+    draft = [pace.draft(n) for n in range(pace.num_rows + 1)]
+    for done, (gain, i, _) in enumerate(order, 1):
+        drafting += draft[depth[i] + 1] - draft[depth[i]]
+        depth[i] += 1
         longest = max(longest, i + 2)
         tokens += gain
-        rate = tokens / (drafting + pace.verify(num_verified, longest))
+        rate = tokens / (drafting + pace.verify(num_verified + done, longest))
         if rate > best:
-            best, chosen = rate, list(counts)
-    return chosen, best
+            best, count = rate, done
+    return count, best
 
 
 def _most(ask: Ask) -> int:
     return min(ask.room, MAX_AUTO_DRAFT_TOKENS)
 
 
-def _most_drafted(ask: Ask) -> int:
-    """By an early exit: few while nothing is known of it."""
-    return min(_most(ask), ask.state.shared.most)
+def _may_probe(asks: Sequence[Ask], pace: Pace) -> bool:
+    """Whether what plain rounds earned pays for trying the early exit, which the rows gave up, once
+    more: all rows together, since they share its pass."""
+    rows = sum(a.room > 0 for a in asks)
+    if rows == 0:
+        return False
+    verify = pace.verify(pace.num_rows + rows, 2) - pace.verify(pace.num_rows, 1)
+    cost = (pace.draft(rows) + verify) / pace.plain
+    shared = asks[0].state.shared
+    shared.credit = min(shared.credit, max(MOST_CREDIT, cost))  # a long rest buys no long run
+    return shared.credit >= cost
+
+
+def _affordable(stake: float, pace: Pace) -> int:
+    """Tokens of a row's draft that cost no more than ``stake`` seconds if all are wrong."""
+    for n, step in enumerate(pace.steps):
+        stake -= pace.draft_share + step
+        if stake < 0.0:
+            return n
+    return len(pace.steps)
 
 
 def _followed(ratio: float, measured: float) -> float:

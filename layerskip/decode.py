@@ -36,6 +36,23 @@ class Judged:
 
 
 @dataclass(frozen=True)
+class Times:
+    """Of a round's phases, which all its rows share.
+
+    Attributes:
+        draft: seconds.
+        began: when verify did. It ends with a row's record: finding its text counts.
+        sample: seconds of choosing tokens, a part of verify.
+        num_rows: of the round.
+    """
+
+    draft: float
+    began: float
+    sample: float
+    num_rows: int
+
+
+@dataclass(frozen=True)
 class Step:
     """One row's finished work of a round, not yet applied; a prefill attempts nothing."""
 
@@ -72,7 +89,7 @@ class Decoder:
             free_rows=stack.exactness.row_quantum,
             head=head,
         )
-        self.shared_depth = plan.shared_depth if plan is not None else 0
+        self.plan, self.shared_depth = plan, plan.shared_depth if plan is not None else 0
         self.cache = stack.new_cache(num_rows=num_rows, num_slots=num_slots)
         self.rows: dict[int, Row] = {}
         self._next_id = 0
@@ -150,18 +167,27 @@ class Decoder:
         began = time.perf_counter()
         prompt = row.spec.prompt
         logits = self.stack.prefill(prompt, self.cache, row.slot_row, start=row.length)[None]
+        filled = time.perf_counter()
         verdict = judge(row.spec.sampler, logits, len(prompt), context=prompt)
-        return self._finished(row, None, Judged(logits, verdict), 0.0, began)
+        times = Times(0.0, began, time.perf_counter() - filled, 1)
+        return self._finished(row, None, Judged(logits, verdict), times)
 
     def _round(self, rows: Sequence[Row]) -> list[Step]:
         began = time.perf_counter()
         attempts = self.speculator.attempt(rows, self.cache)
         drafted = time.perf_counter()
-        judged = self._verify([a.request for a in attempts], [a.draft for a in attempts])
+        requests, drafts = [a.request for a in attempts], [a.draft for a in attempts]
+        logits = self._verify(requests, drafts)
+        verified = time.perf_counter()
+        judged = [
+            Judged(part, judge(r.sampler, part, r.length + 1, d.tokens, d.q, r.context))
+            for part, r, d in zip(logits, requests, drafts, strict=True)
+        ]
         ended = time.perf_counter()
         self.speculator.observe_seconds(attempts, drafted - began, ended - drafted)
+        times = Times(drafted - began, drafted, ended - verified, len(rows))
         return [
-            self._finished(row, attempt, one, drafted - began, drafted)
+            self._finished(row, attempt, one, times)
             for row, attempt, one in zip(rows, attempts, judged, strict=True)
         ]
 
@@ -170,8 +196,7 @@ class Decoder:
         row: Row,
         attempt: Attempt | None,
         judged: Judged,
-        draft_seconds: float,
-        began: float,
+        times: Times,
     ) -> Step:
         """Emit the confirmed tokens and the one after them. All but the last are committed,
         and with them the token that was pending, or the prompt."""
@@ -182,7 +207,7 @@ class Decoder:
         count, missing = len(emission.token_ids), len(row.spec.prompt) - row.length
         left = drafted + 1 - len(draft.shared)  # for verify to run through the shared layers
         after: Origin = "recovered" if num_matches < drafted else "bonus" if drafted else "plain"
-        top = row.spec.logprobs
+        top, ended = row.spec.logprobs, time.perf_counter()
         record = Round(
             row=row.id,
             index=len(row.rounds),
@@ -191,23 +216,35 @@ class Decoder:
             num_draft_tokens=drafted,
             num_accepted_tokens=min(num_matches, count),
             origin=after if row.rounds else "prefill",
-            draft_seconds=draft_seconds,
-            verify_seconds=time.perf_counter() - began,
+            draft_seconds=times.draft,
+            verify_seconds=ended - times.began,
             positions=draft.num_positions + left if row.rounds else missing,
             finish_reason=emission.finish_reason,
             logprobs=()
             if top is None
             else token_logprobs(judged.logits[:count], emission.token_ids, top),
-            drafter=attempt.choice.source if attempt is not None and drafted else "none",
+            drafter=attempt.source if attempt is not None else "none",
             num_draft_passes=draft.num_passes,
             chances=tuple(stopper.chances) if stopper is not None else (),
-            stopped=stopper is not None and stopper.stopped,
+            stopped=attempt.stopped if attempt is not None else "",
             num_uncovered_tokens=self.speculator.uncovered(emission.token_ids),
+            request_id=row.spec.request_id,
+            labels=row.spec.labels,
+            rows=times.num_rows,
+            context=row.length,
+            exit_layer=self._exit_layer(attempt),
+            sample_seconds=times.sample,
+            elapsed_seconds=ended - row.joined,
         )
         return Step(row, attempt, emission, judged, count if row.rounds else missing, record)
 
-    def _verify(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> list[Judged]:
-        """Each row's target after the pending token and after each drafted one."""
+    def _exit_layer(self, attempt: Attempt | None) -> int | None:
+        if attempt is None or attempt.source != "early_exit" or self.plan is None:
+            return None
+        return self.plan.exit_layer
+
+    def _verify(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> list[Tensor]:
+        """Each row's logits after the pending token and after each drafted one."""
         self._sweep_drafts(requests, drafts)
         hidden = self._through_shared_layers(requests, drafts)
         segments = [
@@ -225,10 +262,7 @@ class Decoder:
                 self._one_by_one(r, d) if d.tokens else part
                 for part, r, d in zip(parts, requests, drafts, strict=True)
             ]
-        return [
-            Judged(part, judge(r.sampler, part, r.length + 1, d.tokens, d.q, r.context))
-            for part, r, d in zip(parts, requests, drafts, strict=True)
-        ]
+        return parts
 
     def _one_by_one(self, request: DraftRequest, draft: Draft) -> Tensor:
         """A row's verify logits without later tokens in the pass, as plain decoding has them.

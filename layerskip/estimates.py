@@ -17,11 +17,11 @@ ROW_WEIGHT, CONFIDENCE_WEIGHT = 3.0, 8.0  # of "like the others", in expected su
 POSITION_WEIGHT, SHARED_WEIGHT, CALIBRATION_WEIGHT = 20.0, 6.0, 4.0  # of a prior, in trials
 PRIOR_FLOOR = 0.3  # drafts are right more often than they are sure
 LEAST_SURVIVAL = 0.02
+FIRST_CREDIT = 0.15  # plain passes
 LARGEST = 0.995  # of an estimate: nothing is certain
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 MATCH_EDGES = (2, 3, 5, 9, 17, FORCED_MATCH)
 LOOKUP_PRIORS = (0.3, 0.5, 0.65, 0.75, 0.82, 0.87, 0.97)  # after matches between the edges
-FIRST_TOKENS = 4
 NUM_ERROR_BINS = 10
 
 
@@ -97,23 +97,24 @@ class Calibration:
 
 @dataclass
 class Experience:
-    """What requests of one kind (greedy, coupled, token, block) have in common."""
+    """What requests of one kind (greedy, coupled, token, block) have in common.
+
+    Attributes:
+        ledger: what their drafts gained less what they lost, in tokens of plain rounds.
+        credit: plain passes of one row that probes may lose: a share of those without a draft.
+    """
 
     prior: tuple[float, ...]
     positions: list[Share] = field(default_factory=lambda: _shares(MAX_AUTO_DRAFT_TOKENS))
     lookups: dict[tuple[bool, int], Share] = field(default_factory=dict)
     calibration: Calibration = field(default_factory=Calibration)
-    num_judged: int = 0
+    ledger: float = 0.0
+    credit: float = FIRST_CREDIT
 
     def acceptance(self, i: int) -> float:
         """Of drafted token ``i`` (from 0) once those before it are accepted."""
         prior = self.prior[min(i, len(self.prior) - 1)]
         return self.positions[min(i, MAX_AUTO_DRAFT_TOKENS - 1)].mean(prior, SHARED_WEIGHT)
-
-    @property
-    def most(self) -> int:
-        """Tokens that may be drafted at once on so little experience."""
-        return FIRST_TOKENS + int(self.num_judged)
 
     def lookup(self, match_length: int, stored: bool) -> Share:
         """Of looked-up tokens; a match in a store says less than one in the text itself."""
@@ -129,12 +130,12 @@ class RowState:
     """One request's estimates.
 
     Attributes:
-        credit: seconds that probes may lose: a share of what plain rounds took.
+        stake: what drafts may lose, in tokens of plain rounds: what the request began with, and
+            what they gained.
     """
 
-    def __init__(self, shared: Experience) -> None:
-        self.shared = shared
-        self.credit = 0.0
+    def __init__(self, shared: Experience, *, stake: float = 0.0) -> None:
+        self.shared, self.stake = shared, stake
         self.last = 0
         self.probing = False
         self._positions = _shares(MAX_AUTO_DRAFT_TOKENS)
@@ -146,13 +147,14 @@ class RowState:
         prior = min(LARGEST, self.shared.acceptance(i) * self._ratio.value)
         return self._positions[min(i, MAX_AUTO_DRAFT_TOKENS - 1)].mean(prior, POSITION_WEIGHT)
 
-    def survivals(self, most: int) -> list[float]:
+    def survivals(self, most: int, least: float = 0.0) -> list[float]:
         """The chance that the first, the first two, ... of ``most`` drafted tokens are accepted;
-        what hardly ever is, is left out."""
+        less than ``least``, and what hardly ever is, is left out."""
         found, survival = [], 1.0
+        least = max(least, LEAST_SURVIVAL)
         for i in range(most):
             survival *= self.acceptance(i)
-            if survival < LEAST_SURVIVAL:
+            if survival < least:
                 break
             found.append(survival)
         return found
@@ -168,13 +170,26 @@ class RowState:
         prior = LOOKUP_PRIORS[bisect_right(MATCH_EDGES, match_length)] / (1 + stored)
         return min(LARGEST, share.mean(prior, SHARED_WEIGHT) * self._lookup_ratio.value)
 
+    def settle(self, gained: float, passes: float) -> None:
+        """What a draft gained, or lost if negative. A probe's loss is paid by the credit that all
+        requests share, its gain counts in full.
+
+        Args:
+            gained: in the row's shares of plain rounds: tokens.
+            passes: the same in plain passes of one row.
+        """
+        self.shared.ledger += gained
+        if self.probing:
+            self.shared.credit = max(0.0, self.shared.credit + min(passes, 0.0))
+        if gained > 0.0 or not self.probing:
+            self.stake += gained
+
     def add_draft(self, accepted: Sequence[bool], confidences: Sequence[float]) -> None:
         """Judged tokens of an early exit's draft: accepted ones, and the first that was not."""
         for i, success in enumerate(accepted[:MAX_AUTO_DRAFT_TOKENS]):
             self._ratio.add(success, self.shared.acceptance(i))
             self._positions[i].add(success, ROW_DISCOUNT)
             self.shared.positions[i].add(success, SHARED_DISCOUNT)
-        self.shared.num_judged += len(accepted)
         calibration = self.shared.calibration
         for success, confidence in zip(accepted, confidences, strict=False):
             told = self.chance(confidence)

@@ -35,7 +35,7 @@ def check_writable(path: str | Path) -> None:
         raise ValueError(f"{path} cannot be written: folder {path.parent} is not writable")
 
 
-def write_json(path: str | Path, content: Any) -> None:
+def write_json(path: str | Path, content: Any, *, indent: int | None = None) -> None:
     """Write a JSON file in one move: whoever reads it meets the old content or the new one.
 
     Raises:
@@ -43,7 +43,7 @@ def write_json(path: str | Path, content: Any) -> None:
     """
     check_writable(path)
     try:
-        text = json.dumps(content, allow_nan=False) + "\n"
+        text = json.dumps(content, allow_nan=False, indent=indent) + "\n"
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be written: not JSON ({error})") from None
     path = Path(path)

@@ -6,7 +6,7 @@ and what goes back is what its own greedy search or sampling gives back.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -180,11 +180,13 @@ def generate(
     verification: Verification,
     seed: int | None,
     grammar: Grammar | None = None,
+    follows_policy: bool = False,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode what transformers asks for.
 
     Args:
         batch: empty.
+        follows_policy: whether the batch's policy may change ``num_draft_tokens``.
         prompts: of ``call``, checked.
         seed: of the first row; the i-th uses ``seed + i``. None draws one from torch's generator,
             so that ``torch.manual_seed`` makes sampling repeatable.
@@ -196,7 +198,10 @@ def generate(
         batch.check(
             row.prompt,
             seed_offset=i,
-            settings=row.settings(num_draft_tokens, verification, seed, grammar),
+            settings=replace(
+                row.settings(num_draft_tokens, verification, seed, grammar),
+                follows_policy=follows_policy,
+            ),
         )
         for i, row in enumerate(rows)
     ]

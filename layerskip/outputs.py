@@ -1,8 +1,10 @@
 """What decoding returns. Stats, streams and telemetry are all made of ``Round``."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
+
+from layerskip.metrics import speculative_metrics
 
 if TYPE_CHECKING:
     from layerskip.cache import CachedText
@@ -10,6 +12,8 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "cancelled"]
 Origin = Literal["prefill", "plain", "accepted", "recovered", "bonus"]
 Drafter = Literal["none", "early_exit", "lookup"]
+Mode = Literal["prefill", "plain", "early_exit", "lookup"]
+StopReason = Literal["", "number", "confidence", "cost", "end"]
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,18 @@ class Round:
             tokens were right.
         chances: what each drafted token's chance of acceptance was thought to be, if every token
             before it was accepted; with ``num_draft_tokens="auto"`` and an early exit only.
-        stopped: whether low confidence ended the draft.
+        stopped: why the draft went no further: it had the "number" of tokens that was to be
+            drafted, the next one's "confidence" was too low, its draft pass would have had more
+            "cost" than gain for the rows that went on, or nothing can follow ("end"). "" where
+            nothing was drafted.
         num_uncovered_tokens: emitted tokens that are not in the draft vocabulary, if there is one.
+        request_id: of the row's request, unique in the process if none was given.
+        labels: of the request, as given.
+        rows: that shared the round's passes; 1 for a prefill.
+        context: committed slots of the row before the round.
+        exit_layer: leading layers that drafted; None where no early exit did, or one that skips.
+        sample_seconds: part of ``verify_seconds`` that choosing tokens took, of all rows.
+        elapsed_seconds: wall time since the request joined, at the end of the round.
     """
 
     row: int
@@ -68,8 +82,51 @@ class Round:
     drafter: Drafter = "none"
     num_draft_passes: int = 0
     chances: tuple[float, ...] = ()
-    stopped: bool = False
+    stopped: StopReason = ""
     num_uncovered_tokens: int = 0
+    request_id: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    rows: int = 1
+    context: int = 0
+    exit_layer: int | None = None
+    sample_seconds: float = 0.0
+    elapsed_seconds: float = 0.0
+
+    @property
+    def mode(self) -> Mode:
+        """What kind of round it was."""
+        if self.index == 0:
+            return "prefill"
+        return "plain" if self.drafter == "none" else self.drafter
+
+    @property
+    def num_rejected_tokens(self) -> int:
+        """Drafted tokens that were not emitted: their positions are decoded again."""
+        return self.num_draft_tokens - self.num_accepted_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON: counts and times, nothing of the text itself."""
+        return {
+            "request_id": self.request_id,
+            "labels": dict(self.labels),
+            "index": self.index,
+            "mode": self.mode,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "num_emitted_tokens": len(self.token_ids),
+            "num_rejected_tokens": self.num_rejected_tokens,
+            "num_draft_passes": self.num_draft_passes,
+            "draft_seconds": self.draft_seconds,
+            "verify_seconds": self.verify_seconds,
+            "sample_seconds": self.sample_seconds,
+            "elapsed_seconds": self.elapsed_seconds,
+            "rows": self.rows,
+            "context": self.context,
+            "exit_layer": self.exit_layer,
+            "stopped": self.stopped,
+            "origin": self.origin,
+            "finish_reason": self.finish_reason,
+        }
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -194,6 +251,12 @@ class GenerationOutput:
         """One for each of ``token_ids``; empty if they were not asked for."""
         return tuple(entry for r in self.rounds for entry in r.logprobs)
 
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """``speculative_decoding``: acceptance as vLLM reports it for a request."""
+        judged = [(r.num_draft_tokens, r.num_accepted_tokens) for r in self.rounds if r.index]
+        return {"speculative_decoding": speculative_metrics(judged)}
+
     def to_dict(self) -> dict[str, Any]:
         """As ``layerskip generate --json`` prints it."""
         document = {
@@ -202,6 +265,7 @@ class GenerationOutput:
             "finish_reason": self.finish_reason,
             "seed": self.seed,
             "stats": self.stats.to_dict(),
+            "metrics": self.metrics,
         }
         return document | (
             {"logprobs": [asdict(entry) for entry in self.logprobs]} if self.logprobs else {}

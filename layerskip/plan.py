@@ -61,6 +61,11 @@ class DraftPlan:
             depth += 1
         return depth
 
+    @property
+    def exit_layer(self) -> int | None:
+        """Leading layers of an early exit; None for a plan that skips layers and goes on."""
+        return self.shared_depth if self.shared_depth == len(self.layers) else None
+
     def save(self, path: str | Path) -> None:
         """Write the plan as a small JSON file."""
         content = {

@@ -1,6 +1,7 @@
 """One sequence being decoded: what it asks for, what it has emitted, where it ends."""
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from layerskip.estimates import RowState
 from layerskip.lookup import TokenIndex
 from layerskip.outputs import FinishReason, Round
-from layerskip.params import NumDraftTokens
+from layerskip.params import MAX_NUM_DRAFT_TOKENS, NumDraftTokens
 from layerskip.sampling import Sampler
 from layerskip.text import TextStream
 
@@ -29,6 +30,8 @@ class RowSpec:
         logprobs: None, or how many of the likeliest tokens to report beside each emitted one.
         sink: called after each round with ``(tokens, vocab)`` float32 logits and scores of the
             emitted tokens.
+        max_draft_tokens: whatever ``num_draft_tokens`` says, no round drafts more.
+        request_id, labels: what its rounds are marked with.
     """
 
     prompt: tuple[int, ...]
@@ -40,6 +43,9 @@ class RowSpec:
     ends: Callable[[Sequence[int]], bool] | None = None
     logprobs: int | None = None
     sink: Callable[[Tensor, Tensor], None] | None = None
+    max_draft_tokens: int = MAX_NUM_DRAFT_TOKENS
+    request_id: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ class Row:
         state: the controller's, of a row that leaves the number of draft tokens to it.
         index: of prompt and output, for look-ups; made in the first round that drafts.
         own_ids: tokens of prompt and output that the draft vocabulary lacks, if there is one.
+        joined: when, by ``time.perf_counter``.
     """
 
     id: int
@@ -80,6 +87,7 @@ class Row:
     state: RowState | None = None
     index: TokenIndex | None = None
     own_ids: frozenset[int] = frozenset()
+    joined: float = field(default_factory=time.perf_counter)
 
     @property
     def context(self) -> tuple[int, ...]:

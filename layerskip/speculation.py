@@ -10,6 +10,7 @@ from layerskip.controller import PLAIN, Ask, Choice, Controller, Stopper
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter, Guesser
 from layerskip.lookup import FORCED_MATCH, Guess, LookupStore, TokenIndex
+from layerskip.outputs import Drafter, StopReason
 from layerskip.params import AUTO, MAX_NUM_DRAFT_TOKENS, most_draft_tokens
 from layerskip.row import Row
 
@@ -33,6 +34,20 @@ class Attempt:
     draft: Draft
     guess: Guess
     stopper: Stopper | None
+
+    @property
+    def source(self) -> Drafter:
+        """Where the drafted tokens came from."""
+        return self.choice.source if self.draft.tokens else "none"
+
+    @property
+    def stopped(self) -> StopReason:
+        """Why the draft went no further."""
+        if not self.draft.tokens:
+            return ""
+        if self.stopper is not None and self.stopper.stopped:
+            return self.stopper.stopped
+        return "number" if len(self.draft.tokens) >= self.choice.num_draft_tokens else "end"
 
 
 class Speculator:
@@ -69,7 +84,7 @@ class Speculator:
         if row.spec.num_draft_tokens == AUTO and self.controller is not None:
             sampler = row.spec.sampler
             row.state = self.controller.row(
-                "greedy" if sampler.params.greedy else sampler.verification
+                "greedy" if sampler.params.greedy else sampler.verification, row.spec.limit
             )
 
     def attempt(self, rows: Sequence[Row], cache: KVCache) -> list[Attempt]:
@@ -264,10 +279,17 @@ class Speculator:
         row.state.add_lookup(guess.match_length, right, stored=guess.stored)
         drafted = len(attempt.draft.tokens)
         if stopper is None or not drafted:
-            self.controller.observe_plain(row.state, row.length)
+            self.controller.observe_plain(row.state, attempt.choice, row.length)
             return
         accepted = [True] * num_matches + [False] * (num_matches < drafted)
-        self.controller.observe_draft(row.state, row.length, accepted, stopper.confidences)
+        self.controller.observe_draft(
+            row.state,
+            attempt.choice,
+            row.length,
+            accepted,
+            stopper.confidences,
+            num_passes=attempt.draft.num_passes,
+        )
 
 
 def _guesser(row: Row) -> Guesser | None:
@@ -305,7 +327,8 @@ def judged(guessed: Sequence[int], emitted: Sequence[int]) -> list[bool]:
 
 def _room(row: Row) -> int:
     """Tokens that may be drafted: the pending token's successor is emitted without."""
-    return min(MAX_NUM_DRAFT_TOKENS, row.spec.limit - len(row.token_ids) - 1)
+    most = min(MAX_NUM_DRAFT_TOKENS, row.spec.max_draft_tokens)
+    return min(most, row.spec.limit - len(row.token_ids) - 1)
 
 
 def _looked_up(request: DraftRequest, tokens: tuple[int, ...]) -> Draft:

@@ -99,7 +99,7 @@ class Paper:
 
     def round(self, going: Sequence[Request]) -> None:
         for r in going:
-            r.state = r.state or self.controller.row("greedy")
+            r.state = r.state or self.controller.row("greedy", r.tokens)
         choices = self._choices(going)
         drafts = [Growing(r, c, Stopper(r.state, c)) for r, c in zip(going, choices, strict=True)]
         cost = self.controller.cost
@@ -123,11 +123,15 @@ class Paper:
     def _judge(self, draft: "Growing") -> None:
         r, right = draft.request, draft.right
         accepted = right[: right.index(False) + 1] if False in right else right
-        if right:
+        if self.fixed is not None:
+            pass
+        elif right:
             confidences = draft.stopper.confidences
-            self.controller.observe_draft(r.state, CONTEXT, accepted, confidences)
+            self.controller.observe_draft(
+                r.state, draft.choice, CONTEXT, accepted, confidences, num_passes=len(right)
+            )
         else:
-            self.controller.observe_plain(r.state, CONTEXT)
+            self.controller.observe_plain(r.state, draft.choice, CONTEXT)
         new = min(sum(accepted) + 1, r.tokens - r.emitted)
         r.emitted += new
         self.emitted += new

@@ -275,3 +275,72 @@ def test_without_a_tokenizer_only_ids_are_understood(wrap):
 def test_a_plan_has_to_fit(toy, plan, error, message):
     with pytest.raises(error, match=message):
         SelfSpeculativeLM(toy(), None, plan)
+
+
+def test_on_round_gets_each_record_as_the_output_has_it(wrap):
+    got = []
+    prompts = [random_ids(5), random_ids(9)]
+    outputs = wrap("exit").generate(
+        prompts, max_new_tokens=7, labels={"task": "code"}, on_round=got.append
+    )
+    ids = [out.rounds[0].request_id for out in outputs]
+    assert len(set(ids)) == 2
+    for request_id, out in zip(ids, outputs, strict=True):
+        assert tuple(r for r in got if r.request_id == request_id) == out.rounds
+        assert {tuple(r.labels.items()) for r in out.rounds} == {(("task", "code"),)}
+    steps = list(wrap("exit").stream(prompts[0], max_new_tokens=7, on_round=got.append))
+    assert [step.round for step in steps] == got[-len(steps) :]
+
+
+def test_rows_of_a_batch_have_labels_and_names_of_their_own(wrap):
+    got = []
+    batch = wrap("exit").open_batch(max_new_tokens=5, labels={"a": "1"}, on_round=got.append)
+    rows = [batch.add([5]), batch.add([6], labels={"b": "2"}, request_id="mine")]
+    while batch.unfinished:
+        batch.step()
+    one, two = ([r for r in got if r.row == row] for row in rows)
+    assert ({r.request_id for r in two}, dict(two[0].labels)) == ({"mine"}, {"b": "2"})
+    assert dict(one[0].labels) == {"a": "1"}
+    assert {r.rows for r in got if r.index == 0} == {1}
+    assert {r.rows for r in got if r.index == 1} == {2}
+
+
+def test_times_of_a_round_lie_within_those_of_its_request(wrap):
+    out = wrap("exit").generate(random_ids(9), max_new_tokens=9)
+    ends = [r.elapsed_seconds for r in out.rounds]
+    assert ends == sorted(ends)
+    assert ends[-1] >= sum(r.draft_seconds + r.verify_seconds for r in out.rounds)
+    assert all(0.0 < r.sample_seconds < r.verify_seconds for r in out.rounds)
+    drafting = [r for r in out.rounds if r.num_draft_tokens]
+    assert {(r.mode, r.exit_layer, r.stopped) for r in drafting} == {("early_exit", 2, "number")}
+
+
+def test_what_on_round_raises_comes_through_and_the_batch_goes_on(wrap):
+    def refuse(record):
+        if record.index == 1:
+            raise OSError("disk full")
+
+    batch = wrap("exit").open_batch(max_new_tokens=9, on_round=refuse)
+    row = batch.add(random_ids(5))
+    batch.step()
+    with pytest.raises(OSError, match="disk full"):
+        batch.step()
+    while batch.unfinished:
+        batch.step()
+    expected = wrap("exit").generate(random_ids(5), max_new_tokens=9)
+    assert batch.remove(row).token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"on_round": 3}, "on_round must be callable with a Round, got 3"),
+        ({"labels": {"task": 3}}, "labels must map names to texts"),
+        ({"labels": "code"}, "labels must map names to texts"),
+    ],
+)
+def test_bad_labels_and_callbacks_are_refused(wrap, settings, sentence):
+    with pytest.raises(TypeError, match=sentence):
+        wrap("exit").generate([5], **settings)
+    with pytest.raises(TypeError, match="request_id must be non-empty text, got ''"):
+        wrap("exit").open_batch().add([5], request_id="")

@@ -15,8 +15,9 @@ import torch
 from toys import MAX_POSITIONS, NUM_LAYERS, PLANS, make_model, make_tokenizer
 from transformers import BertConfig, MambaConfig
 
-from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM, __version__
-from layerskip.cli import _sampling, main, parser
+from layerskip import DraftPlan, Policy, Rule, SamplingParams, SelfSpeculativeLM, __version__
+from layerskip.cli import main, parser
+from layerskip.commands.options import sampling_of
 from layerskip.params import Verification
 
 STATS = {
@@ -129,7 +130,7 @@ def test_generate_prints_one_document(folder: Path, lm: SelfSpeculativeLM) -> No
     result = run("generate", folder, "--prompt", PROMPTS[0], "--max-new-tokens", NEW, "--json")
     document, expected = result.document, lm.generate(PROMPTS[0], max_new_tokens=NEW)
     assert len(result.out.splitlines()) == 1
-    assert set(document) == {"text", "token_ids", "finish_reason", "seed", "stats"}
+    assert set(document) == {"text", "token_ids", "finish_reason", "seed", "stats", "metrics"}
     assert document["text"] == expected.text
     assert document["token_ids"] == list(expected.token_ids)
     assert document["finish_reason"] == "length"
@@ -237,7 +238,7 @@ def test_rules_are_options(folder: Path, lm: SelfSpeculativeLM) -> None:
     }
     options = [f"--{name.replace('_', '-')}={value}" for name, value in rules.items()]
     parsed = parser().parse_args(["generate", "--prompt", "x", *options])
-    assert _sampling(parsed) == SamplingParams(**rules)
+    assert sampling_of(parsed) == SamplingParams(**rules)
     argv = ("generate", folder, "--prompt", PROMPTS[0], "--max-new-tokens", NEW, "--json")
     expected = lm.generate(PROMPTS[0], max_new_tokens=NEW, sampling=SamplingParams(**rules))
     assert run(*argv, *options).document["token_ids"] == list(expected.token_ids)
@@ -649,3 +650,20 @@ def test_a_bad_grammar_is_one_sentence(folder: Path, tmp_path: Path) -> None:
     assert_refused(run(*argv, "--json-schema", tmp_path / "none"), "cannot be read")
     assert_refused(run(*argv, "--grammar-after", "x"), "needs a grammar")
     assert_refused(run(*argv, "--regex", "a", "--choice", "b"), "not allowed with")
+
+
+def test_generate_follows_a_policy(folder: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.json"
+    Policy((Rule("code", (0, None), 0),), "task").save(policy)
+    argv = ("generate", folder, "--prompt", PROMPTS[0], "--policy", policy, "--max-new-tokens", 12)
+    document = run(*argv, "--task", "code", "--json").document
+    assert document["stats"]["num_draft_tokens"] == 0
+    assert document["metrics"]["speculative_decoding"]["mode"] == "plain"
+    argv = argv[:2]
+    assert_refused(run(*argv, "--prompt", "x", "--task", "code"), "--task is for a policy")
+    Policy().save(policy)
+    assert_refused(
+        run(*argv, "--prompt", "x", "--policy", policy, "--task", "code"), "knows no tasks"
+    )
+    policy.write_text("[]")
+    assert_refused(run(*argv, "--prompt", "x", "--policy", policy), "is not a policy")

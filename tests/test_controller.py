@@ -39,6 +39,58 @@ def test_a_measured_prior_is_unlearnt_within_the_bound(cost):
     assert against_plain(run) >= 0.97
 
 
+@pytest.mark.parametrize("tokens", [16, 24, 48, 64, 128])
+@pytest.mark.parametrize("boast", [0.1, 0.5, 0.98])
+@pytest.mark.parametrize("c", [0.1, 0.2, 0.3, 0.5])
+def test_no_request_loses_more_than_it_may_stake(c, boast, tokens):
+    """Of which nothing is known yet, of any length, however sure its drafter is."""
+    run = paper(table(c)).run(steady(0.0, count=1, tokens=tokens, boast=boast))
+    assert against_plain(run) >= 0.97
+    assert c > 0.2 or any(run.chosen)  # it did try
+
+
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+def test_a_hard_request_among_easy_ones_loses_three_percent_at_most(cost):
+    run, losses = paper(cost), []
+    for i in range(24):
+        before = run.seconds
+        run.run(steady(0.05 if i % 3 == 2 else 0.95, count=1, tokens=64))
+        if i % 3 == 2:
+            losses.append((run.seconds - before) / (64 / plain_rate(cost)) - 1)
+    assert sum(losses) / len(losses) <= 0.03
+    assert max(losses) <= 0.035  # now and then a draft is right, and drafting goes on a little
+    assert against_plain(run) > 1.3
+
+
+def test_what_drafts_gained_may_be_staked_again():
+    controller = Controller(table(0.2, slope=0.0), follows_clock=False)
+    short, first = controller.row("greedy", 16), controller.row("greedy", 500)
+    assert short.stake == pytest.approx(first.stake / 4)
+    choice = Choice(
+        "early_exit", 4, plain_seconds=1.0, draft_seconds=0.2, verify_seconds=(0.1,) * 4
+    )
+    before = short.stake
+    controller.observe_draft(short, choice, CONTEXT, [True, False], [0.5, 0.5, 0.5], num_passes=2)
+    assert short.stake == pytest.approx(before + 1.0 - 2 * 0.2 - 3 * 0.1)
+    assert short.shared.ledger == pytest.approx(0.3)
+    assert controller.row("greedy", 16).stake == first.stake  # the next short one may lose more
+
+
+def test_what_a_probe_loses_is_paid_by_what_all_requests_saved():
+    controller = Controller(table(0.2, slope=0.0), follows_clock=False)
+    one, other = controller.row("greedy"), controller.row("greedy")
+    one.shared.credit = 0.0
+    for _ in range(30):
+        controller.observe_plain(one, Choice("none", 0, plain_seconds=0.5), CONTEXT)
+    assert other.shared.credit == pytest.approx(0.15)  # half a pass each: two rows share one
+    choice = Choice("early_exit", 1, plain_seconds=1.0, draft_seconds=0.15, verify_seconds=(0.0,))
+    other.probing, stake = True, other.stake
+    controller.observe_draft(other, choice, CONTEXT, [False], [0.5], num_passes=1)
+    assert (one.shared.credit, other.stake) == (pytest.approx(0.0), stake)
+    controller.observe_draft(other, choice, CONTEXT, [True], [0.5], num_passes=1)
+    assert (one.shared.credit, other.stake) == (pytest.approx(0.0), stake + 0.85)
+
+
 @pytest.mark.parametrize("chance", [0.02, 0.1])
 def test_a_random_drafter_costs_three_percent_at_most(chance):
     assert against_plain(paper(table()).run(steady(chance, count=10))) >= 0.97
@@ -100,14 +152,14 @@ def test_drafting_comes_back_when_it_pays_again():
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 32])
-@pytest.mark.parametrize("acceptance", [0.0, 0.8])
-def test_batches_of_any_size_are_never_slower_than_plain(rows, acceptance):
+@pytest.mark.parametrize("acceptance", [0.0, 0.05, 0.5, 0.8])
+def test_batches_of_any_size_are_never_slower_than_plain_and_near_the_best_number(rows, acceptance):
+    def seconds(fixed: int | None) -> float:
+        return paper(cost, fixed).run(steady(acceptance, count=64, tokens=64), rows=rows).seconds
+
     cost = table(slope=0.02)
-    auto = paper(cost).run(steady(acceptance, count=64, tokens=64), rows=rows)
-    plain = paper(cost, 0).run(steady(acceptance, count=64, tokens=64), rows=rows)
-    assert auto.seconds <= 1.03 * plain.seconds
-    if acceptance and rows <= 8:
-        assert auto.seconds <= 0.85 * plain.seconds
+    best = min(seconds(k) for k in (0, 1, 2, 3, 4, 5))
+    assert seconds(None) <= 1.03 * best
 
 
 def test_a_ramp_of_the_batch_is_never_slower_than_plain():
@@ -133,7 +185,7 @@ def test_where_verifying_is_dear_large_batches_do_not_draft():
 def test_the_choice_is_the_largest_of_the_formula():
     controller = Controller(table(0.25, slope=0.0), (0.8,), follows_clock=False)
     state = controller.row("greedy")
-    state.shared.num_judged = 100
+    state.stake = 100.0
     choice = controller.choose([Ask(state, 0, MAX_AUTO_DRAFT_TOKENS)], drafts=True)[0]
     expected = {  # DESIGN 6: at c = 0.25 and a = 0.8 the best k is 3, 1.64 times plain
         k: sum(0.8**i for i in range(k + 1)) / (0.25 * k + 1.0) for k in range(17)

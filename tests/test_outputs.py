@@ -3,6 +3,7 @@ import json
 import pytest
 
 from layerskip import DecodeStats, GenerationOutput, Round
+from layerskip.metrics import speculative_metrics
 from layerskip.outputs import TokenLogprob
 
 
@@ -84,7 +85,7 @@ def test_json_has_the_documented_fields():
     stats = DecodeStats.from_rounds(ROUNDS, prompt_tokens=11, kv_cache_bytes=640)
     out = GenerationOutput("text", (7, 1), "length", 3, stats, ROUNDS)
     content = json.loads(json.dumps(out.to_dict()))
-    assert set(content) == {"text", "token_ids", "finish_reason", "seed", "stats"}
+    assert set(content) == {"text", "token_ids", "finish_reason", "seed", "stats", "metrics"}
     documented = (
         "prompt_tokens new_tokens num_rounds num_draft_tokens num_accepted_tokens acceptance_rate "
         "mean_accepted_length prefill_seconds decode_seconds tokens_per_second kv_cache_bytes"
@@ -116,3 +117,82 @@ def test_logprobs_of_an_output_are_those_of_its_rounds():
         "logprob": -0.25,
         "top": [[1, -0.25], [3, -9.0]],
     }
+
+
+def test_a_round_as_json_has_counts_and_times_and_nothing_of_the_text():
+    one = make_round(
+        1,
+        [1, 2, 3],
+        drafted=4,
+        accepted=2,
+        origin="recovered",
+        drafter="early_exit",
+        stopped="number",
+        request_id="r1",
+        labels={"task": "code"},
+        rows=2,
+        context=9,
+        exit_layer=2,
+        sample_seconds=0.125,
+        elapsed_seconds=3.0,
+    )
+    assert json.loads(json.dumps(one.to_dict())) == {
+        "request_id": "r1",
+        "labels": {"task": "code"},
+        "index": 1,
+        "mode": "early_exit",
+        "num_draft_tokens": 4,
+        "num_accepted_tokens": 2,
+        "num_emitted_tokens": 3,
+        "num_rejected_tokens": 2,
+        "num_draft_passes": 0,
+        "draft_seconds": 0.25,
+        "verify_seconds": 0.5,
+        "sample_seconds": 0.125,
+        "elapsed_seconds": 3.0,
+        "rows": 2,
+        "context": 9,
+        "exit_layer": 2,
+        "stopped": "number",
+        "origin": "recovered",
+        "finish_reason": None,
+    }
+
+
+def test_modes_of_rounds():
+    modes = [make_round(0, [1], drafter="none").mode, make_round(1, [1], drafter="none").mode]
+    modes += [make_round(2, [1], drafter=d).mode for d in ("early_exit", "lookup")]
+    assert modes == ["prefill", "plain", "early_exit", "lookup"]
+
+
+def test_metrics_of_a_request_as_vllm_reports_them():
+    """The example of its documentation has 39 steps with none of three accepted, and so on."""
+    steps = [(3, 0)] * 39 + [(3, 1)] + [(3, 3)] * 3
+    found = speculative_metrics([*steps, (0, 0)])  # a round without a draft is no step
+    assert found["mean_acceptance_length"] == pytest.approx(1.2325581395348837)
+    assert found["draft_acceptance_rate"] == pytest.approx(0.07751937984496124)
+    assert found["acceptance_histogram"] == [39, 1, 0, 3]
+    assert found["acceptance_histogram_by_draft_length"] == {"3": [39, 1, 0, 3]}
+    counts = ("num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens", "num_spec_tokens")
+    assert [found[name] for name in counts] == [43, 10, 129, 3]
+    assert (found["per_step_drafted"], found["per_step_accepted"][39:]) == ([3] * 43, [1, 3, 3, 3])
+    assert (found["accepted_p10"], found["accepted_p50"], found["accepted_p90"]) == (0, 0, 0)
+
+
+def test_metrics_of_ragged_drafts_and_of_none():
+    found = speculative_metrics([(1, 1), (4, 2), (4, 4), (2, 0)])
+    assert found["acceptance_histogram"] == [1, 1, 1, 0, 1]
+    assert found["acceptance_histogram_by_draft_length"] == {
+        "1": [0, 1],
+        "2": [1, 0, 0],
+        "4": [0, 0, 1, 0, 1],
+    }
+    assert (found["accepted_p10"], found["accepted_p50"], found["accepted_p90"]) == (0, 1, 4)
+    assert found["mode"] == "speculative"
+    none = speculative_metrics([(0, 0)] * 5)
+    assert (none["mode"], none["accepted_p50"], none["acceptance_histogram"]) == (
+        "plain",
+        None,
+        [0],
+    )
+    assert (none["mean_acceptance_length"], none["draft_acceptance_rate"]) == (1.0, 0.0)

@@ -90,9 +90,9 @@ def random_ids(count: int, seed: int = 0) -> list[int]:
 
 
 def without_times(rounds: Sequence[Round]) -> list[dict[str, Any]]:
-    """Rounds as dictionaries, less what a clock measured."""
-    clocks = ("draft_seconds", "verify_seconds")
-    return [{k: v for k, v in vars(r).items() if k not in clocks} for r in rounds]
+    """Rounds as dictionaries, less what a clock measured and the request that they are of."""
+    own = {"draft_seconds", "verify_seconds", "sample_seconds", "elapsed_seconds", "request_id"}
+    return [{k: v for k, v in vars(r).items() if k not in own} for r in rounds]
 
 
 def _byte_symbols() -> dict[int, str]:

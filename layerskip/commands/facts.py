@@ -1,16 +1,73 @@
-"""What ``layerskip info`` says of a plan and of what came with it."""
+"""``layerskip info``: what a checkpoint is, what came with its plan, and which paths run."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from layerskip.checkpoint import PLAN_FILE
-from layerskip.fingerprint import mismatch
+from rich.console import Console
+from rich.table import Table
+
+from layerskip import __version__
+from layerskip.commands.options import draft_options, load, model_options
 
 if TYPE_CHECKING:
     from layerskip.api import SelfSpeculativeLM
 
 
-def plan_facts(args: argparse.Namespace, lm: "SelfSpeculativeLM") -> dict[str, Any]:
+def add_parsers(commands: Any) -> None:
+    """Add this module's command to those of ``add_subparsers``."""
+    info = commands.add_parser("info", help="what a checkpoint is and which paths run")
+    info.set_defaults(run=run_info)
+    model_options(info)
+    draft_options(info)
+
+
+def run_info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """``layerskip info``."""
+    import torch
+
+    from layerskip.errors import UnsupportedModelError
+    from layerskip.ops.build import description
+
+    try:
+        lm = load(args)
+    except UnsupportedModelError as error:
+        refused = {"model": args.model, "supported": False, "reason": str(error)}
+        console.print(_facts_table(refused))
+        return refused
+    stack = lm.stack
+    gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    document = {
+        "model": args.model,
+        "supported": True,
+        "architecture": stack.twin.config.model_type,
+        "num_layers": stack.num_layers,
+        "exit_layers": f"1 to {stack.num_layers - 1}",
+        **_plan_facts(args, lm),
+        "vocab_size": stack.vocab_size,
+        "max_positions": stack.max_positions,
+        "parameters": sum(p.numel() for p in stack.twin.parameters()),
+        "dtype": str(stack.dtype).removeprefix("torch."),
+        "device": str(stack.device),
+        "threads": torch.get_num_threads(),
+        "kv_cache_bytes_per_token": stack.kv_bytes_per_token,
+        "bit_identical": stack.exactness.holds,
+        "exactness": lm.exactness,
+        "backend": stack.backend,
+        "kernels": description(gpu) + "; decoding does not use them yet",
+        "version": __version__,
+    }
+    console.print(_facts_table(document))
+    return document
+
+
+def _facts_table(document: dict[str, Any]) -> Table:
+    table = Table(show_header=False, title=f"layerskip {__version__}")
+    for key, value in document.items():
+        table.add_row(key.replace("_", " "), str(value))
+    return table
+
+
+def _plan_facts(args: argparse.Namespace, lm: "SelfSpeculativeLM") -> dict[str, Any]:
     """Lines about drafting, by name."""
     return {
         "plan_from": _source(args, lm),
@@ -23,6 +80,8 @@ def plan_facts(args: argparse.Namespace, lm: "SelfSpeculativeLM") -> dict[str, A
 
 
 def _source(args: argparse.Namespace, lm: "SelfSpeculativeLM") -> str:
+    from layerskip.checkpoint import PLAN_FILE
+
     if args.plan:
         return str(args.plan)
     if args.exit_layer is not None:
@@ -44,6 +103,8 @@ def _vocabulary(lm: "SelfSpeculativeLM") -> str:
 
 def _cost(lm: "SelfSpeculativeLM") -> str:
     """Whether a saved table is used."""
+    from layerskip.fingerprint import mismatch
+
     saved = lm.plan_file.cost
     if saved is None:
         return "none saved: measured for a second at the first use"

@@ -3,9 +3,22 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from layerskip.params import AUTO
+
 if TYPE_CHECKING:
     from layerskip.api import SelfSpeculativeLM
+    from layerskip.params import SamplingParams
     from layerskip.plan import PlanFile
+    from layerskip.policy import Policy
+
+# How tokens are shown, by where they came from.
+STYLES = {
+    "prefill": "bold",
+    "plain": "",
+    "accepted": "green",
+    "recovered": "yellow",
+    "bonus": "cyan",
+}
 
 
 def model_options(command: argparse.ArgumentParser, *, plans: bool = True) -> None:
@@ -34,6 +47,38 @@ def model_options(command: argparse.ArgumentParser, *, plans: bool = True) -> No
     command.add_argument("--json", action="store_true", help="one JSON document as last line")
 
 
+def draft_options(command: argparse.ArgumentParser) -> None:
+    """How much is drafted, for commands that decode."""
+    command.add_argument(
+        "--num-draft-tokens",
+        type=lambda text: text if text == AUTO else int(text),
+        metavar="N",
+        help="drafted per round; 0 is plain, 'auto' (the default) what pays",
+    )
+
+
+def sampling_options(command: argparse.ArgumentParser) -> None:
+    """The target distribution, and how many tokens of it."""
+    command.add_argument("--max-new-tokens", type=int, default=128)
+    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    command.add_argument("--top-k", type=int, default=0)
+    command.add_argument("--top-p", type=float, default=1.0)
+    command.add_argument("--min-p", type=float, default=0.0)
+    command.add_argument("--seed", type=int)
+
+
+def sampling_of(args: argparse.Namespace) -> "SamplingParams":
+    """What the options say of sampling."""
+    from dataclasses import fields
+
+    from layerskip.params import SamplingParams
+
+    options = vars(args)
+    return SamplingParams(
+        **{f.name: options[f.name] for f in fields(SamplingParams) if f.name in options}
+    )
+
+
 def quiet() -> None:
     """No warnings and bars from transformers."""
     import transformers
@@ -47,6 +92,14 @@ def chosen_plan(args: argparse.Namespace) -> "PlanFile | None":
     from layerskip.plan import PlanFile
 
     return PlanFile.load(args.plan) if args.plan else None
+
+
+def chosen_policy(args: argparse.Namespace) -> "Policy | None":
+    """The policy that ``--policy`` names, of a command that has it."""
+    from layerskip.policy import Policy
+
+    path = getattr(args, "policy", None)
+    return Policy.load(path) if path else None
 
 
 def load(args: argparse.Namespace) -> "SelfSpeculativeLM":
@@ -63,4 +116,5 @@ def load(args: argparse.Namespace) -> "SelfSpeculativeLM":
         device=args.device,
         exact=args.exact,
         lookup=args.lookup,
+        policy=chosen_policy(args),
     )

@@ -33,6 +33,7 @@ MAX_SECONDS = 600.0
 def add_parsers(commands: Any) -> None:
     """Add this module's commands to those of ``add_subparsers``."""
     profile = commands.add_parser("profile", help="measure what passes take, for a plan to use")
+    profile.set_defaults(run=run_profile)
     model_options(profile)
     profile.set_defaults(num_draft_tokens=0)  # else the loader measures a little by itself
     profile.add_argument("--out", required=True, help="JSON file for the cost table")
@@ -40,6 +41,7 @@ def add_parsers(commands: Any) -> None:
         "--seconds", type=float, default=20.0, help="most time to measure for (default 20)"
     )
     search = commands.add_parser("search", help="find the layers to draft with, or that none pay")
+    search.set_defaults(run=run_search)
     model_options(search, plans=False)
     search.add_argument("--prompts", help="JSON lines; without it, held-out library code")
     search.add_argument(

@@ -1,0 +1,226 @@
+"""Commands that time our decoding beside transformers': compare, demo."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from layerskip.commands.options import (
+    STYLES,
+    chosen_plan,
+    draft_options,
+    load,
+    model_options,
+    quiet,
+    sampling_of,
+    sampling_options,
+)
+
+if TYPE_CHECKING:
+    from layerskip.api import SelfSpeculativeLM
+    from layerskip.params import SamplingParams
+    from layerskip.prompts import Example
+
+DEMO_PROMPTS = 4
+DEMO_TOKENS = 96
+DEMO_MODES = ("hf", "hf-early-exit", "plain", "layerskip")
+DEMO_NAMES = {
+    "hf": "transformers generate",
+    "hf-early-exit": "transformers early exit",
+    "plain": "layerskip plain",
+    "layerskip": "layerskip self-spec.",
+}
+
+
+def add_parsers(commands: Any) -> None:
+    """Add this module's commands to those of ``add_subparsers``."""
+    comparing = commands.add_parser("compare", help="time our modes and transformers' in turn")
+    comparing.set_defaults(run=run_compare)
+    model_options(comparing)
+    draft_options(comparing)
+    comparing.add_argument("--prompts", help="JSON lines; without it, held-out library code")
+    comparing.add_argument("--modes", default="plain,layerskip,hf,hf-early-exit,hf-prompt-lookup")
+    comparing.add_argument("--limit", type=int, default=50, help="most prompts (default 50)")
+    comparing.add_argument("--repeats", type=int, default=3)
+    comparing.add_argument(
+        "--max-repeated",
+        type=float,
+        default=1.0,
+        help="leave out prompts whose plain output repeats more of its 8-grams (default 1.0)",
+    )
+    comparing.add_argument(
+        "--teacher-forced",
+        action="store_true",
+        help="acceptance along the real continuations instead of generated text",
+    )
+    sampling_options(comparing)
+    demo = commands.add_parser("demo", help="complete held-out code and compare four decoders")
+    demo.set_defaults(run=run_demo)
+    model_options(demo)
+    draft_options(demo)
+
+
+def _examples(args: argparse.Namespace, limit: int) -> "list[Example]":
+    from layerskip.checkpoint import held_out_modules
+    from layerskip.prompts import held_out_code, read_prompts
+
+    if limit < 1:
+        raise ValueError(f"--limit must be at least 1, got {limit}")
+    prompts = getattr(args, "prompts", None)
+    return read_prompts(prompts)[:limit] if prompts else held_out_code(held_out_modules(), limit)
+
+
+def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """``layerskip compare``."""
+    quiet()
+    from layerskip.compare import MODES, compare, teacher_forced
+
+    modes = tuple(args.modes.split(","))
+    unknown = [m for m in modes if m not in MODES]
+    if unknown:
+        raise ValueError(f"--modes has {', '.join(unknown)}; allowed are {', '.join(MODES)}")
+    for name, value in (("repeats", args.repeats), ("max-new-tokens", args.max_new_tokens)):
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    sampling, examples = sampling_of(args), _examples(args, args.limit)
+    if args.teacher_forced:
+        lm = load(args)
+        document = teacher_forced(
+            lm,
+            examples,
+            sampling=sampling,
+            exits=range(1, min(9, lm.stack.num_layers)),
+            max_new_tokens=args.max_new_tokens,
+        )
+        document = {"model": args.model, "prompts": len(examples), **document}
+        console.print(_exit_table(document))
+        return document
+    comparison = _comparison(args, sampling, args.max_new_tokens)
+    fit = [e for e in examples if _fits(comparison.lm, e, args.max_new_tokens)]
+    if not fit:
+        raise ValueError(
+            f"no prompt leaves room for {args.max_new_tokens} new tokens in the model's "
+            f"{comparison.lm.stack.max_positions} positions"
+        )
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("prompts", total=len(fit))
+        document = compare(
+            comparison,
+            fit,
+            modes=modes,
+            repeats=args.repeats,
+            max_repeated=args.max_repeated,
+            on_progress=lambda done, total: progress.update(task, completed=done),
+        )
+    document = {"model": args.model, **document}
+    console.print(_mode_table(document))
+    return document
+
+
+def _fits(lm: "SelfSpeculativeLM", example: "Example", max_new_tokens: int) -> bool:
+    if lm.tokenizer is None:
+        raise ValueError("compare needs a tokenizer, and this model has none")
+    room = lm.stack.max_positions - max_new_tokens
+    return len(lm.tokenizer(example.prompt)["input_ids"]) <= room
+
+
+def _comparison(args: argparse.Namespace, sampling: "SamplingParams", tokens: int) -> Any:
+    from dataclasses import replace
+
+    from layerskip.api import SelfSpeculativeLM
+    from layerskip.compare import Comparison
+
+    if not sampling.greedy and sampling.seed is None:
+        sampling = replace(sampling, seed=0)
+    model, tokenizer, plan, num_draft_tokens = SelfSpeculativeLM.load_parts(
+        args.model,
+        exit_layer=args.exit_layer,
+        plan=chosen_plan(args),
+        num_draft_tokens=args.num_draft_tokens,
+        dtype=args.dtype,
+        device=args.device,
+    )
+    lm = SelfSpeculativeLM(
+        model,
+        tokenizer,
+        plan,
+        num_draft_tokens=num_draft_tokens,
+        exact=args.exact,
+        lookup=args.lookup,
+    )
+    return Comparison(model, lm, sampling=sampling, max_new_tokens=tokens)
+
+
+def _mode_table(document: dict[str, Any], names: dict[str, str] | None = None) -> Table:
+    table = Table(
+        box=None,
+        padding=(0, 1),
+        pad_edge=False,
+        title=f"{document['prompts']} prompts, {document['new_tokens']} tokens, "
+        f"temperature {document['temperature']:g}, {document['threads']} threads, "
+        f"repeated 8-grams {document['repeated_8gram_share']:.0%}",
+    )
+    for name in ("mode", "tok/s", "vs plain", "95 %", "same", "accepted", "length"):
+        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
+    for mode, row in document["modes"].items():
+        low, high = row["speedup_vs_plain_ci95"]
+        table.add_row(
+            (names or {}).get(mode, mode),
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['speedup_vs_plain']:.2f}x",
+            f"{low:.2f}-{high:.2f}",
+            _share(row["identical_to_plain"]),
+            _share(row["acceptance_rate"]),
+            "-" if row["mean_accepted_length"] is None else f"{row['mean_accepted_length']:.2f}",
+        )
+    theory = document.get("theory")
+    if theory:
+        table.caption = (
+            f"theory: length / (d c + v) = {theory['speedup']:.2f}x "
+            f"with c = {theory['c']:.3f}, v = {theory['v']:.3f} from bare passes"
+        )
+    return table
+
+
+def _exit_table(document: dict[str, Any]) -> Table:
+    table = Table(title=f"teacher-forced, {document['positions']} positions")
+    for name in ("exit layer", "first draft token accepted", "1 - TV"):
+        table.add_column(name, justify="right")
+    for e, row in document["exits"].items():
+        table.add_row(str(e), f"{row['acceptance_rate']:.3f}", f"{row['overlap']:.3f}")
+    return table
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def run_demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """``layerskip demo``."""
+    from layerskip.compare import compare
+    from layerskip.params import SamplingParams
+
+    quiet()
+    examples = _examples(args, DEMO_PROMPTS)
+    comparison = _comparison(args, SamplingParams(), DEMO_TOKENS)
+    legend = ", ".join(f"[{STYLES[o]}]{o}[/]" for o in ("accepted", "recovered", "bonus"))
+    console.print(f"Held-out code, completed by {args.model}. Tokens: {legend}\n")
+    for example in examples:
+        tail = "\n".join(example.prompt.rstrip("\n").split("\n")[-4:]) + "\n"
+        console.print(escape(tail), style="dim", end="", highlight=False)
+        for step in comparison.lm.stream(example.prompt, max_new_tokens=DEMO_TOKENS):
+            _print_tokens(console, comparison.lm, step.round)
+        console.print("\n")
+    with console.status("timing four decoders in turn"):
+        document = compare(comparison, examples, modes=DEMO_MODES, repeats=2, tuning_prompts=1)
+    console.print(_mode_table(document, DEMO_NAMES))
+    return {"model": args.model, **document}
+
+
+def _print_tokens(console: Console, lm: "SelfSpeculativeLM", record: Any) -> None:
+    for token, origin in zip(record.token_ids, record.origins, strict=True):
+        text = lm.tokenizer.decode([token], skip_special_tokens=True)
+        console.print(escape(text), style=STYLES[origin] or None, end="", highlight=False)

@@ -1,0 +1,159 @@
+"""``layerskip generate``: complete one prompt, and show where its tokens came from."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from layerskip.commands.options import (
+    STYLES,
+    draft_options,
+    load,
+    model_options,
+    sampling_of,
+    sampling_options,
+)
+from layerskip.params import VERIFICATIONS
+
+if TYPE_CHECKING:
+    from layerskip.api import SelfSpeculativeLM
+    from layerskip.grammar import Grammar
+    from layerskip.outputs import GenerationOutput
+
+
+def add_parsers(commands: Any) -> None:
+    """Add this module's command to those of ``add_subparsers``."""
+    generate = commands.add_parser("generate", help="complete a prompt")
+    generate.set_defaults(run=run_generate)
+    model_options(generate)
+    draft_options(generate)
+    source = generate.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="text to complete")
+    source.add_argument("--prompt-file", help="UTF-8 file with the text to complete")
+    source.add_argument("--chat", metavar="TEXT", help="one user message, chat template applied")
+    sampling_options(generate)
+    _rule_options(generate)
+    generate.add_argument("--stop", action="append", default=[], help="may be given repeatedly")
+    _grammar_options(generate)
+    generate.add_argument(
+        "--policy", metavar="FILE", help="drafts as decided for the task ('report' writes a policy)"
+    )
+    generate.add_argument("--task", metavar="NAME", help="what the policy calls this request")
+
+
+def _rule_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--repetition-penalty", type=float, default=1.0)
+    command.add_argument("--presence-penalty", type=float, default=0.0)
+    command.add_argument("--frequency-penalty", type=float, default=0.0)
+    command.add_argument("--no-repeat-ngram-size", type=int, default=0)
+    command.add_argument("--min-new-tokens", type=int, default=0)
+    command.add_argument(
+        "--verification",
+        choices=VERIFICATIONS,
+        default="coupled",
+        help="of sampled drafts; with token and block the text depends on what is drafted",
+    )
+    command.add_argument(
+        "--logprobs", type=int, metavar="N", help="of each token, and of the N likeliest"
+    )
+
+
+def _grammar_options(command: argparse.ArgumentParser) -> None:
+    kinds = command.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--json-schema", metavar="FILE", help="write JSON that this schema describes"
+    )
+    kinds.add_argument("--json-output", action="store_true", help="write any JSON value")
+    kinds.add_argument("--regex", metavar="PATTERN", help="write what matches it as a whole")
+    kinds.add_argument("--ebnf", metavar="FILE", help="write what a GBNF grammar's root describes")
+    kinds.add_argument(
+        "--choice", action="append", metavar="TEXT", help="write one of these; given repeatedly"
+    )
+    command.add_argument(
+        "--grammar-after", metavar="TEXT", help="the grammar begins after this, such as </think>"
+    )
+
+
+def run_generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """``layerskip generate``."""
+    from layerskip.outputs import DecodeStats
+    from layerskip.prompts import read_text
+
+    sampling, grammar = sampling_of(args), _grammar(args)
+    prompt = read_text(args.prompt_file) if args.prompt_file else args.prompt
+    messages = [{"role": "user", "content": args.chat}] if args.chat is not None else None
+    if args.task is not None and not args.policy:
+        raise ValueError("--task is for a policy; give --policy FILE")
+    lm = load(args)
+    batch = lm.open_batch(
+        max_new_tokens=args.max_new_tokens,
+        sampling=sampling,
+        verification=args.verification,
+        stop=args.stop,
+        logprobs=args.logprobs,
+        grammar=grammar,
+        labels=_labels(args, lm),
+    )
+    row = batch.add(messages=messages) if messages else batch.add(prompt)
+    if prompt is not None:
+        console.print(escape(prompt), style="dim", end="", highlight=False)
+    while batch.unfinished:
+        for record in batch.step():
+            style = STYLES[record.origins[0]] or None
+            console.print(escape(record.text), style=style, end="", highlight=False)
+    out = batch.remove(row)
+    console.print()
+    _print_logprobs(console, lm, out)
+    stats: DecodeStats = out.stats
+    console.print(
+        f"{stats.new_tokens} tokens, {stats.tokens_per_second:.0f} tokens/s, "
+        f"acceptance rate {stats.acceptance_rate:.2f}, "
+        f"mean accepted length {stats.mean_accepted_length:.2f}, finished: {out.finish_reason}"
+        + (f", seed {out.seed}" if out.seed is not None else ""),
+        style="dim",
+    )
+    return out.to_dict()
+
+
+def _grammar(args: argparse.Namespace) -> "Grammar | None":
+    from layerskip.grammar import Grammar
+    from layerskip.prompts import read_text
+
+    grammar = None
+    if args.json_schema is not None:
+        grammar = Grammar.json_schema(read_text(args.json_schema))
+    elif args.json_output:
+        grammar = Grammar.json()
+    elif args.regex is not None:
+        grammar = Grammar.regex(args.regex)
+    elif args.ebnf is not None:
+        grammar = Grammar.ebnf(read_text(args.ebnf))
+    elif args.choice:
+        grammar = Grammar.choice(args.choice)
+    if args.grammar_after is None:
+        return grammar
+    if grammar is None:
+        raise ValueError("--grammar-after needs a grammar, such as --json-schema FILE")
+    return grammar.after(args.grammar_after)
+
+
+def _labels(args: argparse.Namespace, lm: "SelfSpeculativeLM") -> dict[str, str]:
+    """The task, by the name that the policy has for it."""
+    if args.task is None or lm.policy is None:
+        return {}
+    if lm.policy.label is None:
+        raise ValueError(f"{args.policy} knows no tasks; leave out --task")
+    return {lm.policy.label: args.task}
+
+
+def _print_logprobs(console: Console, lm: "SelfSpeculativeLM", out: "GenerationOutput") -> None:
+    """A line for each token: its logarithm, and the likeliest in its place."""
+    for entry in out.logprobs:
+        pairs = [(entry.token_id, entry.logprob), *entry.top]
+        texts = [f"{value:.3f} {_token_text(lm, token)}" for token, value in pairs]
+        console.print(escape("  ".join(texts)), style="dim", highlight=False, soft_wrap=True)
+
+
+def _token_text(lm: "SelfSpeculativeLM", token: int) -> str:
+    return repr(lm.tokenizer.decode([token])) if lm.tokenizer is not None else str(token)
