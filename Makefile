@@ -43,7 +43,7 @@ kernels: $(TOOLS)  ## compile the CUDA kernels for all architectures; no GPU nee
 
 # In the Python of the machine with the GPU, where CUDA's torch is: nothing gets installed.
 gpu-check:  ## on a machine with a GPU: bits, errors and bandwidth of every kernel
-	@PYTHONPATH=. python3 bench/gpu_check.py $(ARGS)
+	@python3 bench/gpu_check.py $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) dist build .benchmarks .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache

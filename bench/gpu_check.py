@@ -2,18 +2,20 @@
 
 On a machine with a GPU, in a Python that has torch (CUDA build) and with it cuda-bindings:
 
-    PYTHONPATH=. python3 bench/gpu_check.py
+    python3 bench/gpu_check.py
 
-Nothing is installed. After each section the record so far is written to
-bench/results/gpu/<date>-<gpu>.json. The exit status is 0 if no check failed; a measurement cannot
-fail. Without a GPU, `--backend emulator --toy` tries the checks themselves.
+Nothing is installed. After each section, and after each measurement, the record so far is written
+to bench/results/gpu/<date>-<gpu>.json. The exit status is 0 if no check failed; a measurement
+cannot fail. Without a GPU, `--backend emulator --toy` tries the checks themselves.
 """
 
 import argparse
 import datetime
 import json
+import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +33,7 @@ from gpu.speed import speeds
 
 SANITIZER_SECONDS = 90
 SANITIZER_PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")
+SANITIZER_LINES = 40  # of its report, that are kept
 TOOLS = ("memcheck", "racecheck")
 FOUND = 9  # its exit status where it finds a mistake
 CHECKED_ROWS = 5
@@ -51,11 +54,11 @@ class Run:
 
     def machine(self) -> dict[str, str]:
         """Where and with what."""
-        commit = output_of(["git", "rev-parse", "HEAD"]) or "unknown"
+        commit = output_of(["git", "rev-parse", "HEAD"])
         changed = "-changed" if output_of(["git", "status", "--porcelain", "-uno"]) else ""
         return {
             **self.backend.facts(),
-            "commit": commit + changed,
+            "commit": self.args.commit or (commit + changed if commit else "unknown"),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "sizes": "toy" if self.args.toy else "full",
@@ -64,20 +67,25 @@ class Run:
     def section(self, name: str) -> bool:
         """Run one section, print and write what it found; whether it passed."""
         start = time.monotonic()
-        try:
-            found = SECTIONS[name](self)
-        except Exception:  # noqa: BLE001  the sections after it are worth their minutes
-            found = {"ok": False, "error": traceback.format_exc(limit=-3)}
-        found["seconds"] = round(time.monotonic() - start, 1)
+        found: dict[str, Any] = {"ok": False}
         self.record["sections"][name] = found
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
+        try:
+            SECTIONS[name](self, found)
+        except Exception:  # noqa: BLE001  the sections after it are worth their minutes
+            found |= {"ok": False, "error": traceback.format_exc(limit=-3)}
+        found["seconds"] = round(time.monotonic() - start, 1)
+        self.write()
         print(f"{name}: {'ok' if found['ok'] else 'FAILED'} ({found['seconds']} s)")
         for key, value in found.items():
             if key not in {"ok", "seconds"}:
                 print(f"  {key}: {in_words(value)}")
         sys.stdout.flush()
         return found["ok"]
+
+    def write(self) -> None:
+        """The record so far."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
 
 
 def in_words(value: Any) -> str:
@@ -87,55 +95,78 @@ def in_words(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def check_operations(run: Run) -> dict[str, Any]:
-    """Every operation against its definition, at each model's sizes."""
-    result: dict[str, Any] = {
-        f"{model.name} {case.op} {case.shape}".strip(): check(case, run.backend)
-        for model in run.sizes.models
-        for case in cases(model, CHECKED_ROWS, run.sizes.keys, run.backend.device)
-    }
-    result["ok"] = all(r["ok"] for r in result.values())
-    return result
+def check_operations(run: Run, found: dict[str, Any]) -> None:
+    """Every operation against its definition, at each model's sizes.
+
+    Numbers of toy size are made on the CPU: a sanitizer then sees hardly any kernel but ours.
+    """
+    device = run.backend.device
+    for model in run.sizes.models:
+        made_on = "cpu" if run.args.toy else device
+        for case in cases(model, CHECKED_ROWS, run.sizes, made_on):
+            name = f"{model.name} {case.op} {case.shape}".strip()
+            found[name] = check(case.to(device), run.backend)
+    found["ok"] = all(r["ok"] for r in found.values() if isinstance(r, dict))
 
 
-def sanitize(run: Run) -> dict[str, Any]:
+def sanitize(run: Run, found: dict[str, Any]) -> None:
     """The operations at toy sizes under compute-sanitizer. A refusal is recorded, no failure."""
+    found["ok"] = True
     places = (None, *SANITIZER_PLACES)
     program = next(filter(None, (shutil.which("compute-sanitizer", path=p) for p in places)), None)
     if program is None:
-        return {"ok": True, "refused": "there is no compute-sanitizer here"}
-    result: dict[str, Any] = {"ok": True}
+        found["refused"] = "there is no compute-sanitizer here"
+        return
     for tool in TOOLS:
         status, said = under(program, tool, run.args)
         if status == 0:
-            result[tool] = "ok"
+            found[tool] = "ok"
         elif status == FOUND or "operations: FAILED" in said:
-            result |= {tool: said, "ok": False}
+            found |= {tool: said, "ok": False}
         else:
-            result[tool] = f"refused: {said}"
-    return result
+            found[tool] = f"refused: {said}"
 
 
 def under(program: str, tool: str, args: argparse.Namespace) -> tuple[int | None, str]:
-    """Exit status, or None after a time, and the last that compute-sanitizer said."""
+    """Exit status, or None after a time, and what compute-sanitizer said that tells most."""
     command = [program, "--tool", tool, "--error-exitcode", str(FOUND), "--report-api-errors", "no"]
-    command += [sys.executable, __file__, "--toy", "--sections", "operations"]
+    command += [sys.executable, str(Path(__file__).resolve()), "--toy", "--sections", "operations"]
     command += ["--backend", args.backend, "--out", str(args.out / tool)]
+    # With memory of its own for each tensor: a mistake within torch's large blocks is not seen.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=SANITIZER_SECONDS
+        child = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         return None, str(error)
-    return done.returncode, (done.stdout + done.stderr)[-2000:]
+    try:
+        said, _ = child.communicate(timeout=SANITIZER_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        os.killpg(child.pid, signal.SIGKILL)  # the program, too, that it has started
+        child.communicate()
+        return None, str(error)
+    reported = [line for line in said.splitlines() if line.startswith("=========")]
+    first = "\n".join(reported[:SANITIZER_LINES]) if child.returncode == FOUND else ""
+    return child.returncode, first or said[-2000:]
 
 
-SECTIONS: dict[str, Callable[[Run], dict[str, Any]]] = {
-    "columns": lambda run: column_invariance(run.backend, run.sizes),
-    "rows": lambda run: row_bits(run.backend, run.sizes),
+def measure_speeds(run: Run, found: dict[str, Any]) -> None:
+    """GB/s of every operation."""
+    speeds(run.backend, run.sizes, run.deadline, found, run.write)
+
+
+SECTIONS: dict[str, Callable[[Run, dict[str, Any]], None]] = {
+    "columns": lambda run, found: found.update(column_invariance(run.backend, run.sizes)),
+    "rows": lambda run, found: found.update(row_bits(run.backend, run.sizes)),
     "operations": check_operations,
     "sanitizer": sanitize,
-    "speed": lambda run: speeds(run.backend, run.sizes, run.deadline),
+    "speed": measure_speeds,
 }
 
 
@@ -151,6 +182,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=BACKENDS, default="cuda")
     parser.add_argument("--toy", action="store_true", help="at sizes for the emulator")
     parser.add_argument("--limit", type=float, default=440, help="seconds; ends the measurements")
+    parser.add_argument("--commit", help="of these sources, where there is no git to ask")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "gpu")
     args = parser.parse_args(argv)
     if unknown := set(args.sections) - set(SECTIONS):

@@ -16,7 +16,7 @@ import transformers
 
 import layerskip
 from layerskip import DecodeStats, Grammar, Round, SamplingParams, SelfSpeculativeLM
-from layerskip.compare import bootstrap_interval
+from layerskip.bootstrap import bootstrap_interval
 from layerskip.controller import Controller
 from layerskip.cost import CostTable
 from layerskip.params import NumDraftTokens

@@ -123,7 +123,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       rows[half] = weight + row * k;
     }
     float sums[TILES][4];
-    multiply<T, TILES>(sums, rows[0], rows[1], tokens);
+    // With two blocks ahead of eight tiles, as in linear, registers would be spilled.
+    constexpr int kAhead = TILES > 4 ? 1 : TILES > 2 ? 2 : 4;
+    multiply<T, TILES, kAhead>(sums, rows[0], rows[1], tokens);
     store_warp_sums<TILES>(sums, warp_sums);
     __syncthreads();
     for (int entry = warp; entry < TILES * 4; entry += kWarps) {

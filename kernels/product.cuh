@@ -90,8 +90,9 @@ __device__ __forceinline__ void multiply_block(float (&sums)[TILES][4], uint4 lo
 
 // One warp's share of the product of weight rows `first` and `second` (rows g and g + 8 of the A
 // operand, g = lane / 4) with the tokens. Rows past the last weight repeat a real one: a row of A
-// reaches its own sums alone, and theirs are not stored.
-template <class T, int TILES>
+// reaches its own sums alone, and theirs are not stored. Weights of AHEAD blocks are on their way at
+// once: a warp waits for memory once per group. It changes no order.
+template <class T, int TILES, int AHEAD = (TILES > 2 ? 2 : 4)>
 __device__ __forceinline__ void multiply(float (&sums)[TILES][4], const uint16_t *first,
                                          const uint16_t *second, const Tokens<T> &tokens) {
   int lane = threadIdx.x & 31, part = (lane & 3) * 8;
@@ -100,20 +101,19 @@ __device__ __forceinline__ void multiply(float (&sums)[TILES][4], const uint16_t
 #pragma unroll
     for (int i = 0; i < 4; i++) sums[j][i] = 0.f;
   }
-  // Weights of several blocks are on their way at once: a warp waits for memory once per group.
-  constexpr int kGroup = TILES > 2 ? 2 : 4, kStride = kWarps * kBlockOfK;
+  constexpr int kStride = kWarps * kBlockOfK;
   int k = (threadIdx.x >> 5) * kBlockOfK;
   if (tokens.aligned) {
 #pragma unroll 1
-    for (; k + (kGroup - 1) * kStride + kBlockOfK <= tokens.width; k += kGroup * kStride) {
-      uint4 low[kGroup], high[kGroup];
+    for (; k + (AHEAD - 1) * kStride + kBlockOfK <= tokens.width; k += AHEAD * kStride) {
+      uint4 low[AHEAD], high[AHEAD];
 #pragma unroll
-      for (int i = 0; i < kGroup; i++) {
+      for (int i = 0; i < AHEAD; i++) {
         low[i] = load_once(first + k + i * kStride + part);
         high[i] = load_once(second + k + i * kStride + part);
       }
 #pragma unroll
-      for (int i = 0; i < kGroup; i++) {
+      for (int i = 0; i < AHEAD; i++) {
         int at = k + i * kStride + part;
         multiply_block<T, TILES>(sums, low[i], high[i], tokens, at, true);
       }

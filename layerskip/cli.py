@@ -12,10 +12,10 @@ from typing import NoReturn
 from rich.console import Console
 
 from layerskip import __version__
-from layerskip.commands import comparing, facts, generating, tuning
+from layerskip.commands import ab, comparing, facts, generating, measuring, reporting, tuning
 
 # In the order of ``--help``. Each has ``add_parsers``, whose parsers say what to run.
-COMMANDS = (generating, comparing, facts, tuning)
+COMMANDS = (generating, comparing, facts, tuning, measuring, reporting, ab)
 
 
 class Parser(argparse.ArgumentParser):

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from layerskip.admission import decoder_layers
 from layerskip.api import SelfSpeculativeLM
+from layerskip.bootstrap import bootstrap_interval
 from layerskip.cache import Segment
 from layerskip.outputs import DecodeStats, GenerationOutput
 from layerskip.params import SamplingParams
@@ -21,7 +22,6 @@ from layerskip.sampling import Sampler
 
 MODES = ("plain", "layerskip", "hf", "hf-early-exit", "hf-early-exit-default", "hf-prompt-lookup")
 REPEAT_SPAN = 8
-BOOTSTRAP_SAMPLES = 2000
 PROMPT_LOOKUP_TOKENS = 10
 
 
@@ -379,15 +379,6 @@ def repeated_share(outputs: Sequence[Sequence[int]]) -> float:
         total += len(grams)
         seen_before += len(grams) - len(set(grams))
     return seen_before / total if total else 0.0
-
-
-def bootstrap_interval(ratios: Sequence[float]) -> list[float]:
-    """95 % percentile interval of the median, 2000 resamples, fixed seed."""
-    rng = random.Random(0)
-    medians = sorted(
-        statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(BOOTSTRAP_SAMPLES)
-    )
-    return [medians[int(0.025 * len(medians))], medians[int(0.975 * len(medians)) - 1]]
 
 
 @torch.inference_mode()

@@ -36,16 +36,25 @@ def check_writable(path: str | Path) -> None:
 
 
 def write_json(path: str | Path, content: Any, *, indent: int | None = None) -> None:
-    """Write a JSON file in one move: whoever reads it meets the old content or the new one.
+    """Write a JSON file, as ``write_text`` does.
 
     Raises:
         ValueError: the content is no JSON, or the file cannot be written; an older one is left.
     """
-    check_writable(path)
     try:
         text = json.dumps(content, allow_nan=False, indent=indent) + "\n"
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be written: not JSON ({error})") from None
+    write_text(path, text)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a UTF-8 file in one move: whoever reads it meets the old content or the new one.
+
+    Raises:
+        ValueError: the file cannot be written; an older one is left.
+    """
+    check_writable(path)
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

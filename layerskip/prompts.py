@@ -3,7 +3,7 @@
 import ast
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def read_prompts(path: str | Path) -> list[Example]:
         if not line.strip():
             continue
         try:
-            examples.append(_example(json.loads(line)))
+            examples.append(example_of(json.loads(line)))
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise ValueError(
                 f"{path} line {number} is not a prompt ({error!r}); "
@@ -64,7 +64,13 @@ def read_texts(path: str | Path) -> list[str]:
     return [text]
 
 
-def _example(row: dict[str, Any]) -> Example:
+def example_of(row: Mapping[str, Any]) -> Example:
+    """The example in a line of a prompt file.
+
+    Raises:
+        KeyError, IndexError: it has none.
+        TypeError: what should be text is not.
+    """
     if "question" in row:
         question, answer = _text(row["question"]), _text(row.get("answer", ""))
         return Example(f"Question: {question}\nAnswer:", " " + answer)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from layerskip.api import SelfSpeculativeLM
+from layerskip.bootstrap import bootstrap_interval
 from layerskip.calibration import Calibration, Text, read_texts
-from layerskip.compare import bootstrap_interval
 from layerskip.cost import CostTable
 from layerskip.fingerprint import cost_key, fingerprint
 from layerskip.journal import Journal

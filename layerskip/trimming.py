@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from layerskip.api import SelfSpeculativeLM
+from layerskip.bootstrap import bootstrap_interval
 from layerskip.calibration import Calibration, Text
-from layerskip.compare import bootstrap_interval
 from layerskip.cost import CostTable, Curve
 from layerskip.draft_head import DraftHead
 from layerskip.journal import Journal

@@ -103,7 +103,15 @@ def curve(*seconds: float) -> Curve:
 
 DEAR, CHEAP = (0.5, 0.6, 1.5), (0.1, 0.2, 0.4)
 COST = CostTable(curve(*CHEAP), curve(0.1, 0.1, 0.1), curve(*DEAR), 0.0, 1, {})
-SCRIPTS = ("bad_drafters", "paired", "exit_on_line", "never_slower", "structured", "workloads")
+SCRIPTS = (
+    "bad_drafters",
+    "paired",
+    "exit_on_line",
+    "never_slower",
+    "recording_cost",
+    "structured",
+    "workloads",
+)
 
 
 @pytest.fixture(scope="module")
@@ -357,3 +365,21 @@ def test_prompts_are_taken_from_all_over_a_file(scripts: SimpleNamespace) -> Non
     found = scripts.workloads.spread(prompts, 3)
     assert found[:4] == [[0], [3], [6], [9]]
     assert sorted(found) == prompts
+
+
+def test_recording_cost_tells_every_sink_by_number_of_drafts(
+    scripts: SimpleNamespace,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "recording.json"
+    size = ["--limit", "1", "--turns", "1", "--tokens", "6", "--context", "8", "--out", str(out)]
+    run(scripts.recording_cost, [*arguments[:2], *size], monkeypatch)
+    drafts = json.loads(out.read_text(encoding="utf-8"))["num_draft_tokens"]
+    assert set(drafts) == {"0", "5"}
+    for found in drafts.values():
+        for name, share in found["share_of_a_round"].items():
+            assert share == found["seconds_per_call"][name] / found["seconds_per_round"]
+            assert 0.0 < share < 1.0
+        assert set(found["with_over_without"]) == {"nothing", "memory", "jsonl", "prometheus"}

@@ -1,7 +1,5 @@
 """The comparison: what it counts, what it predicts and what it leaves behind."""
 
-import random
-import statistics
 from collections.abc import Sequence
 from itertools import chain
 from types import SimpleNamespace
@@ -21,7 +19,6 @@ from layerskip.compare import (
     EarlyExitSettings,
     Run,
     Theory,
-    bootstrap_interval,
     repeated_share,
     teacher_forced,
 )
@@ -66,25 +63,6 @@ def test_repeated_share_of_a_loop_and_of_fresh_text() -> None:
     assert repeated_share([list(range(8)), list(range(8))]) == 0.0  # other outputs do not count
     assert repeated_share([[1, 2] * 20, list(range(40))]) == pytest.approx(31 / 66)
     assert repeated_share([[1] * 7]) == 0.0
-
-
-@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=15))
-def test_interval_surrounds_the_median(ratios: list[float]) -> None:
-    low, high = bootstrap_interval(ratios)
-    assert min(ratios) <= low <= statistics.median(ratios) <= high <= max(ratios)
-
-
-def test_interval_has_the_width_that_theory_gives() -> None:
-    generator = random.Random(1)
-    low, high = bootstrap_interval([generator.gauss(2.0, 0.5) for _ in range(200)])
-    expected = 2 * 1.96 * 1.2533 * 0.5 / 200**0.5  # of the median of normal samples
-    assert high - low == pytest.approx(expected, rel=0.3)
-    assert low < 2.0 < high
-
-
-def test_interval_is_the_same_in_every_run() -> None:
-    ratios = [1.0, 1.3, 0.9, 1.7, 1.1]
-    assert bootstrap_interval(ratios) == bootstrap_interval(ratios)
 
 
 def test_transformers_runs_each_position_once(comparison: Comparison) -> None:

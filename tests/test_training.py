@@ -1,15 +1,31 @@
 """Losses and schedules against their closed forms."""
 
 import math
+from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from toys import make_model
 
-from layerskip.training.losses import consistency_loss, exit_loss
-from layerskip.training.schedules import layer_dropout_rate, warmup_stable_decay
+from layerskip.training.dropout import LayerDropout, dropping
+from layerskip.training.losses import (
+    consistency_loss,
+    draft_loss,
+    early_exit_losses,
+    exit_loss,
+    survival,
+    total_variation,
+)
+from layerskip.training.schedules import (
+    enabled_exits,
+    exit_loss_scales,
+    layer_dropout_rate,
+    warmup_stable_decay,
+)
 
 TOKENS, VOCAB = 5, 11
 
@@ -129,3 +145,231 @@ def test_learning_rate_follows_the_given_corners() -> None:
 @given(st.floats(0.0, 1.5))
 def test_learning_rate_stays_between_0_and_1(progress: float) -> None:
     assert 0.0 <= warmup_stable_decay(progress) <= 1.0
+
+
+def test_total_variation_is_the_chance_of_a_rejection() -> None:
+    draft, target, _ = some_logits()
+    q, p = draft.double().softmax(-1), target.double().softmax(-1)
+    each = (1.0 - torch.minimum(q, p).sum(-1)).tolist()  # Leviathan et al. 2023, theorem 3.5
+    assert total_variation(draft, target).item() == pytest.approx(sum(each) / TOKENS, rel=1e-5)
+    weights = torch.tensor([1.0, 0.0, 0.0, 3.0, 0.0])
+    weighed = total_variation(draft, target, weights).item()
+    assert weighed == pytest.approx((each[0] + 3 * each[3]) / 4, rel=1e-5)
+    assert total_variation(draft, draft - 2.0).item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_draft_loss_mixes_its_terms_and_leaves_the_target_alone() -> None:
+    draft, target, labels = some_logits()
+    draft.requires_grad_()
+    target.requires_grad_()
+    weights = torch.tensor([1.0, 0.5, 0.25, 0.0, 0.0])
+    loss = draft_loss(draft, target, labels, weights=weights, cross_entropy=0.3)
+    nll = -draft.detach().log_softmax(-1)[range(TOKENS), labels]
+    expected = 0.7 * total_variation(draft.detach(), target.detach(), weights)
+    expected += 0.3 * (weights * nll).sum() / weights.sum()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    loss.backward()
+    assert target.grad is None
+    assert draft.grad is not None
+    assert draft.grad[:3].abs().sum() > 0.0
+    assert not draft.grad[3:].any()  # no weight
+
+
+def test_survival_is_the_product_of_what_was_accepted_before() -> None:
+    draft, target, _ = some_logits()
+    accepted = torch.minimum(draft.softmax(-1), target.softmax(-1)).sum(-1).tolist()
+    expected = [math.prod(accepted[:i]) for i in range(TOKENS)]
+    assert survival(draft, target).tolist() == pytest.approx(expected, rel=1e-5)
+    both = survival(torch.stack([draft, target]), torch.stack([target, target]))
+    assert both[0].tolist() == pytest.approx(expected, rel=1e-5)
+    assert both[1].tolist() == pytest.approx([1.0] * TOKENS, rel=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 5, 100])
+def test_losses_of_several_exits_are_their_sum_however_they_are_cut(chunk_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    head = torch.randn(VOCAB, 3, generator=generator, requires_grad=True)
+    hidden = {e: torch.randn(TOKENS, 3, generator=generator, requires_grad=True) for e in (1, 2, 4)}
+    labels, scales = torch.tensor([3, -100, 0, 10, 7]), {1: 0.25, 4: 0.75}
+    loss = early_exit_losses(
+        hidden, lambda h: h @ head.T, labels, scales, chunk_tokens=chunk_tokens
+    )
+    loss.backward()
+    got = [head.grad, hidden[1].grad, hidden[4].grad]
+    assert hidden[2].grad is None
+    whole = sum(
+        scale * torch.nn.functional.cross_entropy(hidden[e] @ head.T, labels)
+        for e, scale in scales.items()
+    )
+    expected = torch.autograd.grad(whole, [head, hidden[1], hidden[4]])
+    assert loss.item() == pytest.approx(whole.item(), rel=1e-5)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_logits_of_one_chunk_exist_at_once() -> None:
+    sizes, kept = [], []
+    states = torch.randn(64, 3, requires_grad=True)
+
+    def head(part: Tensor) -> Tensor:
+        sizes.append(len(part))
+        return part @ torch.ones(3, VOCAB)
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    labels = torch.zeros(64, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = early_exit_losses(
+            {1: states, 2: states}, head, labels, {1: 1.0, 2: 1.0}, chunk_tokens=8
+        )
+    assert kept
+    assert not any(VOCAB in shape for shape in kept)  # between the passes there are none
+    loss.backward()
+    assert sizes == [8] * (2 * 2 * 8)  # each chunk of each exit again in the backward pass
+
+
+def test_losses_without_labels_or_states_are_refused() -> None:
+    states = {1: torch.zeros(2, 3)}
+    with pytest.raises(ValueError, match=r"scales name exit layer 2; hidden states are of \[1\]"):
+        early_exit_losses(states, lambda h: h, torch.tensor([0, 1]), {2: 1.0})
+    with pytest.raises(ValueError, match="no label counts"):
+        early_exit_losses(states, lambda h: h, torch.tensor([-100, -100]), {1: 1.0})
+
+
+def test_every_exit_has_its_turn_in_a_rotation() -> None:
+    turns = [enabled_exits("rotational", step, 100, 9, every=4) for step in range(4)]
+    assert turns == [(1, 5, 9), (2, 6, 9), (3, 7, 9), (4, 8, 9)]
+    assert enabled_exits("rotational", 6, 100, 9, every=4) == turns[2]  # of the step alone
+
+
+def test_exits_join_gradually_from_the_deepest() -> None:
+    counts = [len(enabled_exits("gradual", step, 80, 8)) for step in range(80)]
+    assert counts == [min(8, 1 + step // 5) for step in range(80)]
+    assert enabled_exits("gradual", 12, 80, 8) == (6, 7, 8)
+    assert enabled_exits("none", 0, 80, 3) == (1, 2, 3)
+
+
+def test_a_run_that_goes_on_has_the_exits_of_its_step() -> None:
+    """torchtune's forgets where it was: at step 80 of 100 it trains one layer instead of eight."""
+    assert enabled_exits("gradual", 80, 100, 8) == tuple(range(1, 9))
+
+
+def test_scales_are_those_of_the_paper() -> None:
+    scales = exit_loss_scales(range(1, 5), 4, early_scale=0.5)
+    raw = [0.0, 0.5 * 1, 0.5 * 3, 3 + 0.5 * 3]  # e(l) of section 3.2, l = exit - 1
+    assert list(scales.values()) == pytest.approx([w / sum(raw) for w in raw])
+    assert exit_loss_scales([2, 4], 4)[2] == pytest.approx(1 / (1 + 3 + 3))
+    assert exit_loss_scales([1, 4], 4, early_scale=0.0) == {1: 0.0, 4: 1.0}
+
+
+@given(st.integers(2, 40), st.floats(0.0, 0.9), st.floats(0.0, 2.0))
+def test_scales_add_up_to_one_and_shallow_exits_keep_their_share(
+    depth: int, floor: float, early: float
+) -> None:
+    exits = enabled_exits("rotational", 1, 10, depth, every=3)
+    scales = exit_loss_scales(exits, depth, early_scale=early, floor=floor)
+    assert sum(scales.values()) == pytest.approx(1.0)
+    assert min(scales.values()) >= floor / len(exits) - 1e-12
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: enabled_exits("spiral", 0, 10, 4), "curriculum must be one of none, rotational"),
+        (lambda: enabled_exits("gradual", -1, 10, 4), "step must be"),
+        (lambda: exit_loss_scales([1, 2], 4), "hold full depth"),
+        (lambda: exit_loss_scales([4, 4], 4), "distinct"),
+        (lambda: exit_loss_scales([0, 4], 4), "an exit layer must be"),
+        (lambda: exit_loss_scales([1, 4], 4, floor=1.0), "floor must"),
+        (lambda: LayerDropout(4, 1.0), r"max_rate must lie in \[0, 1\), got 1.0"),
+    ],
+)
+def test_bad_schedules_are_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_layers_are_dropped_as_often_as_their_rates_say() -> None:
+    dropout = LayerDropout(5, 0.4, seed=3)
+    shares = torch.stack([dropout.dropped(step, 50) for step in range(200)]).double().mean((0, 2))
+    rates = [layer_dropout_rate(i, 5, 0.4) for i in range(5)]
+    assert shares[0] == 0.0  # the first layer never is
+    assert shares.tolist() == pytest.approx(rates, abs=0.015)
+
+
+def test_what_is_dropped_depends_on_seed_step_and_sample_alone() -> None:
+    one, other = LayerDropout(6, 0.5, seed=1), LayerDropout(6, 0.5, seed=2)
+    whole = one.dropped(7, 8)
+    assert torch.equal(whole, LayerDropout(6, 0.5, seed=1).dropped(7, 8))
+    halves = [one.dropped(7, 4), one.dropped(7, 4, first_sample=4)]  # of two processes
+    assert torch.equal(torch.cat(halves, dim=1), whole)
+    assert not torch.equal(whole, other.dropped(7, 8))
+    assert not torch.equal(whole, one.dropped(8, 8))
+
+
+def test_a_dropped_layer_hands_on_its_input_for_that_sample_alone() -> None:
+    """Two documents packed in a row, whose mask is batched: torchtune's dropout breaks on it."""
+    model = make_model().train()
+    layers = model.model.layers
+    dropped = torch.zeros(len(layers), 3, dtype=torch.bool)
+    dropped[2, 1] = dropped[4, 0] = True
+    samples = torch.tensor([[0, 0, 0, 1, 1, 1], [2, 2, 2, 2, 2, 2]])
+    inputs: dict[int, Tensor] = {}
+    for i, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda m, a, i=i: inputs.__setitem__(i, a[0]))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]])
+    with dropping(layers, dropped, samples):
+        model(torch.arange(12).reshape(2, 6) + 3, position_ids=positions)
+    assert torch.equal(inputs[3][0, 3:], inputs[2][0, 3:])  # document 1 passed layer 2 by
+    assert not torch.equal(inputs[3][0, :3], inputs[2][0, :3])
+    assert torch.equal(inputs[5][0, :3], inputs[4][0, :3])  # document 0 passed layer 4 by
+    for before, after in pairwise(inputs[i] for i in range(len(layers))):
+        assert not torch.equal(after[1], before[1])  # document 2 passed none
+    assert not any(layer._forward_hooks for layer in layers)
+
+
+def test_in_evaluation_nothing_is_dropped() -> None:
+    model = make_model().eval()
+    layers, ids = model.model.layers, torch.arange(6)[None] + 3
+    dropped = torch.ones(len(layers), 1, dtype=torch.bool)
+    expected = model(ids).logits
+    with dropping(layers, dropped, torch.zeros(1, 6, dtype=torch.long)):
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_gradients_are_the_same_with_checkpointing() -> None:
+    def gradients(*, checkpointing: bool) -> list[Tensor]:
+        model = make_model().train()
+        if checkpointing:
+            # transformers 5.23 calls it by another name than 5.17.
+            name = "activation_checkpointing_enable"
+            getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")()
+        ids = torch.arange(12).reshape(2, 6) + 3
+        dropped = LayerDropout(len(model.model.layers), 0.9, seed=4).dropped(0, 2)
+        assert dropped.any()
+        samples = torch.arange(2)[:, None].expand(2, 6)
+        with dropping(model.model.layers, dropped, samples):
+            model(ids, labels=ids).loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    plain, again = gradients(checkpointing=False), gradients(checkpointing=True)
+    assert len(plain) == len(again) > 0
+    for one, other in zip(plain, again, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_samples_that_dropped_does_not_know_are_refused() -> None:
+    layers = make_model().model.layers
+    dropped = torch.zeros(len(layers), 2, dtype=torch.bool)
+    with (
+        pytest.raises(ValueError, match="samples must be numbers of the 2 samples"),
+        dropping(layers, dropped, torch.tensor([[0, 2]])),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match="dropped is for 1 layers, the model has"),
+        dropping(layers, dropped[:1], torch.tensor([[0, 1]])),
+    ):
+        pass

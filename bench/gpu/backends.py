@@ -1,5 +1,6 @@
 """Where the checks run: a GPU, or the emulator at toy sizes, which tries the checks themselves."""
 
+import importlib.metadata
 import platform
 import shutil
 import statistics
@@ -14,13 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from layerskip.ops.build import kernels_folder
+import layerskip.ops
+from layerskip.ops.build import description, kernels_folder
 from layerskip.ops.catalog import CATALOG
 from layerskip.ops.kernels import KernelOps
 from layerskip.ops.launch import DriverLauncher, Launcher
 
 ROOT = Path(__file__).parents[2]
 REPLAYS = 12
+GRAPH_CALLS = 32  # in a graph, at least: starting one takes as long as a small kernel
 Kernels = Iterable[tuple[str, str]]
 
 
@@ -28,7 +31,7 @@ class Backend(Protocol):
     """Operations, and what only this place can do."""
 
     device: str
-    ops: KernelOps
+    ops: Any
 
     def launcher(self, kernels: Kernels, folder: Path) -> Launcher:
         """For kernels that are no operation of ours."""
@@ -44,14 +47,14 @@ class Backend(Protocol):
 
 
 class CudaBackend:
-    """A GPU."""
+    """A GPU, and the operations as users call them."""
 
     device = "cuda"
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError("no GPU here; --backend emulator --toy tries the checks without one")
-        self.ops = KernelOps(self.launcher(catalog(), kernels_folder()))
+        self.ops = layerskip.ops
 
     def launcher(self, kernels: Kernels, folder: Path) -> Launcher:
         return DriverLauncher(torch.device("cuda"), kernels, folder=folder)
@@ -61,6 +64,7 @@ class CudaBackend:
         for call in calls[:2]:
             call()
         torch.cuda.synchronize()
+        calls = [*calls] * max(1, -(-GRAPH_CALLS // len(calls)))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for call in calls:
@@ -84,6 +88,8 @@ class CudaBackend:
             "multiprocessors": str(properties.multi_processor_count),
             "driver": output_of(query) or "unknown",
             "cuda": str(torch.version.cuda),
+            "cuda_bindings": version_of("cuda-bindings"),
+            "kernels": description((properties.major, properties.minor)),
         }
 
 
@@ -138,6 +144,14 @@ def output_of(command: Sequence[str]) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
+
+
+def version_of(package: str) -> str:
+    """Of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 class Noise:

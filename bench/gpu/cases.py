@@ -1,27 +1,30 @@
 """Every operation at a model's sizes: its inputs, its reference, the bytes that it must move."""
 
 import copy
+import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from gpu.backends import Backend, Noise
-from gpu.shapes import ModelShape
+from gpu.shapes import ModelShape, Sizes
 from layerskip.ops import definitions
+from layerskip.ops.registry import OPERATORS
 
 DRAFTED = 4
 ELEMENT = 2  # bytes of bf16
 # The largest relative error of one rounding to bf16, and how many of it an operation may be off;
-# a probability has the absolute error of its logit as its relative one.
+# a probability has the absolute error of its logit as its relative one. Noise has the CPU's bits.
 ROUNDING = 2.0**-8
-ROUNDINGS = {"swiglu": 4, "lm_head_argmax": 8}
+ROUNDINGS = {"swiglu": 4, "lm_head_argmax": 8, "gumbel_noise": 0, "gumbel_from_bits": 0}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
     """One call of an operation.
 
@@ -43,13 +46,26 @@ class Case:
     moved: int
     rival: Callable[..., Any] | None = None
 
+    def to(self, device: str) -> "Case":
+        """The same call on another device."""
+        args = tuple(arg.to(device) for arg in self.args)
+        kwargs = {
+            name: arg.to(device) if isinstance(arg, Tensor) else arg
+            for name, arg in self.kwargs.items()
+        }
+        return dataclasses.replace(self, args=args, kwargs=kwargs)
 
-def cases(model: ModelShape, rows: int, keys: int, device: str) -> Iterator[Case]:
-    """Every operation, for ``rows`` tokens of one sequence."""
+
+def cases(model: ModelShape, rows: int, sizes: Sizes, device: str) -> Iterator[Case]:
+    """Every operation, for ``rows`` tokens of one sequence; attention for more of them, too."""
     noise = Noise(device)
     yield from products(model, rows, noise)
-    yield from attention(model, rows, keys, noise)
+    for batch in sizes.batches:
+        yield attention(model, batch, rows, sizes.keys, noise)
+    yield append(model, rows, sizes.keys, noise)
     yield from small(model, rows, noise)
+    bits = torch.arange(sizes.uniforms, dtype=torch.int32, device=device)
+    yield Case("gumbel_from_bits", "", (bits,), {}, (), 8 * sizes.uniforms)
     yield from acceptance(model, noise)
 
 
@@ -86,29 +102,39 @@ def products(model: ModelShape, rows: int, noise: Noise) -> Iterator[Case]:
     yield Case("lm_head_argmax", "sampled", (x, head), sampled, (1,), moved)
 
 
-def attention(model: ModelShape, rows: int, keys: int, noise: Noise) -> Iterator[Case]:
-    """New positions at the end of a full cache, and the append before them."""
+def attention(model: ModelShape, batch: int, rows: int, keys: int, noise: Noise) -> Case:
+    """New positions at the end of full caches."""
+    dtype, heads, dim = torch.bfloat16, model.heads, model.head_dim
+    q = noise.normal(batch, rows, heads, dim, dtype=dtype)
+    shape = (batch, keys, model.heads_k, dim)
+    cache = [noise.normal(*shape, dtype=dtype) for _ in range(2)]
+    lengths = torch.full((batch,), keys - rows, dtype=torch.int32, device=noise.device)
+    moved = ELEMENT * batch * (2 * keys * model.heads_k + 2 * rows * heads) * dim
+    # The mask that flash attention has built in: the last row sees everything.
+    seen = None if rows == 1 else causal_lower_right(rows, keys)
+
+    def rival(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+
+    args = (q, *cache, lengths)
+    return Case("decode_attention", f"{batch} x {keys} keys", args, {}, (1, 2), moved, rival)
+
+
+def append(model: ModelShape, rows: int, keys: int, noise: Noise) -> Case:
+    """Rotary embedding, and the end of a full cache."""
     dtype, heads, dim = torch.bfloat16, model.heads, model.head_dim
     q = noise.normal(1, rows, heads, dim, dtype=dtype)
     new = [noise.normal(1, rows, model.heads_k, dim, dtype=dtype) for _ in range(2)]
     cache = [noise.normal(1, keys, model.heads_k, dim, dtype=dtype) for _ in range(2)]
     length = torch.tensor([keys - rows], dtype=torch.int32, device=noise.device)
-    moved = ELEMENT * (2 * keys * model.heads_k + 2 * rows * heads) * dim
-    mask = torch.ones(rows, keys, dtype=torch.bool, device=noise.device).tril(keys - rows)
-
-    def rival(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        seen = None if rows == 1 else mask
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-
-    yield Case("decode_attention", f"{keys} keys", (q, *cache, length), {}, (1, 2), moved, rival)
     angles = torch.outer(
         torch.arange(keys, device=noise.device).float(),
         10000.0 ** (-torch.arange(0, dim, 2, device=noise.device) / dim),
     )
     tables = (angles.cos().contiguous(), angles.sin().contiguous())
     moved = 2 * ELEMENT * rows * (heads + 2 * model.heads_k) * dim
-    yield Case("rope_append_kv", "", (q, *new, *cache, *tables, length), {}, (3, 4), moved)
+    return Case("rope_append_kv", "", (q, *new, *cache, *tables, length), {}, (3, 4), moved)
 
 
 def small(model: ModelShape, rows: int, noise: Noise) -> Iterator[Case]:
@@ -141,7 +167,10 @@ def acceptance(model: ModelShape, noise: Noise) -> Iterator[Case]:
 
 
 def check(case: Case, backend: Backend) -> dict[str, Any]:
-    """Results, and arguments that the operation changes, against the definition in float64."""
+    """Results, and arguments that the operation changes, against the definition in float64.
+
+    What it must leave alone is compared byte by byte.
+    """
     ours, theirs = copy.deepcopy(case.args), tuple(_wide(arg) for arg in case.args)
     kwargs = {name: _wide(arg) for name, arg in case.kwargs.items()}
     results = _tuple(getattr(backend.ops, case.op)(*ours, **case.kwargs))
@@ -150,10 +179,21 @@ def check(case: Case, backend: Backend) -> dict[str, Any]:
     if case.op == "lm_head_argmax":
         found["behind"] = behind(results[0], wanted[0], theirs, kwargs)
         results, wanted = results[1:], wanted[1:]
-    pairs = zip((*results, *ours), (*wanted, *theirs), strict=True)
+    pairs = [*zip(results, wanted, strict=True)]
+    for name, got, want, before in zip(_names(case), ours, theirs, case.args, strict=True):
+        if name in OPERATORS[case.op]:
+            pairs.append((got, want))
+        elif not torch.equal(got.cpu().view(torch.uint8), before.cpu().view(torch.uint8)):
+            found["changed"] = name
     found["error"] = max(_error(got, want) for got, want in pairs)
-    found["ok"] = max(found["error"], found.get("behind", 0.0)) <= found["bound"]
+    right = max(found["error"], found.get("behind", 0.0)) <= found["bound"]
+    found["ok"] = right and "changed" not in found
     return found
+
+
+def _names(case: Case) -> list[str]:
+    """Of the positional arguments."""
+    return [*inspect.signature(getattr(definitions, case.op)).parameters][: len(case.args)]
 
 
 def behind(chosen: Tensor, best: Tensor, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> float:
@@ -193,9 +233,10 @@ def _wide(arg: Any) -> Any:
 
 def _error(got: Tensor, want: Tensor) -> float:
     """Of numbers, the norm of the difference over the norm; of integers, the share that differs."""
+    got = got.cpu()
     if got.shape != want.shape or bool(got.isnan().any()):
         return float("inf")
     if not got.is_floating_point():
-        return (got.cpu() != want).double().mean().item()
+        return (got != want).double().mean().item()
     want = want.double()
-    return ((got.cpu().double() - want).norm() / want.norm().clamp(min=1e-30)).item()
+    return ((got.double() - want).norm() / want.norm().clamp(min=1e-30)).item()

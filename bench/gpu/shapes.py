@@ -26,9 +26,9 @@ class ModelShape:
         }
 
 
-MODELS = (
-    ModelShape("Llama-3.2-1B", 2048, 32, 8, 64, 8192, 128256),
+MODELS = (  # the most important first: time may run out
     ModelShape("Llama-3.1-8B", 4096, 32, 8, 128, 14336, 128256),
+    ModelShape("Llama-3.2-1B", 2048, 32, 8, 64, 8192, 128256),
     ModelShape("Qwen3-4B", 2560, 32, 8, 128, 9728, 151936),
 )
 TOYS = (ModelShape("toy", 64, 4, 2, 64, 72, 200),)
@@ -43,6 +43,8 @@ class Sizes:
         rows: tokens of a pass, for the measurements.
         products: of the probe of mma.
         keys: cached, for attention.
+        batches: numbers of sequences, for attention.
+        uniforms: whose noise is compared with the CPU's: there are 2**24.
         rotated_bytes: of weights that a pass of a measurement reads, so that none is in a cache.
         copied_bytes: of the measurement of copying.
     """
@@ -51,6 +53,8 @@ class Sizes:
     rows: tuple[int, ...]
     products: int
     keys: int
+    batches: tuple[int, ...]
+    uniforms: int
     rotated_bytes: int
     copied_bytes: int
 
@@ -59,8 +63,19 @@ FULL = Sizes(
     MODELS,
     rows=(1, 5, 8, 16),
     products=4096,
-    keys=4096,
+    keys=8192,
+    batches=(1, 8),
+    uniforms=1 << 24,
     rotated_bytes=400 << 20,
     copied_bytes=2 << 30,
 )
-TOY = Sizes(TOYS, rows=(1, 5), products=4, keys=70, rotated_bytes=40 << 10, copied_bytes=1 << 20)
+TOY = Sizes(
+    TOYS,
+    rows=(1, 5),
+    products=4,
+    keys=70,
+    batches=(1, 3),
+    uniforms=1 << 12,
+    rotated_bytes=40 << 10,
+    copied_bytes=1 << 20,
+)

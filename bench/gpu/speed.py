@@ -1,7 +1,7 @@
 """GB/s of every operation, as a share of what copying reaches, beside torch's own kernels."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,28 +20,38 @@ def copy_bandwidth(backend: Backend, sizes: Sizes) -> float:
     return 2 * sizes.copied_bytes / backend.seconds([lambda: target.copy_(source)] * 2)
 
 
-def speeds(backend: Backend, sizes: Sizes, deadline: float) -> dict[str, Any]:
-    """Every operation for 1 to 16 rows, the larger models last; stops at the deadline."""
+def speeds(
+    backend: Backend,
+    sizes: Sizes,
+    deadline: float,
+    result: dict[str, Any],
+    write: Callable[[], None],
+) -> None:
+    """Every operation for 1 to 16 rows into ``result``; stops at the deadline.
+
+    Args:
+        write: called after each measurement, so that none is lost where a later one ends the run.
+    """
+    result["ok"] = True  # a measurement cannot fail
     bandwidth = copy_bandwidth(backend, sizes)
-    result: dict[str, Any] = {"copy_gb_per_s": bandwidth / 1e9, "complete": True}
+    result |= {"copy_gb_per_s": bandwidth / 1e9, "complete": False}
     for name, case in wanted(sizes, backend.device):
         if time.monotonic() > deadline:
-            result["complete"] = False
-            break
+            return
         result[name] = measure(case, backend, sizes.rotated_bytes, bandwidth)
-    result["ok"] = True  # a measurement cannot fail
-    return result
+        write()
+    result["complete"] = True
 
 
 def wanted(sizes: Sizes, device: str) -> Iterator[tuple[str, Case]]:
     for model in sizes.models:
         for rows in sizes.rows:
-            for case in cases(model, rows, sizes.keys, device):
+            for case in cases(model, rows, sizes, device):
                 yield f"{model.name} {case.op} {case.shape} rows={rows}".replace("  ", " "), case
 
 
-def measure(case: Case, backend: Backend, rotated: int, bandwidth: float) -> dict[str, float]:
-    """Seconds of one call out of memory, ours and torch's."""
+def measure(case: Case, backend: Backend, rotated: int, bandwidth: float) -> dict[str, Any]:
+    """Microseconds of one call out of memory, ours and torch's."""
     weights = sum(case.args[i].nbytes for i in case.rotated)
     copies = 2 if weights == 0 else min(MAX_COPIES, max(2, -(-rotated // weights)))
     operands = [case.args] + [
@@ -50,12 +60,16 @@ def measure(case: Case, backend: Backend, rotated: int, bandwidth: float) -> dic
     ]
     ours = getattr(backend.ops, case.op)
     seconds = backend.seconds([lambda a=args: ours(*a, **case.kwargs) for args in operands])
-    result = {
+    result: dict[str, Any] = {
         "us": seconds * 1e6,
         "gb_per_s": case.moved / seconds / 1e9,
         "share_of_copy": case.moved / seconds / bandwidth,
     }
     if case.rival is not None:
         rival = case.rival
-        result["torch_us"] = 1e6 * backend.seconds([lambda a=args: rival(*a) for args in operands])
+        try:
+            theirs = backend.seconds([lambda a=args: rival(*a) for args in operands])
+            result["torch_us"] = 1e6 * theirs
+        except RuntimeError as error:  # there may be no such kernel of torch's for these sizes
+            result["torch_error"] = str(error)[:200]
     return result

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 FORMATS = {"Bf16": "bfloat16", "Fp16": "float16"}
 HEAD_DIMS = (64, 80, 96, 128, 256)
-LINEAR_TILES = (1, 2, 4, 8)
-HEAD_TILES = (1, 2, 4)
+PRODUCT_TILES = (1, 2, 4, 8)  # 64 tokens per read of the weights
 ATTENTION_TILES = (1, 4)
 TILE = 8  # tokens of one mma tile
 SPLIT_KEYS = 256  # of decode attention
@@ -68,7 +67,7 @@ def attention_bytes(head_dim: int) -> Callable[..., int]:
 
 def _instances() -> Iterator[KernelInstance]:
     for form in FORMATS:
-        for tiles in LINEAR_TILES:
+        for tiles in PRODUCT_TILES:
             yield KernelInstance(
                 f"linear<{form},{tiles}>",
                 "linear.cu",
@@ -81,7 +80,6 @@ def _instances() -> Iterator[KernelInstance]:
                 "silu(x G^T) * (x U^T), with a norm before it",
                 linear_bytes(tiles, 2),
             )
-        for tiles in HEAD_TILES:
             yield KernelInstance(
                 f"lm_head<{form},{tiles}>",
                 "lm_head.cu",

@@ -14,8 +14,7 @@ from layerskip.ops import arguments, layout
 from layerskip.ops.catalog import (
     ATTENTION_TILES,
     HEAD_DIMS,
-    HEAD_TILES,
-    LINEAR_TILES,
+    PRODUCT_TILES,
     SPLIT_KEYS,
     TILE,
     VERIFY_CHUNK,
@@ -89,7 +88,7 @@ class KernelOps:
         )
         layout.dense("linear", weight=weight, bias=bias, norm_weight=norm_weight)
         (m, k), n = x.shape, weight.shape[0]
-        tiles = _tiles(m, LINEAR_TILES)
+        tiles = _tiles(m, PRODUCT_TILES)
         args = (
             x,
             layout.row_stride("linear", x=x),
@@ -124,7 +123,7 @@ class KernelOps:
             "swiglu", gate_weight=gate_weight, up_weight=up_weight, norm_weight=norm_weight
         )
         (m, k), n = x.shape, gate_weight.shape[0]
-        tiles = _tiles(m, LINEAR_TILES)
+        tiles = _tiles(m, PRODUCT_TILES)
         stride = layout.row_stride("swiglu", x=x)
         aligned = layout.aligned(k, x, gate_weight, up_weight, norm_weight)
         args = (x, stride, gate_weight, up_weight, norm_weight, eps, out, m, n, k, aligned)
@@ -269,7 +268,7 @@ class KernelOps:
         layout.dense(op, temperature=temperature, seeds=seeds, positions=positions, starts=starts)
         m, k = x.shape
         vocab = weight.shape[0] if vocab_ids is None else vocab_ids.shape[0]
-        tiles, chunks = _tiles(m, HEAD_TILES), -(-vocab // VOCAB_CHUNK)
+        tiles, chunks = _tiles(m, PRODUCT_TILES), -(-vocab // VOCAB_CHUNK)
         summaries = x.new_empty(m, chunks, SUMMARY_WORDS, dtype=torch.float32)
         aligned = layout.aligned(k, x, weight, norm_weight)
         stride = layout.row_stride(op, x=x)

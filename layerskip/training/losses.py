@@ -1,7 +1,13 @@
 """Early-exit losses."""
 
+from collections.abc import Callable, Mapping
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_TOKENS = 512
 
 
 def exit_loss(
@@ -52,3 +58,129 @@ def consistency_loss(target_logits: Tensor, exit_logits: Tensor) -> Tensor:
     log_p = F.log_softmax(target_logits.float(), dim=-1)
     log_q = F.log_softmax(exit_logits.detach().float(), dim=-1)
     return F.kl_div(log_p, log_q, log_target=True, reduction="batchmean")
+
+
+def total_variation(
+    draft_logits: Tensor, target_logits: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """Distance of a draft's distribution from the target's, ``0.5 * sum |q - p|``, averaged.
+
+    One minus it is the chance that token-level verification accepts the draft's token (Leviathan et
+    al. 2023, arXiv 2211.17192, section 3.2): to lower it is to raise acceptance. The target is
+    detached.
+
+    Args:
+        draft_logits: ``(tokens, vocab)``.
+        target_logits: ``(tokens, vocab)``.
+        weights: ``(tokens,)`` not negative, of which the average is taken; None weighs all alike.
+
+    Returns:
+        A float32 scalar in [0, 1].
+    """
+    q, p = draft_logits.float().softmax(-1), target_logits.detach().float().softmax(-1)
+    return _averaged(0.5 * (q - p).abs().sum(-1), weights)
+
+
+def draft_loss(
+    draft_logits: Tensor,
+    target_logits: Tensor,
+    labels: Tensor,
+    *,
+    weights: Tensor | None = None,
+    cross_entropy: float = 0.1,
+) -> Tensor:
+    """Loss of a draft for the sake of acceptance: total variation and a little cross-entropy.
+
+    ``(1 - cross_entropy) * TV(draft, target) + cross_entropy * CE(draft, labels)``. Total variation
+    alone has next to no gradient where draft and target hardly overlap; cross-entropy has it there
+    (the mixture of DSpark, arXiv 2607.05147).
+
+    Args:
+        draft_logits: ``(tokens, vocab)``.
+        target_logits: ``(tokens, vocab)``, detached.
+        labels: ``(tokens,)`` int64, the tokens that follow.
+        weights: ``(tokens,)``, such as ``survival`` gives.
+        cross_entropy: share of the second term, in [0, 1].
+
+    Returns:
+        A float32 scalar.
+    """
+    distance = total_variation(draft_logits, target_logits, weights)
+    likelihood = F.cross_entropy(draft_logits.float(), labels, reduction="none")
+    return (1.0 - cross_entropy) * distance + cross_entropy * _averaged(likelihood, weights)
+
+
+@torch.no_grad()
+def survival(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """The chance that verification gets as far as each position of a draft.
+
+    A token counts only if all before it are accepted: ``prod_{j < i} (1 - TV_j)``, 1 for the first.
+
+    Args:
+        draft_logits: ``(..., positions, vocab)`` of one draft, or of several beside each other.
+        target_logits: the same shape.
+
+    Returns:
+        ``(..., positions)`` float32.
+    """
+    q, p = draft_logits.float().softmax(-1), target_logits.float().softmax(-1)
+    accepted = torch.minimum(q, p).sum(-1)
+    before = torch.cat([torch.ones_like(accepted[..., :1]), accepted[..., :-1]], dim=-1)
+    return before.cumprod(-1)
+
+
+def early_exit_losses(
+    hidden: Mapping[int, Tensor],
+    head: Callable[[Tensor], Tensor],
+    labels: Tensor,
+    scales: Mapping[int, float],
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Tensor:
+    """Cross-entropy through the shared head at several depths, weighted and added up.
+
+    Logits are made for ``chunk_tokens`` tokens of one exit at a time, and again in the backward
+    pass: of a vocabulary of 128,256, all exits' logits of a few thousand tokens would not fit.
+
+    Args:
+        hidden: by exit layer, ``(tokens, width)`` after so many layers.
+        head: final norm and output embedding, ``(n, width)`` to ``(n, vocab)``.
+        labels: ``(tokens,)`` int64 next-token ids; -100 is left out.
+        scales: by exit layer, what its mean is multiplied with; one without a scale is left out.
+        chunk_tokens: tokens whose logits exist at once.
+
+    Returns:
+        A float32 scalar in nats per token: ``sum_e scales[e] * CE(head(hidden[e]), labels)``.
+
+    Raises:
+        ValueError: a scale is of an exit whose hidden states are not there, or no label counts.
+
+    References:
+        LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710), equation 4.
+    """
+    missing = sorted(set(scales) - set(hidden))
+    if missing:
+        raise ValueError(
+            f"scales name exit layer {missing[0]}; hidden states are of {sorted(hidden)}"
+        )
+    count = int((labels != -100).sum())
+    if count == 0:
+        raise ValueError("no label counts: all are -100")
+
+    def summed(states: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(head(states).float(), wanted, ignore_index=-100, reduction="sum")
+
+    total = torch.zeros((), device=labels.device)
+    for layer, scale in scales.items():
+        parts = zip(hidden[layer].split(chunk_tokens), labels.split(chunk_tokens), strict=True)
+        for states, wanted in parts:
+            loss = checkpoint(summed, states, wanted, use_reentrant=False)
+            assert isinstance(loss, Tensor)
+            total = total + scale / count * loss
+    return total
+
+
+def _averaged(values: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return values.mean()
+    return (weights * values).sum() / weights.sum().clamp_min(1e-9)

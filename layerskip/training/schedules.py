@@ -1,6 +1,13 @@
 """Schedules over depth and over time."""
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from layerskip.params import check_integer, check_number
+
+Curriculum = Literal["none", "rotational", "gradual"]
+CURRICULA: tuple[Curriculum, ...] = ("none", "rotational", "gradual")
 
 
 def layer_dropout_rate(layer: int, num_layers: int, max_rate: float) -> float:
@@ -21,3 +28,75 @@ def warmup_stable_decay(progress: float, *, warmup: float = 0.02, decay_from: fl
     if progress < decay_from:
         return 1.0
     return max(0.0, (1.0 - progress) / (1.0 - decay_from))
+
+
+def enabled_exits(
+    curriculum: Curriculum, step: int, num_steps: int, num_layers: int, *, every: int = 4
+) -> tuple[int, ...]:
+    """Exit layers whose loss counts at a step, from the shallowest on; full depth always does.
+
+    A function of the step alone: a run that goes on from a checkpoint goes on where it was.
+
+    - "none": every exit at every step.
+    - "rotational": every ``every``-th exit, another set at each step, so that after ``every`` steps
+      all had their turn.
+    - "gradual": from the deepest down to the first, one more every ``num_steps / (2 num_layers)``
+      steps: all of them from half of the run on.
+
+    Args:
+        curriculum: one of the three.
+        step: from 0.
+        num_steps: of the whole run.
+        num_layers: depth of the model; its exits are 1 to ``num_layers``, the last of them full
+            depth.
+        every: of the rotational curriculum, ``R`` in the paper.
+
+    References:
+        LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710), section 3.2.
+    """
+    if curriculum not in CURRICULA:
+        raise ValueError(f"curriculum must be one of {', '.join(CURRICULA)}, got {curriculum!r}")
+    check_integer("step", step, 0)
+    check_integer("num_steps", num_steps, 1)
+    check_integer("num_layers", num_layers, 1)
+    check_integer("every", every, 1)
+    exits = range(1, num_layers + 1)
+    if curriculum == "rotational":
+        return tuple(e for e in exits if e == num_layers or (e - 1) % every == step % every)
+    if curriculum == "gradual":
+        count = 1 + 2 * num_layers * step // num_steps
+        return tuple(exits[max(0, num_layers - count) :])
+    return tuple(exits)
+
+
+def exit_loss_scales(
+    exits: Sequence[int], num_layers: int, *, early_scale: float = 1.0, floor: float = 0.0
+) -> Mapping[int, float]:
+    """Weights of the enabled exits' losses; they add up to 1.
+
+    The paper's grow with depth, ``early_scale * sum_{i < e} i`` for an exit after ``e`` layers and
+    ``num_layers - 1 + early_scale * sum_{i < num_layers - 1} i`` at full depth, divided by their
+    sum: the fourth of 32 layers gets 0.1 % of it, and exits that one drafts from hardly learn.
+    ``floor`` is a share of all weight that is handed out equally instead.
+
+    Args:
+        exits: enabled, full depth among them.
+        num_layers: depth of the model.
+        early_scale: of early exits against full depth; 0 trains full depth alone.
+        floor: in [0, 1); 0 is the paper's rule.
+
+    References:
+        LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710), equations 5 and 6.
+    """
+    check_number("early_scale", early_scale, 0.0, 1e6)
+    check_number("floor", floor, 0.0, 0.999)
+    if num_layers not in exits or len(set(exits)) < len(exits):
+        raise ValueError(f"exits must be distinct and hold full depth ({num_layers}), got {exits}")
+    for layer in exits:
+        check_integer("an exit layer", layer, 1, num_layers)
+    raw = {e: early_scale * math.comb(e, 2) for e in exits}
+    raw[num_layers] = num_layers - 1 + early_scale * math.comb(num_layers - 1, 2)
+    total = sum(raw.values()) or 1.0
+    if num_layers == 1 or total == 0.0:
+        return dict.fromkeys(exits, 1.0 / len(exits))
+    return {e: (1.0 - floor) * w / total + floor / len(exits) for e, w in raw.items()}

@@ -31,10 +31,15 @@ class Backend:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
 
+def every_kernel() -> list[tuple[str, str]]:
+    """Names and sources of all that an operation may launch."""
+    return [(kernel.name, kernel.source) for kernel in CATALOG.values()]
+
+
 @functools.cache
 def emulated() -> EmulatorLauncher:
     need(Toolchain.default().path, "g++, which builds the emulator")
-    return EmulatorLauncher((k.name, k.source) for k in CATALOG.values())
+    return EmulatorLauncher(every_kernel())
 
 
 def make_backend(name: str) -> Backend:

@@ -1,8 +1,46 @@
-"""What the tests of the kernels share: backends, number formats, numbers and poison."""
+"""What the tests of the kernels share: backends, number formats, numbers and poison.
 
+What tests need compiled is compiled while others run, on every core.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import cubins
+import emulator
 import pytest
 import torch
-from backends import Backend, make_backend
+from backends import Backend, every_kernel, make_backend
+
+LAST = Path(__file__).parent / "test_build.py"  # it needs what takes longest to compile
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path == LAST)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin to compile: first for the operations' tests, then what each file asks for.
+
+    A file's ``compile_ahead`` is told the names of all the fixtures that its tests use.
+    """
+    if session.config.option.collectonly:
+        return
+    used: dict[Any, set[str]] = {}
+    for item in session.items:
+        used.setdefault(getattr(item, "module", None), set()).update(
+            getattr(item, "fixturenames", ())
+        )
+    if emulator.Toolchain.default().path and any("kernels" in names for names in used.values()):
+        emulator.begin(every_kernel())
+    for module, names in used.items():
+        if (compile_ahead := getattr(module, "compile_ahead", None)) is not None:
+            compile_ahead(names)
+
+
+def pytest_unconfigure() -> None:
+    emulator.stop()
+    cubins.stop()
 
 
 @pytest.fixture(params=["reference", "emulator", "cuda"])

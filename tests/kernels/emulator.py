@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -49,13 +49,32 @@ class Toolchain:
 
     @classmethod
     def default(cls) -> "Toolchain":
-        """The environment's choice: that is how a subprocess runs the same tests sanitized."""
-        return cls(sanitize=os.environ.get("LAYERSKIP_EMULATOR_SANITIZE") == "1")
+        """The environment's choice: that is how a subprocess runs the same tests another way."""
+        return cls(
+            os.environ.get("LAYERSKIP_EMULATOR_COMPILER", "g++"),
+            sanitize=os.environ.get("LAYERSKIP_EMULATOR_SANITIZE") == "1",
+        )
 
     @property
     def path(self) -> str | None:
         """Where the compiler is, or None."""
         return shutil.which(self.compiler)
+
+    @property
+    def is_clang(self) -> bool:
+        return "clang" in self.compiler
+
+    def sanitizers(self) -> list[str]:
+        """The libraries that a process has to be started with."""
+        names = ["libasan.so", "libubsan.so"]
+        if self.is_clang:  # one library for both
+            names = [f"libclang_rt.asan-{platform.machine()}.so"]
+        return [self._library(name) for name in [*names, "libstdc++.so"]]
+
+    def _library(self, name: str) -> str:
+        """Where the compiler has a library; its bare name if it has none."""
+        command = [self.compiler, f"-print-file-name={name}"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     def flags(self, *, runtime: bool = False) -> list[str]:
         """For a source of kernels, or for the emulator's own."""
@@ -69,8 +88,10 @@ class Toolchain:
             checks = "address" if runtime else "address,undefined"
             flags += ["-O1", "-g", f"-fsanitize={checks}", "-fno-sanitize-recover=all"]
             flags += ["-fno-omit-frame-pointer", "-ftrivial-auto-var-init=pattern"]
+            flags += ["-shared-libasan"] * self.is_clang  # as g++ has it: Python has none within
         else:
-            flags.append("-O2")
+            # Of kernels there are many, which run for a moment each: -O2 takes twice as long.
+            flags.append("-O2" if runtime else "-O1")
         if self.ucontext:
             flags.append("-DLAYERSKIP_EMULATOR_UCONTEXT=1")
         return flags
@@ -88,6 +109,10 @@ def has_fma() -> bool:
 @functools.cache
 def _compiler_version(path: str) -> bytes:
     return subprocess.run([path, "--version"], check=True, capture_output=True).stdout
+
+
+def _runtime_sources() -> list[Path]:
+    return [*RUNTIME.glob("*.h"), *RUNTIME.glob("*.cpp")]
 
 
 def _key(files: Iterable[Path], *rest: str) -> str:
@@ -112,41 +137,80 @@ def _compile(toolchain: Toolchain, flags: Sequence[str], out: Path) -> Path:
     return out
 
 
-def _runtime(toolchain: Toolchain) -> list[Path]:
-    """The emulator's own objects, the same for all kernels."""
+@functools.cache
+def _compilers() -> ThreadPoolExecutor:
+    """As many at once as there are cores. What waits for another was begun after it."""
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+
+
+def stop() -> None:
+    """Begin nothing more of what nobody waits for."""
+    if _compilers.cache_info().currsize:
+        _compilers().shutdown(cancel_futures=True)
+
+
+@functools.cache
+def begin_runtime(toolchain: Toolchain) -> list[Future[Path]]:
+    """The emulator's own objects, the same for all kernels; not waited for."""
     version = _compiler_version(toolchain.path or toolchain.compiler).decode()
     flags = toolchain.flags(runtime=True)
-    key = _key(RUNTIME.iterdir(), version, *flags)
-    objects = [CACHE / f"{source.stem}-{key}.o" for source in sorted(RUNTIME.glob("*.cpp"))]
-    for out in objects:
-        if not out.exists():
-            source = RUNTIME / f"{out.stem.removesuffix('-' + key)}.cpp"
-            _compile(toolchain, [*flags, "-c", str(source)], out)
-    return objects
+    key = _key(_runtime_sources(), version, *flags)
+
+    def make(source: Path) -> Path:
+        out = CACHE / f"{source.stem}-{key}.o"
+        return out if out.exists() else _compile(toolchain, [*flags, "-c", str(source)], out)
+
+    return [_compilers().submit(make, source) for source in sorted(RUNTIME.glob("*.cpp"))]
 
 
-def build(source: Path, names: Sequence[str], toolchain: Toolchain, cache: Path = CACHE) -> Path:
-    """The shared library with these kernels of one source, from the cache if nothing changed.
+@functools.cache
+def _begun(source: Path, names: tuple[str, ...], toolchain: Toolchain, out: Path) -> Future[Path]:
+    """Compile a library, unless that was begun before."""
+    runtime = begin_runtime(toolchain)
+
+    def make() -> Path:
+        if out.exists():
+            return out
+        lines = ['#include "emulator.h"', f'#include "{source}"']
+        lines += [f'EMULATOR_KERNEL("{name}", {name})' for name in names]
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", suffix=".cpp", dir=out.parent) as unit:
+            unit.write("\n".join(lines) + "\n")
+            unit.flush()
+            objects = [str(future.result()) for future in runtime]
+            flags = [*toolchain.flags(), f"-I{RUNTIME}", "-shared", unit.name, *objects]
+            return _compile(toolchain, flags, out)
+
+    return _compilers().submit(make)
+
+
+def begin(
+    kernels: Iterable[tuple[str, str]],
+    *,
+    folder: Path = KERNELS,
+    toolchain: Toolchain | None = None,
+    cache: Path = CACHE,
+) -> dict[str, Future[Path]]:
+    """Compile the libraries with these kernels, one of each source; not waited for.
+
+    What is in the cache, and has not changed since, is not compiled.
 
     Args:
-        source: a ``.cu`` file; headers beside it count as part of it.
-        names: name expressions, such as ``"decode_attention<Bf16,64,1>"``.
+        kernels, folder, toolchain, cache: as ``EmulatorLauncher`` takes them.
     """
-    runtime = _runtime(toolchain)
-    headers = source.parent.glob("*.cuh")
-    key = _key([source, *headers], *names, *toolchain.flags(), *(p.name for p in runtime))
-    out = cache / f"{source.stem}-{key}.so"
-    if out.exists():
-        return out
-    lines = ['#include "emulator.h"', f'#include "{source}"']
-    lines += [f'EMULATOR_KERNEL("{name}", {name})' for name in names]
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", suffix=".cpp", dir=cache) as unit:
-        unit.write("\n".join(lines) + "\n")
-        unit.flush()
-        objects = [str(p) for p in runtime]
-        flags = [*toolchain.flags(), f"-I{RUNTIME}", "-shared", unit.name, *objects]
-        return _compile(toolchain, flags, out)
+    toolchain = toolchain or Toolchain.default()
+    names: dict[str, list[str]] = {}
+    for name, source in kernels:
+        names.setdefault(source, []).append(name)
+    headers = [*folder.glob("*.cuh"), *_runtime_sources()]
+    version = _compiler_version(toolchain.path or toolchain.compiler).decode()
+    flags = [*toolchain.flags(), *toolchain.flags(runtime=True), version]
+    begun = {}
+    for source, own in names.items():
+        key = _key([folder / source, *headers], *own, *flags)
+        out = cache / f"{Path(source).stem}-{key}.so"
+        begun[source] = _begun(folder / source, tuple(own), toolchain, out)
+    return begun
 
 
 class EmulatorLauncher:
@@ -172,20 +236,11 @@ class EmulatorLauncher:
     ):
         self.seed = seed
         self.threads = threads
-        toolchain = toolchain or Toolchain.default()
-        names: dict[str, list[str]] = {}
-        for name, source in kernels:
-            names.setdefault(source, []).append(name)
-        _runtime(toolchain)
-        with ThreadPoolExecutor(threads) as pool:
-            built = pool.map(lambda s: build(folder / s, names[s], toolchain, cache), names)
-            libraries = [ctypes.CDLL(str(path)) for path in built]
-        self._libraries = {
-            name: library
-            for source, library in zip(names, libraries, strict=True)
-            for name in names[source]
-        }
-        for library in libraries:
+        kernels = list(kernels)
+        begun = begin(kernels, folder=folder, toolchain=toolchain, cache=cache)
+        libraries = {source: ctypes.CDLL(str(made.result())) for source, made in begun.items()}
+        self._libraries = {name: libraries[source] for name, source in kernels}
+        for library in libraries.values():
             library.emulator_signature.restype = ctypes.c_char_p
             library.emulator_signature.argtypes = [ctypes.c_char_p]
 
@@ -240,24 +295,26 @@ def _check_arguments(kernel: str, expected: str, args: Sequence[Argument]) -> No
             raise EmulatorError(f"{kernel} runs on the CPU here, and got a tensor on {arg.device}")
 
 
-def run_sanitized(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments, in a process whose emulator is sanitized.
+def run_with(
+    toolchain: Toolchain, *arguments: str, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, in a process in which this is the default toolchain.
 
-    The sanitizers' libraries have to be there before Python is, so this takes a process of its
-    own. A mistake that they see ends it, with a report on stderr.
+    The sanitizers' libraries have to be there before Python is, so it takes a process of its own.
+    A mistake that they see ends it, with a report on stderr.
     """
-    libraries = [
-        subprocess.run(
-            ["g++", f"-print-file-name={name}"], check=True, capture_output=True, text=True
-        ).stdout.strip()
-        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
-    ]
+    for begun in begin_runtime(toolchain):
+        begun.result()
     environment = os.environ | {
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps much to its end
-        "LAYERSKIP_EMULATOR_SANITIZE": "1",
-        "LD_PRELOAD": " ".join(libraries),
+        "LAYERSKIP_EMULATOR_COMPILER": toolchain.compiler,
         "PYTHONPATH": f"{HERE}:{HERE.parents[1]}",
     }
+    if toolchain.sanitize:
+        environment |= {
+            "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps much to its end
+            "LAYERSKIP_EMULATOR_SANITIZE": "1",
+            "LD_PRELOAD": " ".join(toolchain.sanitizers()),
+        }
     return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,

@@ -10,21 +10,26 @@ import logging
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cubins import ARCHS, IN_FULL, REPO, compiled, compiling, selected
 from needs import need
 
 from layerskip.ops import __main__, build
 from layerskip.ops.build import Cubin, KernelBuildError, arch_for, cache_folders, compile_kernel
 from layerskip.ops.catalog import CATALOG, KernelInstance
 
-ARCHS = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100"]
-IN_FULL = "sm_90"
-CACHE = Path(__file__).parents[2] / ".cache" / "cubins"
 MAX_STATIC_SMEM = 0  # shared memory is dynamic, so that the emulator can guard it
 SIMPLE = "__global__ void simple(int *out) { *out = VALUE; }\n"
+
+
+def compile_ahead(fixtures: set[str]) -> None:
+    """While other tests run; see conftest.py."""
+    if "cubins" in fixtures:
+        compiling()
 
 
 def has_nvrtc() -> bool:
@@ -35,26 +40,15 @@ def has_nvrtc() -> bool:
     return True
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def nvrtc() -> None:
     need(has_nvrtc(), "NVRTC (pip install 'layerskip[kernels]')")
 
 
-def selected(arch: str) -> list[str]:
-    """All kernels for one architecture, the largest of each template for the others."""
-    if arch == IN_FULL:
-        return list(CATALOG)
-    largest = {name.split("<")[0]: name for name in CATALOG if "Fp16" not in name}
-    return list(largest.values())
-
-
-def compiled(names: list[str], arch: str) -> dict[str, Cubin]:
-    """From a cache in the checkout: only what changed is compiled again."""
-    with ThreadPoolExecutor(2) as pool:
-        cubins = pool.map(
-            lambda name: compile_kernel(name, CATALOG[name].source, arch, cache=CACHE), names
-        )
-        return dict(zip(names, cubins, strict=True))
+@pytest.fixture(scope="session")
+def cubins(nvrtc) -> Callable[[list[str], str], dict[str, Cubin]]:
+    """``cubins(names, arch)``: those kernels, compiled."""
+    return compiled
 
 
 def check_usage(cubins: dict[str, Cubin]) -> None:
@@ -66,16 +60,14 @@ def check_usage(cubins: dict[str, Cubin]) -> None:
         assert 0 < usage.registers <= 255
 
 
-@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("arch", ARCHS)
-def test_kernels_compile_without_spills(arch):
-    check_usage(compiled(selected(arch), arch))
+def test_kernels_compile_without_spills(cubins, arch):
+    check_usage(cubins(selected(arch), arch))
 
 
-@pytest.mark.usefixtures("nvrtc")
-def test_the_usage_is_of_the_kernel_alone():
+def test_the_usage_is_of_the_kernel_alone(cubins):
     """Not of those that are compiled along with it."""
-    with_finish, finish = compiled(["lm_head<Bf16,1>", "lm_head_finish"], IN_FULL).values()
+    with_finish, finish = cubins(["lm_head<Bf16,1>", "lm_head_finish"], IN_FULL).values()
     assert "lm_head_finish" in with_finish.log
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", with_finish.log)]
     assert len(registers) == 2
@@ -83,10 +75,9 @@ def test_the_usage_is_of_the_kernel_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("arch", ARCHS)
-def test_all_kernels_compile_without_spills(arch):
-    check_usage(compiled(list(CATALOG), arch))
+def test_all_kernels_compile_without_spills(cubins, arch):
+    check_usage(cubins(list(CATALOG), arch))
 
 
 def tools() -> Path | None:
@@ -118,12 +109,14 @@ def sass(cubin: Cubin, tmp_path: Path) -> str:
 # What moves most of the bytes: 16 bytes a load, and tensor cores for the products.
 STREAMING = ["linear<Bf16,1>", "linear<Fp16,2>", "swiglu<Bf16,1>", "lm_head<Bf16,1>"]
 STREAMING += ["decode_attention<Bf16,64,1>", "decode_attention<Bf16,128,4>"]
+EVERYWHERE = ["linear<Bf16,8>", "decode_attention<Bf16,256,4>"]
+LOOKED_INTO = [(name, IN_FULL) for name in STREAMING]
+LOOKED_INTO += [(name, arch) for arch in ARCHS if arch != IN_FULL for name in EVERYWHERE]
 
 
-@pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("name", STREAMING)
-def test_machine_code_streams(name, tmp_path):
-    code = sass(compiled([name], IN_FULL)[name], tmp_path)
+@pytest.mark.parametrize(("name", "arch"), LOOKED_INTO)
+def test_machine_code_streams(cubins, name, arch, tmp_path):
+    code = sass(cubins([name], arch)[name], tmp_path)
     assert re.search(r"\bLDG\.E\.128", code), "no load of 16 bytes"
     assert re.search(r"\bHMMA\.16816\.F32", code), "no tensor core"
     assert not re.search(r"\b(LDL|STL)\b", code), "local memory"
@@ -381,13 +374,19 @@ def test_sources_of_a_wheel_are_found(tmp_path, monkeypatch):
     assert build.kernels_folder.__wrapped__() == package / "kernels"
 
 
+def test_a_wheel_takes_the_sources_along():
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"] == {
+        "kernels": "layerskip/kernels"
+    }
+
+
 def test_importing_the_package_needs_no_cuda():
     script = (
         "import sys; sys.modules['cuda'] = None\n"
         "import layerskip.ops.build, layerskip.ops.launch, layerskip.ops.__main__"
     )
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=root, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=REPO, timeout=60)
 
 
 def test_the_description_says_what_compiles_for_what(monkeypatch):

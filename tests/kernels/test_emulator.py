@@ -3,13 +3,23 @@
 import ctypes
 import functools
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from emulator import EmulatorError, EmulatorLauncher, Toolchain, poisoned, run_sanitized
-from needs import need
+from emulator import (
+    EmulatorError,
+    EmulatorLauncher,
+    Toolchain,
+    begin,
+    begin_runtime,
+    poisoned,
+    run_with,
+)
+from needs import need, need_compiler
 
 HERE = Path(__file__).parent
 CASES = (HERE / "cases.cu").read_text(encoding="utf-8")
@@ -17,22 +27,32 @@ SEEDS = [0, 1, 2, 3]
 TEMPLATES = ["mma<true>", "mma<false>", "copies<0>", "copies<1>", "copies<3>"]
 NAMES = [*re.findall(r"^__global__ void (\w+)", CASES, flags=re.MULTILINE), *TEMPLATES]
 NAMES = [name for name in NAMES if name not in {"mma", "copies"}]
-TOOLCHAINS = [
-    Toolchain(),
-    Toolchain(ucontext=True),
-    Toolchain("clang++"),
-]
+CASE_KERNELS = [(name, "cases.cu") for name in NAMES]
+TOOLCHAINS = {
+    "g++": Toolchain(),
+    "ucontext": Toolchain(ucontext=True),
+    "clang++": Toolchain("clang++"),
+}
+
+
+def compile_ahead(fixtures: set[str]) -> None:
+    """While other tests run; see conftest.py."""
+    if "emulator" not in fixtures or Toolchain.default().sanitize:
+        return
+    for toolchain in TOOLCHAINS.values():
+        if toolchain.path is not None:
+            begin(CASE_KERNELS, folder=HERE, toolchain=toolchain)
+    if Toolchain().path is not None:
+        begin_runtime(Toolchain(sanitize=True))
 
 
 @functools.cache
 def launcher(toolchain: Toolchain) -> EmulatorLauncher:
-    if toolchain.path is None and toolchain.compiler != "g++":
-        pytest.skip(f"a second compiler, {toolchain.compiler}, is not here")
-    need(toolchain.path, toolchain.compiler)
-    return EmulatorLauncher(((n, "cases.cu") for n in NAMES), folder=HERE, toolchain=toolchain)
+    need_compiler(toolchain)
+    return EmulatorLauncher(CASE_KERNELS, folder=HERE, toolchain=toolchain)
 
 
-@pytest.fixture(params=TOOLCHAINS, ids=["g++", "ucontext", "clang++"])
+@pytest.fixture(params=TOOLCHAINS.values(), ids=TOOLCHAINS)
 def emulator(request) -> EmulatorLauncher:
     """Under every toolchain; in a sanitized process, under that one alone."""
     toolchain = Toolchain.default() if Toolchain.default().sanitize else request.param
@@ -333,6 +353,15 @@ def test_wrong_arguments_are_refused(emulator):
         run(emulator, "shuffles", 32, out, out, "8")
 
 
+def test_only_a_second_compiler_may_be_missing_in_ci(monkeypatch):
+    monkeypatch.setenv("LAYERSKIP_REQUIRE_KERNELS", "1")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(pytest.skip.Exception, match=r"clang\+\+ is not installed"):
+        need_compiler(Toolchain("clang++"))
+    with pytest.raises(pytest.fail.Exception, match=r"g\+\+.* is missing"):
+        need_compiler(Toolchain())
+
+
 def test_a_source_with_an_error_is_refused(tmp_path):
     need(Toolchain().path, "g++")
     (tmp_path / "broken.cu").write_text("__global__ void broken() { nonsense(); }")
@@ -359,12 +388,14 @@ def test_a_library_is_built_again_when_a_header_changes(tmp_path):
 
 
 def test_the_sanitizer_names_the_line(tmp_path):
-    need(Toolchain().path, "g++")
+    """By g++: clang++ 14 names the line, too, but here LLVM's symbolizer then never ends."""
+    need_compiler(sanitized := Toolchain(sanitize=True))
     text = CASES[CASES.index("__global__ void overrun") :]
     text = text[: text.index("\n}\n") + 3]
     (tmp_path / "overrun.cu").write_text(text)
     line = text[: text.index("= 7")].count("\n") + 1
-    done = run_sanitized(
+    done = run_with(
+        sanitized,
         "-c",
         "import sys; from emulator import *; folder = Path(sys.argv[1])\n"
         "e = EmulatorLauncher([('overrun', 'overrun.cu')], folder=folder, cache=folder)\n"
@@ -374,3 +405,32 @@ def test_the_sanitizer_names_the_line(tmp_path):
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr
     assert f"overrun.cu:{line}" in done.stderr
+
+
+def printed_by_selftest(compiler: str, folder: Path, *runner: str) -> list[str]:
+    """What kernels compute in a program of its own, statically linked."""
+    program, runtime = folder / f"selftest-{compiler}", HERE / "emulator"
+    flags = ["-std=c++17", "-O1", "-pthread", "-ffp-contract=off", "-fno-strict-aliasing"]
+    flags += ["-static", "-Wno-unknown-pragmas", f"-I{runtime}"]
+    sources = [HERE / "selftest.cpp", *runtime.glob("*.cpp")]
+    subprocess.run([compiler, *flags, *sources, "-o", program], check=True, timeout=600)
+    done = subprocess.run(
+        [*runner, program], check=True, capture_output=True, text=True, timeout=600
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_another_processor_computes_the_same_bits(tmp_path):
+    """aarch64, where ucontext changes stacks, under qemu (Debian: g++-aarch64-linux-gnu and
+    qemu-user-static)."""
+    need(Toolchain().path, "g++")
+    for program in ("aarch64-linux-gnu-g++", "qemu-aarch64-static"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed: aarch64 is tried where it is")
+    here = printed_by_selftest("g++", tmp_path)
+    there = printed_by_selftest("aarch64-linux-gnu-g++", tmp_path, "qemu-aarch64-static")
+    assert there == here
+    assert sum("deadlock:" in line for line in here) == len(SEEDS)
+    bits = {tuple(line.split()[::2][:2]) for line in here if re.match(r"\w+ \d [0-9a-f]{16}", line)}
+    assert len(bits) == len({kernel for kernel, _ in bits}) == 11  # in every order of threads

@@ -1,6 +1,9 @@
 """`make gpu-check` without a GPU: its control flow, over the emulator at toy sizes."""
 
+import dataclasses
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,10 +13,13 @@ from emulator import Toolchain
 from needs import need
 
 REPO = Path(__file__).parents[2]
+LIBRARIES = [p for p in sys.path if p.endswith("site-packages")]
 sys.path.insert(0, str(REPO / "bench"))
 
 import gpu_check  # noqa: E402
 from gpu import backends, bits, cases, shapes, speed  # noqa: E402
+
+from layerskip.ops import definitions  # noqa: E402
 
 TOY = ["--backend", "emulator", "--toy"]
 
@@ -64,8 +70,8 @@ def test_all_sections_pass_and_are_recorded(tmp_path, monkeypatch, capsys):
 def test_every_operation_with_a_kernel_is_checked():
     from layerskip.ops.registry import OPERATORS
 
-    covered = {case.op for case in cases.cases(shapes.TOYS[0], 2, 70, "cpu")}
-    assert covered == set(OPERATORS) - {"gumbel_from_bits"}  # a step of gumbel_noise
+    covered = {case.op for case in cases.cases(shapes.TOYS[0], 2, shapes.TOY, "cpu")}
+    assert covered == set(OPERATORS)
 
 
 def test_a_bit_that_depends_on_the_rows_fails(tmp_path, backend, monkeypatch, capsys):
@@ -104,6 +110,7 @@ def test_a_wrong_column_fails(tmp_path, backend, monkeypatch):
         ("accept_tokens", lambda out: (out[0], out[1] + 1, out[2])),
         ("lm_head_argmax", lambda out: (out[0] ^ 1, *out[1:])),
         ("rms_norm", lambda out: torch.full_like(out, float("nan"))),
+        ("gumbel_from_bits", lambda out: out * (1 + 2.0**-23)),
     ],
 )
 def test_a_wrong_result_fails(tmp_path, backend, monkeypatch, op, change):
@@ -135,8 +142,70 @@ def test_measurements_stop_at_the_limit(tmp_path):
     assert record["sections"]["speed"]["complete"] is False
 
 
+def test_measurements_are_kept_where_a_later_one_fails(tmp_path, backend, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("an illegal address")
+
+    monkeypatch.setattr(backend.ops, "decode_attention", broken)
+    status, record = run(tmp_path, "--sections", "speed")
+    assert status == 1
+    measured = record["sections"]["speed"]
+    assert measured["toy linear qkv rows=1"]["us"] > 0
+    assert "an illegal address" in measured["error"]
+
+
+def test_torch_may_have_no_kernel_of_a_size(backend):
+    (case,) = [c for c in cases.cases(shapes.TOYS[0], 1, shapes.TOY, "cpu") if c.shape == "qkv"]
+
+    def refused(*args):
+        raise RuntimeError("no such kernel")
+
+    measured = speed.measure(dataclasses.replace(case, rival=refused), backend, 1, 1.0)
+    assert measured["us"] > 0
+    assert measured["torch_error"] == "no such kernel"
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_torch_s_attention_is_the_same(rows):
+    """What ours is measured beside computes what ours does."""
+    case = cases.attention(shapes.TOYS[0], 2, rows, 70, backends.Noise("cpu"))
+    want = definitions.decode_attention(*case.args).transpose(1, 2)
+    assert (case.rival(*case.args) - want).norm() < 2.0**-7 * want.norm()
+
+
+def test_an_argument_that_must_not_change_is_looked_at(backend, monkeypatch):
+    (case,) = [c for c in cases.cases(shapes.TOYS[0], 1, shapes.TOY, "cpu") if c.shape == "qkv"]
+    real = backend.ops.linear
+    assert cases.check(case, backend)["ok"]
+    monkeypatch.setattr(backend.ops, "linear", lambda x, w: (real(x, w), w.zero_())[0])
+    found = cases.check(case, backend)
+    assert (found["ok"], found["changed"]) == (False, "weight")
+
+
+def test_the_commit_may_be_given(tmp_path):
+    _, record = run(tmp_path, "--sections", "columns", "--commit", "abc")
+    assert record["machine"]["commit"] == "abc"
+
+
+@pytest.mark.slow
+def test_nothing_needs_to_be_installed(tmp_path):
+    """From any folder, without the package on the path. Slow: torch is imported again."""
+    done = subprocess.run(
+        # Without `site` there are no .pth files, by which an editable installation is found.
+        [sys.executable, "-S", str(REPO / "bench" / "gpu_check.py"), "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": ":".join(LIBRARIES)},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--sections" in done.stdout
+
+
 def test_weights_are_rotated_past_the_cache(backend, monkeypatch):
-    (case,) = [c for c in cases.cases(shapes.TOYS[0], 1, 70, "cpu") if c.shape == "qkv"]
+    (case,) = [c for c in cases.cases(shapes.TOYS[0], 1, shapes.TOY, "cpu") if c.shape == "qkv"]
     seen = []
 
     def seconds(calls):
@@ -151,7 +220,7 @@ def test_weights_are_rotated_past_the_cache(backend, monkeypatch):
 
 
 SANITIZER = """#!/bin/sh
-echo "$@" >> {log}
+echo "$@" ${{PYTORCH_NO_CUDA_MEMORY_CACHING:+caching off}} >> {log}
 echo "{said}"
 exit {status}
 """
@@ -161,7 +230,7 @@ exit {status}
     ("status", "said", "passed", "recorded"),
     [
         (0, "", True, "ok"),
-        (9, "Invalid __global__ write", False, "Invalid __global__ write"),
+        (9, "========= Invalid __global__ write", False, "========= Invalid __global__ write"),
         (1, "operations: FAILED", False, "operations: FAILED"),
         (255, "Device not supported", True, "refused: Device not supported"),
     ],
@@ -175,9 +244,24 @@ def test_the_sanitizer_s_answers(tmp_path, monkeypatch, status, said, passed, re
     assert got == (0 if passed else 1)
     assert record["sections"]["sanitizer"]["memcheck"].startswith(recorded)
     first, second = log.read_text().splitlines()
+    assert "caching off" in first
     assert "--tool memcheck" in first
     assert "--tool racecheck" in second
     assert "--sections operations" in second
+
+
+def test_a_sanitizer_that_does_not_end_is_stopped_with_its_program(tmp_path, monkeypatch):
+    program = tmp_path / "compute-sanitizer"
+    program.write_text("#!/bin/sh\nsleep 60 & echo $! > " + str(tmp_path / "pid") + "\nwait\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(gpu_check, "SANITIZER_SECONDS", 0.5)
+    monkeypatch.setattr(gpu_check, "TOOLS", ("memcheck",))
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda *args, **kwargs: str(program))
+    status, record = run(tmp_path / "out", "--sections", "sanitizer")
+    assert status == 0
+    assert "refused: " in record["sections"]["sanitizer"]["memcheck"]
+    sleeping = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/status")
+    assert not sleeping.exists() or "zombie" in sleeping.read_text()
 
 
 def test_mistakes_end_in_one_sentence(tmp_path, capsys):

@@ -65,6 +65,15 @@ def example(name, dtype=torch.bfloat16):
     }[name]
 
 
+def example_on(backend, name, dtype=torch.bfloat16):
+    """The same, where the backend's tensors are."""
+    args, kwargs = copied(*example(name, dtype))
+    on_device = [a.to(backend.device) for a in args]
+    return on_device, {
+        n: a.to(backend.device) if isinstance(a, torch.Tensor) else a for n, a in kwargs.items()
+    }
+
+
 def copied(args, kwargs):
     def copy(value):
         return value.clone() if isinstance(value, torch.Tensor) else value
@@ -101,14 +110,24 @@ def test_compiled_as_one_graph(name):
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("made_outside", [False, True])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_inference_mode_changes_nothing(backend, name, made_outside):
+    def run(args, kwargs):
+        getattr(backend.ops, name)(*args, **kwargs)  # what it changes, it changes twice
+        return tensors_after(getattr(backend.ops, name), args, kwargs)
+
+    want = run(*example_on(backend, name))
+    outside = example_on(backend, name)
+    with torch.inference_mode():
+        got = run(*(outside if made_outside else example_on(backend, name)))
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_kernels_agree_with_the_definition(kernels, name, dtype):
-    args, kwargs = example(name, dtype)
-    args = [a.to(kernels.device) for a in args]
-    kwargs = {
-        n: a.to(kernels.device) if isinstance(a, torch.Tensor) else a for n, a in kwargs.items()
-    }
-    got = tensors_after(getattr(kernels.ops, name), args, kwargs)
+    got = tensors_after(getattr(kernels.ops, name), *example_on(kernels, name, dtype))
     want = tensors_after(getattr(definitions, name), *example(name, dtype))
     for one, other in zip(got, want, strict=True):
         assert one.dtype == other.dtype

@@ -113,6 +113,7 @@ inline Block &block() { return *machine->current->block; }
 
 // Ends the launch with this message. Fibers are dropped where they stand.
 [[noreturn]] void fail(const std::string &message);
+[[noreturn]] void fail_to_read(unsigned lane, const char *what, Where where);
 std::string describe(const Where &where);
 std::string describe(const Fiber &fiber);
 

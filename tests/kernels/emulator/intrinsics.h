@@ -55,10 +55,7 @@ template <class T, class Source>
 T shuffle(unsigned mask, T value, const char *what, Where where, Source source) {
   auto read = [&](auto &slots, unsigned lane) {
     unsigned from = source(lane) & 31;
-    if (!(mask >> from & 1)) {
-      fail(std::string(what) + " reads lane " + std::to_string(from) + ", which is not in its mask, at " +
-           describe(where));
-    }
+    if (!(mask >> from & 1)) fail_to_read(from, what, where);
     return load<T>(slots[from]);
   };
   return meet(mask, value, what, where, [](auto &) {}, read);

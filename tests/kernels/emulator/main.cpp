@@ -50,6 +50,11 @@ void fail(const std::string &message) {
   std::abort();  // the scheduler never comes back to a fiber that failed
 }
 
+void fail_to_read(unsigned lane, const char *what, Where where) {
+  fail(std::string(what) + " reads lane " + std::to_string(lane) + ", which is not in its mask, at " +
+       describe(where));
+}
+
 static void open(Barrier &barrier) {
   barrier.arrived = 0;
   ++barrier.generation;

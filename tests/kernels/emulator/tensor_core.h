@@ -44,40 +44,19 @@ struct Fragments {
 };
 
 // c += a b for the whole warp: a is 16x16, b is 16x8; products are added in order of k, in fp32.
-template <float (*value)(uint16_t)>
-void multiply(unsigned char (&slots)[32][Meeting::kSlot]) {
-  float a[16][16], b[16][8], c[16][8];
-  for (int lane = 0; lane < 32; lane++) {
-    auto own = load<Fragments>(slots[lane]);
-    int row = lane >> 2, pair = (lane & 3) * 2;
-    for (int half = 0; half < 2; half++) {
-      for (int r = 0; r < 4; r++) {
-        a[row + (r & 1) * 8][pair + half + (r >> 1) * 8] = value(uint16_t(own.a[r] >> 16 * half));
-      }
-      for (int r = 0; r < 2; r++) b[pair + half + r * 8][row] = value(uint16_t(own.b[r] >> 16 * half));
-    }
-    for (int r = 0; r < 4; r++) c[row + (r >> 1) * 8][pair + (r & 1)] = own.c[r];
-  }
-  for (int i = 0; i < 16; i++) {
-    for (int k = 0; k < 16; k++) {
-      for (int j = 0; j < 8; j++) c[i][j] = __builtin_fmaf(a[i][k], b[k][j], c[i][j]);
-    }
-  }
-  for (int lane = 0; lane < 32; lane++) {
-    float own[4];
-    for (int r = 0; r < 4; r++) own[r] = c[(lane >> 2) + (r >> 1) * 8][(lane & 3) * 2 + (r & 1)];
-    std::memcpy(slots[lane] + offsetof(Fragments, c), own, sizeof own);
-  }
-}
+// In a source of their own, compiled once and with more optimization than kernels are.
+using Slots = unsigned char[32][Meeting::kSlot];
+void multiply_bf16(Slots &slots);
+void multiply_f16(Slots &slots);
 
-template <float (*value)(uint16_t)>
+template <void (*multiply)(Slots &)>
 void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Where where) {
   Fragments own;
   std::memcpy(own.a, a, sizeof a);
   std::memcpy(own.b, b, sizeof b);
   std::memcpy(own.c, c, sizeof c);
   auto read = [](auto &slots, unsigned lane) { return load<Fragments>(slots[lane]); };
-  own = meet(~0u, own, "mma.sync", where, multiply<value>, read);
+  own = meet(~0u, own, "mma.sync", where, multiply, read);
   std::memcpy(c, own.c, sizeof c);
 }
 
@@ -109,11 +88,11 @@ void ldmatrix(uint32_t (&r)[TILES], const void *row, Where where) {
 
 inline void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                               EMULATOR_HERE) {
-  emulator::mma<emulator::bf16_value>(c, a, b, where);
+  emulator::mma<emulator::multiply_bf16>(c, a, b, where);
 }
 inline void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                              EMULATOR_HERE) {
-  emulator::mma<emulator::f16_value>(c, a, b, where);
+  emulator::mma<emulator::multiply_f16>(c, a, b, where);
 }
 inline void ldmatrix_x4(uint32_t (&r)[4], const void *row, EMULATOR_HERE) {
   emulator::ldmatrix<4, false>(r, row, where);

@@ -1,0 +1,178 @@
+"""What recording rounds costs: each sink by itself, and decoding with one against without.
+
+    OMP_NUM_THREADS=1 python bench/recording_cost.py --out bench/results/DATE-recording-cost.json
+    OMP_NUM_THREADS=1 python bench/recording_cost.py --before PATH_TO_A_CHECKOUT --out ...
+
+The clock is the process's CPU time, in which other processes do not count (writing lines is part
+of it; waiting for a disk is not, and no sink waits). A sink by itself: the same rounds again and
+again, the best of several turns, over the quickest round. With against without: the same prompts in
+turn, medians of paired ratios, beside the ratio of without to without, which says what the method
+cannot see. ``--before`` decodes unrecorded with another checkout of layerskip too, each in
+processes of its own, turn by turn.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from paired import circumstances, write
+
+from layerskip import Round, SelfSpeculativeLM
+from layerskip.checkpoint import held_out_modules
+from layerskip.compare import bootstrap_interval
+from layerskip.prompts import held_out_code
+
+REPO = Path(__file__).parents[1]
+DRAFTED = (0, 5)
+Sink = Callable[[Round], None]
+
+
+def seconds_per_round(
+    lm: SelfSpeculativeLM, prompt: list[int], drafted: int, tokens: int, **recording: Any
+) -> float:
+    """CPU seconds of a decoding over its rounds, its prefill among both."""
+    began = time.process_time()
+    out = lm.generate(
+        prompt, max_new_tokens=tokens, num_draft_tokens=drafted, ignore_eos=True, **recording
+    )
+    return (time.process_time() - began) / len(out.rounds)
+
+
+def unrecorded(args: argparse.Namespace) -> list[float]:
+    """CPU seconds of a round without a sink, by prompt and number of draft tokens."""
+    lm, prompts = loaded(args)
+    every = [(p, k) for p in prompts for k in DRAFTED]
+    seconds_per_round(lm, *every[0], args.tokens)
+    return [seconds_per_round(lm, p, k, args.tokens) for p, k in every]
+
+
+def loaded(args: argparse.Namespace) -> tuple[SelfSpeculativeLM, list[list[int]]]:
+    lm = SelfSpeculativeLM.from_pretrained(args.model, num_draft_tokens=0)
+    examples = held_out_code(held_out_modules(), args.limit)
+    return lm, [lm.encode(e.prompt)[-args.context :] for e in examples]
+
+
+@contextmanager
+def sinks() -> Iterator[dict[str, Sink]]:
+    from prometheus_client import CollectorRegistry  # an older checkout's processes lack this
+
+    from layerskip.telemetry.sinks import JsonlSink, MemorySink, PrometheusSink
+
+    counter = PrometheusSink(CollectorRegistry(), label="task")
+    with tempfile.TemporaryDirectory() as folder, JsonlSink(f"{folder}/rounds.jsonl") as file:
+        yield {"memory": MemorySink(), "jsonl": file, "prometheus": counter}
+
+
+def alone(sink: Sink, rounds: Sequence[Round], turns: int) -> float:
+    """CPU seconds of one call."""
+    best = float("inf")
+    for _ in range(turns):
+        began = time.process_time()
+        for record in rounds:
+            sink(record)
+        best = min(best, (time.process_time() - began) / len(rounds))
+    return best
+
+
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    lm, prompts = loaded(args)
+    found: dict[str, Any] = {}
+    for drafted in DRAFTED:
+        with sinks() as named:
+            found[str(drafted)] = by_sink(lm, prompts, named, drafted, args)
+    return found
+
+
+def by_sink(
+    lm: SelfSpeculativeLM,
+    prompts: list[list[int]],
+    named: dict[str, Sink],
+    drafted: int,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    every: dict[str, Sink | None] = {"nothing": None, **named}
+    seconds_per_round(lm, prompts[0], drafted, args.tokens)
+    pairs: dict[str, list[float]] = {name: [] for name in every}
+    base: list[float] = []
+    for turn, prompt in enumerate(prompts * args.turns):
+        for name in list(every)[:: 1 if turn % 2 else -1]:
+            recording = {"on_round": every[name], "labels": {"task": "code"}}
+            plain = seconds_per_round(lm, prompt, drafted, args.tokens)
+            recorded = seconds_per_round(lm, prompt, drafted, args.tokens, **recording)
+            pairs[name].append(recorded / plain)
+            base.append(plain)
+    out = lm.generate(
+        prompts[0], max_new_tokens=args.tokens, num_draft_tokens=drafted, labels={"task": "code"}
+    )
+    calls = {name: alone(sink, out.rounds * 20, 5) for name, sink in named.items()}
+    return {
+        "seconds_per_round": min(base),
+        "seconds_per_call": calls,
+        "share_of_a_round": {name: seconds / min(base) for name, seconds in calls.items()},
+        "with_over_without": {name: interval(ratios) for name, ratios in pairs.items()},
+    }
+
+
+def interval(ratios: Sequence[float]) -> list[float]:
+    """Median, and its 95 % bootstrap interval."""
+    return [statistics.median(ratios), *bootstrap_interval(ratios)]
+
+
+def against(args: argparse.Namespace) -> list[float]:
+    """Unrecorded rounds of this checkout over those of the one before, process by process."""
+    ratios: list[float] = []
+    for turn in range(args.turns):
+        order = [REPO, Path(args.before)][:: 1 if turn % 2 else -1]
+        seconds = {path: in_process(path, args) for path in order}
+        pairs = zip(seconds[REPO], seconds[Path(args.before)], strict=True)
+        ratios.append(statistics.median(now / then for now, then in pairs))
+    return interval(ratios)
+
+
+def in_process(checkout: Path, args: argparse.Namespace) -> list[float]:
+    size = ["--model", args.model, "--limit", args.limit, "--tokens", args.tokens]
+    command = [sys.executable, __file__, "--child", *size, "--context", args.context]
+    done = subprocess.run(
+        list(map(str, command)),
+        env=os.environ | {"PYTHONPATH": str(checkout.resolve())},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--limit", type=int, default=8, help="prompts")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--context", type=int, default=256, help="most tokens of a prompt")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--before", metavar="CHECKOUT", help="of layerskip, to compare with")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(unrecorded(args)))
+        return
+    document: dict[str, Any] = {"num_draft_tokens": measured(args)}
+    if args.before:
+        document["unrecorded_over_before"] = against(args)
+    document |= circumstances()
+    print(json.dumps(document, indent=1))
+    if args.out:
+        write(args.out, document)
+
+
+if __name__ == "__main__":
+    main()

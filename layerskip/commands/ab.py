@@ -1,0 +1,136 @@
+"""``layerskip ab``: two settings on the same prompts, and whether one is really faster."""
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from layerskip.commands.options import load, model_options, sampling_of, sampling_options
+
+if TYPE_CHECKING:
+    from layerskip.ab_result import ABResult, Speedup
+    from layerskip.telemetry.traffic import Traffic
+
+MOST_SAID = 5  # requests left out that are named; the others are counted
+
+
+def add_parsers(commands: Any) -> None:
+    """Add this module's command to those of ``add_subparsers``."""
+    command = commands.add_parser("ab", help="compare two settings on your own prompts")
+    command.set_defaults(run=run_ab, num_draft_tokens=0)  # else the loader measures by itself
+    model_options(command)
+    command.add_argument("--prompts", required=True, help="JSON lines")
+    arms = "0 is plain, a number of draft tokens, 'auto', or a policy file"
+    command.add_argument("--a", default="0", metavar="ARM", help=f"{arms} (default 0)")
+    command.add_argument("--b", default="auto", metavar="ARM", help="the same (default auto)")
+    command.add_argument("--limit", type=int, help="most prompts (default all)")
+    command.add_argument(
+        "--repeats", type=int, default=1, help="runs of each prompt in each arm (default 1)"
+    )
+    sampling_options(command)
+
+
+def run_ab(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Both arms' times, their ratios with intervals, and the winner, if there is one."""
+    from layerskip.ab import Arm, ab
+    from layerskip.params import check_integer
+    from layerskip.telemetry.traffic import Traffic
+
+    check_integer("--repeats", args.repeats, 1)
+    check_integer("--max-new-tokens", args.max_new_tokens, 1)
+    a, b, sampling = Arm.parse(args.a), Arm.parse(args.b), sampling_of(args)
+    labels = [arm.policy.label for arm in (a, b) if arm.policy and arm.policy.label]
+    traffic = Traffic.read(args.prompts, labels=labels, limit=args.limit)
+    lm = load(args)
+    columns = (
+        TextColumn("runs"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("runs")
+        result = ab(
+            lm,
+            traffic,
+            a=a,
+            b=b,
+            max_new_tokens=args.max_new_tokens,
+            sampling=replace(sampling, seed=None),
+            repeats=args.repeats,
+            seed=args.seed or 0,
+            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    _show(console, result, traffic)
+    return {"model": args.model, "temperature": sampling.temperature, **result.to_dict()}
+
+
+def _show(console: Console, result: "ABResult", traffic: "Traffic") -> None:
+    def say(text: str, style: str | None = None) -> None:
+        console.print(escape(text), style=style, highlight=False, soft_wrap=True)
+
+    if result.interrupted:
+        say(f"interrupted after {len(result.pairs)} of {traffic.count} prompts", "yellow")
+    for index, why in list(result.left_out.items())[:MOST_SAID]:
+        say(f"line {index + 1} left out: {why}")
+    if len(result.left_out) > MOST_SAID:
+        say(f"{len(result.left_out)} prompts left out in all")
+    console.print(_table(result))
+    say(result.equality, "bold red" if result.differences else None)
+    say(result.verdict, "bold")
+
+
+def _table(result: "ABResult") -> Table:
+    shown = Table(
+        box=None,
+        padding=(0, 1),
+        pad_edge=False,
+        title=f"{len(result.pairs)} prompts, {len(result.pairs[0].a)} runs of each in each arm",
+        caption="b's speed over a's; above 1, b is faster",
+    )
+    names = ("", f"a ({result.a})", f"b ({result.b})", "b vs a", "95 %")
+    for name in names:
+        shown.add_column(escape(name), justify="right" if name else "left", no_wrap=True)
+    a, b = (result.summaries[side] for side in ("a", "b"))
+    shown.add_row("first token, p50", _ms(a.ttft_p50), _ms(b.ttft_p50), "", "")
+    shown.add_row(
+        "a token after it, p50",
+        _ms(a.per_token_p50),
+        _ms(b.per_token_p50),
+        *_ratio(result.per_token),
+    )
+    shown.add_row(
+        "end to end, p50", _ms(a.end_to_end_p50), _ms(b.end_to_end_p50), *_ratio(result.end_to_end)
+    )
+    shown.add_row("end to end, p90", _ms(a.end_to_end_p90), _ms(b.end_to_end_p90), "", "")
+    shown.add_row(
+        "tokens/s",
+        f"{a.tokens_per_second:.1f}",
+        f"{b.tokens_per_second:.1f}",
+        *_ratio(result.tokens_per_second),
+    )
+    return shown
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.1f} ms"
+
+
+def _ratio(ratio: "Speedup | None") -> tuple[str, str]:
+    if ratio is None:
+        return "-", ""
+    if ratio.low is None or ratio.high is None:
+        return f"{ratio.value:.2f}x", "too few"
+    return f"{ratio.value:.2f}x", f"{ratio.low:.2f}-{ratio.high:.2f}"

@@ -1,0 +1,187 @@
+"""Commands that decode a user's own traffic: measure."""
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from layerskip.commands.options import load, model_options, sampling_of, sampling_options
+from layerskip.params import AUTO
+
+if TYPE_CHECKING:
+    from layerskip.params import NumDraftTokens
+    from layerskip.telemetry.measure import LeftOut
+    from layerskip.telemetry.summary import Summary
+    from layerskip.telemetry.traffic import Traffic
+
+MOST_SAID = 5  # bad lines and prompts left out that are named; the others are counted
+
+
+def add_parsers(commands: Any) -> None:
+    """Add this module's commands to those of ``add_subparsers``."""
+    measure = commands.add_parser(
+        "measure", help="decode your own prompts with drafts and without, and record every round"
+    )
+    model_options(measure)
+    measure.set_defaults(run=run_measure)
+    measure.add_argument("--prompts", required=True, help="JSON lines, a file of any size")
+    measure.add_argument("--out", required=True, help="folder for the records; goes on if stopped")
+    measure.add_argument(
+        "--label",
+        action="append",
+        default=[],
+        metavar="FIELD",
+        help="of a line, to count it under; may be given repeatedly, the first is the task",
+    )
+    measure.add_argument(
+        "--bad-lines",
+        choices=("fail", "skip"),
+        default="fail",
+        help="what a line that is no prompt does (default fail)",
+    )
+    measure.add_argument(
+        "--arms", default="0,auto", help="numbers of draft tokens, 0 is plain (default 0,auto)"
+    )
+    measure.add_argument("--limit", type=int, help="most prompts (default all)")
+    sampling_options(measure)
+    measure.add_argument(
+        "--samples",
+        type=int,
+        default=3,
+        metavar="N",
+        help="requests of each task whose text is kept; 0 keeps none (default 3)",
+    )
+
+
+def run_measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """``layerskip measure``: a runs folder, and its totals."""
+    from layerskip.telemetry.measure import MeasureSettings, measure
+    from layerskip.telemetry.traffic import Traffic
+
+    settings = MeasureSettings(
+        arms=_arms(args.arms),
+        max_new_tokens=args.max_new_tokens,
+        sampling=replace(sampling_of(args), seed=None),
+        seed=args.seed or 0,
+        samples=args.samples,
+    )
+    traffic = Traffic.read(
+        args.prompts, labels=args.label, bad_lines=args.bad_lines, limit=args.limit
+    )
+    _say_bad_lines(console, traffic)
+    lm = load(args)
+    bar = _Bar(console)
+    try:
+        with bar.progress:
+            summary = measure(
+                lm,
+                traffic,
+                args.out,
+                settings=settings,
+                model=args.model,
+                on_progress=bar.advance,
+                on_left_out=bar.leave_out,
+            )
+    except KeyboardInterrupt:
+        console.print(f"the same command goes on from {args.out}", highlight=False)
+        raise
+    left_out = traffic.count - summary.prompts
+    console.print(_table(summary))
+    console.print(_verdict(summary, left_out, args.out), highlight=False, soft_wrap=True)
+    return {
+        "model": args.model,
+        "out": args.out,
+        "bad_lines": traffic.num_bad_lines,
+        "left_out": left_out,
+        **summary.to_dict(),
+    }
+
+
+def _arms(text: str) -> "tuple[NumDraftTokens, ...]":
+    try:
+        return tuple(AUTO if arm.strip() == AUTO else int(arm) for arm in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"--arms must be numbers of draft tokens or 'auto', as in '0,auto', got {text!r}"
+        ) from None
+
+
+def _say_bad_lines(console: Console, traffic: "Traffic") -> None:
+    for line in traffic.bad_lines[:MOST_SAID]:
+        _say(console, f"line {line.number} skipped: {line.reason}")
+    if traffic.num_bad_lines > MOST_SAID:
+        _say(console, f"{traffic.num_bad_lines} lines skipped in all")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(escape(text), highlight=False, soft_wrap=True)
+
+
+class _Bar:
+    """How far a measurement is; what it left out is said above."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.progress = Progress(
+            TextColumn("requests"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+        self._num_left_out = 0
+
+    def advance(self, done: int, total: int) -> None:
+        if self._task is None:  # what an earlier start did says nothing of the speed of this one
+            self._task = self.progress.add_task("", total=total, completed=done - 1)
+        self.progress.update(self._task, completed=done)
+
+    def leave_out(self, prompt: "LeftOut") -> None:
+        self._num_left_out += 1
+        if self._num_left_out <= MOST_SAID:
+            _say(self.console, f"line {prompt.number} left out: {prompt.reason}")
+
+
+def _table(summary: "Summary") -> Table:
+    """Every task in every arm."""
+    shown = Table(box=None, padding=(0, 1), pad_edge=False)
+    shown.add_column("task")
+    shown.add_column("arm", no_wrap=True)
+    for name in ("requests", "accepted", "length", "tokens/s"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for task, arms in summary.tasks.items():
+        for arm, totals in arms.items():
+            rate, speed = totals.acceptance_rate, totals.tokens_per_second
+            shown.add_row(
+                escape(task or "(none)"),
+                arm,
+                str(totals.requests),
+                "-" if rate is None else f"{rate:.0%}",
+                "-" if rate is None else f"{totals.mean_accepted_length:.2f}",
+                "-" if speed is None else f"{speed:.0f}",
+            )
+    return shown
+
+
+def _verdict(summary: "Summary", left_out: int, out: str) -> str:
+    parts = [f"{summary.prompts} prompts"]
+    if left_out:
+        parts.append(f"{left_out} left out")
+    if any(len(arms) > 1 for arms in summary.tasks.values()):
+        parts.append(f"text equal in all arms for {summary.equal}")
+    return escape(f"{', '.join(parts)}; records in {out}")

@@ -1,0 +1,1 @@
+"""What decoding did: sinks for its rounds, runs folders, reports, decisions, drift."""

@@ -1,0 +1,261 @@
+"""A runs folder: what ``layerskip measure`` writes, line by line, and reports are made of.
+
+``run.json`` says what was measured, ``rounds.jsonl`` holds every round, ``requests.jsonl`` every
+finished request, ``samples.jsonl`` the text of a few. A request counts once its line is there.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from layerskip.files import read_json, write_json
+
+RUNS_VERSION = 1
+RUN, ROUNDS, REQUESTS, SAMPLES = "run.json", "rounds.jsonl", "requests.jsonl", "samples.jsonl"
+BLOCK = 1 << 16
+
+
+class JsonLines:
+    """A file of JSON lines that grows by whole lines, so that it can be read after any kill.
+
+    Lines go to the operating system in one write each: a killed process loses none. ``sync``
+    brings them to the disk, which a loss of power leaves. A last line that was cut off is dropped
+    when the file is opened.
+
+    Args:
+        path: of the file; made if there is none.
+
+    Raises:
+        ValueError: it cannot be written, now or later.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self._file = self.path.open("ab", buffering=0)
+            self.cut(_whole_lines(self.path))
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def append(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        """Add a line for each entry."""
+        left = memoryview(
+            b"".join(json.dumps(e, allow_nan=False).encode() + b"\n" for e in entries)
+        )
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def cut(self, size: int) -> None:
+        """Drop what stands behind the first ``size`` bytes."""
+        if size < self.path.stat().st_size:
+            os.truncate(self.path, size)
+
+    def sync(self) -> None:
+        """Wait until the disk has it all."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def lock(self) -> bool:
+        """Whether no other process holds the file; it is this one's until it is closed."""
+        try:
+            import fcntl
+        except ImportError:  # Windows: nothing keeps a second process away
+            return True
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _unwritable(self, error: OSError) -> ValueError:
+        return ValueError(f"{self.path} cannot be written: {error.strerror}")
+
+
+def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Entries of a file that ``JsonLines`` wrote, one at a time; nothing if there is no file.
+
+    Raises:
+        ValueError: a line other than a last one that was cut off is damaged.
+    """
+    path = Path(path)
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n"):
+                yield _parsed(path, f"line {number}", line)
+
+
+def _parsed(path: Path, where: str, line: bytes) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        entry = None
+    if not isinstance(entry, dict):
+        raise ValueError(f"{path} is damaged ({where}); measure again into another folder")
+    return entry
+
+
+def read_run(folder: str | Path) -> dict[str, Any]:
+    """What ``run.json`` says.
+
+    Raises:
+        ValueError: the folder is none of ``layerskip measure``, or of another version.
+    """
+    content = read_json(Path(folder) / RUN, "measurement")
+    if not isinstance(content, dict) or content.get("version") != RUNS_VERSION:
+        raise ValueError(f"{Path(folder) / RUN} is no measurement of version {RUNS_VERSION}")
+    return content
+
+
+class RunsFolder:
+    """A runs folder that is being written: new, or gone on with after an interruption.
+
+    Rounds of a request that was not finished are dropped. A folder without any finished request is
+    begun anew.
+
+    Args:
+        folder: made if there is none.
+        run: content of ``run.json``. Everything in it but the measured costs has to be what it was
+            at the first start, and of the costs what they were measured with.
+
+    Raises:
+        ValueError: the folder cannot be written, is of other settings, holds something else, or
+            another process writes it.
+    """
+
+    def __init__(self, folder: str | Path, run: Mapping[str, Any]) -> None:
+        self.path = Path(folder)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{folder} cannot be made: {error.strerror}") from None
+        before = read_run(self.path) if (self.path / RUN).exists() else None
+        files = [self.path / name for name in (ROUNDS, REQUESTS, SAMPLES)]
+        if before is None and any(f.exists() and f.stat().st_size for f in files):
+            raise ValueError(f"{folder} holds records but no {RUN}; give another folder")
+        with ExitStack() as opened:
+            self._requests = opened.enter_context(closing(JsonLines(self.path / REQUESTS)))
+            if not self._requests.lock():
+                raise ValueError(f"{folder} is being written by another process; wait for its end")
+            last = _last_entry(self._requests.path)
+            if last is None or before is None:
+                write_json(self.path / RUN, {"version": RUNS_VERSION, **run}, indent=1)
+            else:
+                _check_settings(self.path, before, run)
+            self._rounds = opened.enter_context(closing(JsonLines(self.path / ROUNDS)))
+            self._rounds.cut(_end_of(self._rounds.path, last))
+            self._samples = opened.enter_context(closing(JsonLines(self.path / SAMPLES)))
+            self._files = opened.pop_all()
+
+    def finished(self) -> Iterator[dict[str, Any]]:
+        """Lines of the requests that were finished before, in their order."""
+        return read_lines(self._requests.path)
+
+    def samples(self) -> Iterator[dict[str, Any]]:
+        """Lines of the samples so far."""
+        return read_lines(self._samples.path)
+
+    def add(
+        self,
+        request: Mapping[str, Any],
+        rounds: Iterable[Mapping[str, Any]],
+        sample: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add a finished request with its rounds; on the disk when this returns."""
+        self._rounds.append(rounds)
+        self._rounds.sync()
+        self._requests.append([request])
+        self._requests.sync()
+        if sample is not None:  # last, so that none is ever of a request that does not count
+            self._samples.append([sample])
+
+    def __enter__(self) -> "RunsFolder":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._files.close()
+
+
+def _check_settings(folder: Path, found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    before, now = _settings(found), _settings(own)
+    for name in [*now, *before]:
+        if before.get(name) != now.get(name):
+            raise ValueError(
+                f"{folder} was measured with other settings ({name.replace('_', ' ')} "
+                f"{before.get(name)}, now {now.get(name)}); give another folder"
+            )
+
+
+def _settings(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What must not change between two starts, by dotted name, as JSON has it."""
+    cost = run["cost"]
+    kept = {k: v for k, v in run.items() if k != "version"} | {"cost": cost and cost["key"]}
+    return dict(_flat("", json.loads(json.dumps(kept))))
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield prefix, value
+        return
+    for name, inner in value.items():
+        yield from _flat(f"{prefix}.{name}" if prefix else name, inner)
+
+
+def _whole_lines(path: Path) -> int:
+    """Bytes up to the end of the last whole line."""
+    with path.open("rb") as file:
+        return next((start + len(line) for start, line in _backwards(file)), 0)
+
+
+def _last_entry(path: Path) -> dict[str, Any] | None:
+    with path.open("rb") as file:
+        return next((_parsed(path, "near the end", line) for _, line in _backwards(file)), None)
+
+
+def _end_of(path: Path, request: Mapping[str, Any] | None) -> int:
+    """Bytes up to the end of that request's last line; it is near the end of the file."""
+    if request is None:
+        return 0
+    request_id = request["request_id"]
+    with path.open("rb") as file:
+        for start, line in _backwards(file):
+            if _parsed(path, "near the end", line).get("request_id") == request_id:
+                return start + len(line)
+    raise ValueError(f"{path} lacks request {request_id}; measure again into another folder")
+
+
+def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Whole lines from the last one on, each with the place where it starts."""
+    start, held = file.seek(0, os.SEEK_END), b""  # what is held begins at start
+    while held or start:
+        before = held.rfind(b"\n", 0, -1)
+        if held.endswith(b"\n") and (before >= 0 or start == 0):
+            yield start + before + 1, held[before + 1 :]
+            held = held[: before + 1]
+        elif before >= 0:  # the last line was cut off
+            held = held[: before + 1]
+        elif start == 0:
+            return
+        else:
+            size = min(BLOCK, start)
+            start -= size
+            file.seek(start)
+            held = file.read(size) + held
