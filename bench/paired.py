@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import layerskip
-from layerskip import DecodeStats, Round, SamplingParams, SelfSpeculativeLM
+from layerskip import DecodeStats, Grammar, Round, SamplingParams, SelfSpeculativeLM
 from layerskip.bootstrap import bootstrap_interval
 from layerskip.controller import Controller
 from layerskip.cost import CostTable
@@ -76,6 +76,7 @@ def decode(
     *,
     max_new_tokens: int,
     sampling: SamplingParams,
+    grammar: Grammar | None = None,
 ) -> Decoded:
     """One prompt through the public stream, with the clock at its first token."""
     began, first, rounds = Clock.now(), None, []
@@ -84,6 +85,7 @@ def decode(
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         num_draft_tokens=num_draft_tokens,
+        grammar=grammar,
     )
     for step in steps:
         first = first or Clock.now() - began

@@ -61,6 +61,17 @@ class Constraint:
                 "itself, allows the empty text alone, or needs characters that the tokenizer lacks"
             )
 
+    def prepare(self, context: Sequence[int], rows: int) -> None:
+        """Fill masks ahead of ``masked``, while a device is busy with what they are for.
+
+        Args:
+            context: as there.
+            rows: how many will be asked for.
+        """
+        output = context[self._prompt_length :]
+        for count in range(max(0, len(output) - rows + 1), len(output) + 1):
+            self._state(output, count)
+
     def masked(self, scores: Tensor, context: Sequence[int]) -> Tensor:
         """Scores with -inf for what the grammar forbids, each row by its own state.
 
@@ -86,6 +97,11 @@ class Constraint:
         output = context[self._prompt_length :]
         if output and output[-1] in self._eos_ids:
             return True
+        same = self._shared(output)
+        known = same == len(output) and same in self._states
+        # What is not whole is not closed, and that needs no mask: it can wait for the next pass.
+        if not known and not (self._moved(output, len(output), same) and self._matcher.complete):
+            return False
         state = self._state(output, len(output))
         return state is not None and state.closed
 

@@ -255,6 +255,8 @@ class Decoder:
         hidden = self.stack.run_layers(hidden, layers, self.cache, segments)
         counts = [s.count for s in segments]
         parts = list(self.stack.logits(hidden)[: sum(counts)].split(counts))
+        for r, d in zip(requests, drafts, strict=True):
+            r.sampler.prepare((*r.context, *d.tokens), len(d.tokens) + 1)
         if not hidden[: sum(counts)].isfinite().all():
             parts = [
                 self._one_by_one(r, d) if d.tokens else part

@@ -113,6 +113,8 @@ class EarlyExitDrafter:
         hidden = self.stack.run_layers(hidden, range(self.plan.shared_depth), cache, segments)
         deep = self.stack.run_layers(hidden, self._rest, cache, segments)
         logits = (self.stack.logits if head is None else head)(deep)[: len(flat)]
+        for g, given in zip(asking, inputs, strict=True):
+            g.prepare(given)
         bare = [g for g in asking if g.request.sampler.is_argmax]
         tokens = [] if not bare else _greedy(logits, head)
         sure = any(g.request.goes_on is not None for g in bare)
@@ -161,6 +163,12 @@ class _Growing:
         guessed = request.guess(self.tokens, room) if request.guess and room > 0 else ()
         self.num_positions += 1 + len(guessed)
         return [last, *guessed]
+
+    def prepare(self, inputs: Sequence[int]) -> None:
+        """What is known of the scores before the pass is read."""
+        request = self.request
+        if request.context:
+            request.sampler.prepare((*request.context, *self.tokens, *inputs[1:]), len(inputs))
 
     def take(
         self,

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,16 +14,19 @@ ONE_SCHEMA = (
     "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-MAPS = ("dependentSchemas", "patternProperties", "properties")
+MAPS = (
+    "dependencies", "dependentRequired", "dependentSchemas", "patternProperties", "properties",
+)  # fmt: skip
 COUNTS = (
     "maxContains", "maxItems", "maxLength", "maxProperties", "minContains", "minItems",
     "minLength", "minProperties",
 )  # fmt: skip
 NUMBERS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf")
 OTHERS = (
-    "$dynamicRef", "$recursiveRef", "$ref", "dependencies", "dependentRequired", "enum", "format",
-    "pattern", "required", "type", "uniqueItems",
+    "$dynamicRef", "$recursiveRef", "$ref", "enum", "format", "pattern", "required", "type",
+    "uniqueItems",
 )  # fmt: skip
+CONDITIONAL = ("if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas")
 KEYWORDS = frozenset((*ONE_SCHEMA, *LISTS, *MAPS, *COUNTS, *NUMBERS, *OTHERS))
 SMALLEST = {"maximum", "exclusiveMaximum", "maxItems", "maxLength", "maxProperties"}
 LARGEST = {"minimum", "exclusiveMinimum", "minItems", "minLength", "minProperties"}
@@ -31,6 +34,23 @@ LARGEST = {"minimum", "exclusiveMinimum", "minItems", "minLength", "minPropertie
 
 class Contradiction(Exception):  # noqa: N818
     """Nothing fulfils both schemas."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What holds if something else does.
+
+    Attributes:
+        keyword: that says so: ``if``, ``dependentRequired`` and the like.
+        pointer: its place.
+        test: where it is fulfilled, ``then`` has to be, else ``otherwise``.
+    """
+
+    keyword: str
+    pointer: str
+    test: "Node"
+    then: "Node"
+    otherwise: "Node"
 
 
 class Unmergeable(Exception):  # noqa: N818
@@ -72,11 +92,25 @@ class Node:
             _check(word, value, f"{pointer}/{word}")
         spelt = {"enum": "const", "prefixItems": "items"}
         places = {w: f"{pointer}/{w if w in schema else spelt.get(w, w)}" for w in words}
+        conditions = tuple(_conditions(words, places))
+        words = {w: v for w, v in words.items() if w not in CONDITIONAL}
+        if conditions:
+            words["if"] = conditions
         return cls(words, places, False, through)
 
     @property
     def says_something(self) -> bool:
         return self.false or bool(self.words)
+
+    @property
+    def names(self) -> frozenset[str] | None:
+        """Names that an object's properties are written with; None: others, too."""
+        named = frozenset((*self.words.get("properties", ()), *self.words.get("required", ())))
+        free = self.part("additionalProperties")
+        if free is not None and free.says_something and not free.false:
+            return None
+        closed = free is not None and free.false and "patternProperties" not in self.words
+        return named if named or closed else None
 
     def without(self, keyword: str) -> "Node":
         return replace(self, words={w: v for w, v in self.words.items() if w != keyword})
@@ -119,11 +153,6 @@ class Node:
                 self._inner(self.words["additionalProperties"], self.places["additionalProperties"])
             ]
         return both(found)
-
-    def forbidding(self, names: set[str]) -> "Node":
-        """The same without these properties."""
-        named = self.words.get("properties", {}) | dict.fromkeys(names, False)
-        return self.having("properties", named, self.places.get("properties", ""))
 
 
 def both(nodes: list[Node]) -> Node | None:
@@ -181,6 +210,8 @@ def _merged(word: str, one: Node, other: Node) -> dict[str, Any]:  # noqa: C901
         return {word: list(dict.fromkeys((*a, *b)))}
     if word == "uniqueItems":
         return {word: a or b}
+    if word == "if":
+        return {word: (*a, *b)}
     if word == "allOf":
         return {word: [*one.parts(word), *other.parts(word)]}
     if word in ("anyOf", "oneOf"):
@@ -189,6 +220,10 @@ def _merged(word: str, one: Node, other: Node) -> dict[str, Any]:  # noqa: C901
     if word == "propertyNames":
         return {word: both([p for n in (one, other) if (p := n.part(word)) is not None])}
     if word == "not":
+        parts = [one.part(word), other.part(word)]
+        listed = [p.words["enum"] for p in parts if p is not None and set(p.words) == {"enum"}]
+        if len(listed) == 2:
+            return {word: Node({"enum": [*listed[0], *listed[1]]}, {"enum": one.places[word]})}
         return {
             word: Node({"anyOf": [one.part(word), other.part(word)]}, {"anyOf": one.places[word]})
         }
@@ -289,6 +324,23 @@ def _one_spelling(schema: Mapping[str, Any]) -> dict[str, Any]:
     if words.get("additionalProperties") == {}:
         words["additionalProperties"] = True
     return {w: v for w, v in words.items() if not (w == "additionalProperties" and v is True)}
+
+
+def _conditions(words: Mapping[str, Any], places: Mapping[str, str]) -> Iterator[Condition]:
+    """What ``if`` and the keywords about a property's presence say."""
+    if "if" in words:
+        parts = [
+            Node.of(words.get(word, True), places.get(word, "")) for word in ("if", "then", "else")
+        ]
+        if parts[1].says_something or parts[2].says_something:
+            yield Condition("if", places["if"], *parts)
+    for word in ("dependencies", "dependentRequired", "dependentSchemas"):
+        for name, wanted in words.get(word, {}).items():
+            place = f"{places[word]}/{_escaped(name)}"
+            asked = {"required": [wanted]} if isinstance(wanted, str) else wanted
+            then = Node.of({"required": asked} if isinstance(asked, list) else asked, place)
+            test = Node({"required": [name]}, {"required": place})
+            yield Condition(word, places[word], test, then, Node({}, {}))
 
 
 def _check(word: str, value: Any, place: str) -> None:

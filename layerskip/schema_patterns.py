@@ -5,7 +5,7 @@ What comes out holds in both: where they differ (``\\d``, ``\\W``, ...), by leav
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 Ranges = tuple[tuple[int, int], ...]
@@ -22,42 +22,6 @@ LINE_ENDS: Ranges = ((10, 10), (13, 13), (0x2028, 0x2029))
 SHORT_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 0x22: '"', 0x5C: "\\"}
 RAW: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, LAST))
 QUANTIFIER = re.compile(r"\*|\+|\?|\{(\d+)(,?)(\d*)\}")
-
-_DAY = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-DATE = (
-    f"(?:(?:[1-9][0-9]{{3}}|0[1-9][0-9]{{2}}|00[1-9][0-9]|000[1-9])-{_DAY}|02-(?:0[1-9]|1[0-9]|"
-    "2[0-8]))|(?:(?:0[48]|[2468][048]|[13579][26])00|[0-9]{2}(?:0[48]|[2468][048]|[13579][26]))"
-    "-02-29)"
-)
-TIME = (
-    "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{1,6})?"
-    "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-)
-_LABEL = "[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?"
-_PATH = "[A-Za-z0-9._~!$&'()*+,;=:@/-]"
-_UUID = "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
-_POINTER = "(?:/[A-Za-z0-9_.-]*)*"
-# Each describes a part of the format, large enough to write any sensible value.
-FORMATS = {
-    "date": DATE,
-    "time": TIME,
-    "date-time": f"{DATE}T{TIME}",
-    "duration": "P(?:[0-9]{1,4}W|[0-9]{1,4}D(?:T[0-9]{1,4}H)?|T[0-9]{1,4}[HMS]|[0-9]{1,4}[YM])",
-    "email": f"[A-Za-z0-9_+-]{{1,30}}(?:\\.[A-Za-z0-9_+-]{{1,30}})?@{_LABEL}(?:\\.{_LABEL}){{1,3}}",
-    "hostname": f"{_LABEL}(?:\\.{_LABEL}){{0,4}}",
-    "ipv4": "(?:(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])\\.){3}"
-    "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])",
-    "ipv6": "[0-9a-f]{1,4}(?::[0-9a-f]{1,4}){7}",
-    "uuid": _UUID,
-    "uri": f"[a-z]{{2,10}}://{_LABEL}(?:\\.{_LABEL}){{0,4}}(?:/{_PATH}*)?",
-    "uri-reference": f"/{_PATH}*",
-    "json-pointer": _POINTER,
-    "relative-json-pointer": f"(?:0|[1-9][0-9]*){_POINTER}",
-}
-FORMATS |= {"idn-email": FORMATS["email"], "idn-hostname": FORMATS["hostname"]}
-FORMATS |= {"iri": FORMATS["uri"], "iri-reference": FORMATS["uri-reference"]}
-FORMATS |= {"uri-template": FORMATS["uri-reference"]}
-UNCHECKED_FORMATS = {"regex"}  # no expression says which texts are expressions
 
 
 @dataclass(frozen=True)
@@ -95,6 +59,7 @@ def _widths_of(options: "tuple[tuple[Item, ...], ...]") -> tuple[int, int]:
     return min(low for low, _ in widths), UNLIMITED if endless else max(h for _, h in widths)
 
 
+LAST_LINE_END = Item(((10, 10),), least=0)  # "$" may stand before it
 ANYTHING = Item(((0, 0xD7FF), (0xE000, LAST)), least=0, most=UNLIMITED)
 
 
@@ -120,6 +85,15 @@ def string_pattern(
     if not options:
         raise ValueError("no text has that length")
     return f"^(?:{'|'.join(_written(option) for option in options)})$"
+
+
+def widest_options(pattern: str) -> tuple[tuple[Item, ...], ...]:
+    """Alternatives that match whatever ``pattern`` matches somewhere in any dialect, and more.
+
+    Raises:
+        ValueError: why this can't be expressed.
+    """
+    return _Parser(pattern, widest=True).options(whole=False)
 
 
 def _fitted(option: tuple[Item, ...], least: int, most: int | None) -> Iterator[tuple[Item, ...]]:
@@ -163,12 +137,19 @@ def _written_chars(chars: Ranges) -> str:
     raw = [both for one in chars for other in RAW if (both := _common(one, other))]
     parts = [f"[{''.join(f'{_escaped(a)}-{_escaped(b)}' for a, b in raw)}]"] if raw else []
     special = [c for c in (*range(0x20), 0x22, 0x5C) if any(a <= c <= b for a, b in chars)]
-    short = [SHORT_ESCAPES[c] for c in special if c in SHORT_ESCAPES]
-    parts += ["\\\\" + c.replace("\\", "\\\\") for c in short]
-    parts += [f"\\\\u{c:04x}" for c in special if c not in SHORT_ESCAPES]
+    parts += _after_backslash(special)
     if not parts:
         raise ValueError("a set of characters is empty")
     return parts[0] if len(parts) == 1 and raw else f"(?:{'|'.join(parts)})"
+
+
+def _after_backslash(codes: Sequence[int]) -> list[str]:
+    short = [SHORT_ESCAPES[c].replace("\\", "\\\\") for c in codes if c in SHORT_ESCAPES]
+    found = ["\\\\" + (short[0] if len(short) == 1 else f"[{''.join(short)}]")] if short else []
+    for high in (0, 1):
+        low = [f"{c:x}"[-1] for c in codes if c not in SHORT_ESCAPES and c >> 4 == high]
+        found += [f"\\\\u00{high}[{''.join(low)}]"] if low else []
+    return found
 
 
 def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int] | None:
@@ -181,10 +162,15 @@ def _escaped(code: int) -> str:
 
 
 class _Parser:
-    """ECMA-262 expressions, without what can't be expressed: look-around, references, \\b, \\p."""
+    """ECMA-262 expressions, without what can't be expressed: look-around, references, \\b, \\p.
 
-    def __init__(self, pattern: str) -> None:
-        self.pattern, self.at = pattern, 0
+    Args:
+        pattern: what to read.
+        widest: where dialects differ, take what matches in one of them, and not what does in all.
+    """
+
+    def __init__(self, pattern: str, *, widest: bool = False) -> None:
+        self.pattern, self.at, self.widest = pattern, 0, widest
 
     def options(self, *, whole: bool) -> tuple[tuple[Item, ...], ...]:
         """The alternatives of the whole pattern, with anything around what is not anchored."""
@@ -195,7 +181,7 @@ class _Parser:
             ends = self._take("$")
             before, after = (
                 () if begins or whole else (ANYTHING,),
-                () if ends or whole else (ANYTHING,),
+                (() if not self.widest else (LAST_LINE_END,)) if ends or whole else (ANYTHING,),
             )
             options.append((*before, *items, *after))
             if not self._take("|"):
@@ -246,7 +232,7 @@ class _Parser:
             return Item(self._set())
         self.at += 1
         if char == ".":
-            return Item(_complement(LINE_ENDS))
+            return Item(_complement(LINE_ENDS[:1] if self.widest else LINE_ENDS))
         if char == "\\":
             return Item(self._escape()[0])
         if char in "^*+?":
@@ -276,8 +262,7 @@ class _Parser:
         char = self.pattern[self.at]
         self.at += 1
         if char.lower() in CLASSES:
-            ranges = CLASSES[char.lower()]
-            return (ranges if char.islower() else _ascii_without(ranges)), True
+            return self._class(CLASSES[char.lower()], negated=char.isupper()), True
         code = CONTROLS.get(char)
         if char in "xu":
             found = re.compile(r"\{[0-9a-fA-F]+\}|[0-9a-fA-F]+").match(
@@ -299,9 +284,16 @@ class _Parser:
             return (), False
         return ((code, code),), False
 
+    def _class(self, ranges: Ranges, *, negated: bool) -> Ranges:
+        """Beyond ASCII the dialects differ about digits, letters and blanks; so do 1C to 1F."""
+        if self.widest:
+            return _complement(ranges) if negated else (*ranges, (0x1C, 0x1F), (0x80, LAST))
+        return _complement((*ranges, (0x1C, 0x1F)), 0x7F) if negated else ranges
+
     def _set(self) -> Ranges:
         self.at += 1
-        negated, restricted = self._take("^"), False
+        negated, restricted, widest = self._take("^"), False, self.widest
+        self.widest = widest and not negated  # what is taken away is least
         ranges: list[tuple[int, int]] = []
         while not self._take("]"):
             if self.at >= len(self.pattern):
@@ -320,10 +312,10 @@ class _Parser:
                     self._fail("a range of characters is none")
                 one = ((one[0][0], other[0][0]),)
             ranges += one
-        found = tuple(ranges)
-        if negated:
-            return _ascii_without(found) if restricted else _complement(found)
-        return found
+        self.widest, found = widest, tuple(ranges)
+        if not negated:
+            return found
+        return self._class(found, negated=True) if restricted else _complement(found)
 
     def _member(self) -> tuple[Ranges, bool]:
         if self._take("\\"):
@@ -346,8 +338,3 @@ def _complement(ranges: Ranges, last: int = LAST) -> Ranges:
     if begin <= last:
         found.append((begin, last))
     return tuple(found)
-
-
-def _ascii_without(ranges: Ranges) -> Ranges:
-    """Beyond ASCII the dialects differ about digits, letters and blanks; so do 1C to 1F."""
-    return _complement((*ranges, (0x1C, 0x1F)), 0x7F)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from layerskip.schema_patterns import FORMATS
+from layerskip.schema_formats import FORMATS
 
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 SIZES = {"Length": str, "Items": list, "Properties": dict}

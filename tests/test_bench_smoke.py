@@ -109,6 +109,7 @@ SCRIPTS = (
     "exit_on_line",
     "never_slower",
     "recording_cost",
+    "structured",
     "workloads",
 )
 
@@ -222,6 +223,28 @@ def test_never_slower_measures_every_bound(
     for name in ("adversarial", "adversarial, cold"):  # by passes, so no clock can fail it
         assert 0.0 <= cases[name]["counted"] <= cases[name]["bound"]
     assert cases["bimodal at 0.95"]["counted"] < cases["bimodal at 0.05"]["counted"]
+
+
+def test_structured_counts_schemas_and_compares_speed(
+    scripts: SimpleNamespace,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    out, schemas = tmp_path / "out.json", tmp_path / "schemas.jsonl"
+    known = [{"enum": ["one", "two"]}, {"uniqueItems": True}, {"type": "string", "format": "uri"}]
+    rows = [json.dumps({"id": f"s{i}", "schema": schema}) for i, schema in enumerate(known)]
+    schemas.write_text("\n".join(rows), encoding="utf-8")
+    size = ["--tokens", "12", "--timed", "1", "--temperatures", "0.8", "--out", str(out)]
+    run(scripts.structured, [*arguments[:2], "--schemas", str(schemas), *size], monkeypatch)
+    (found,) = json.loads(out.read_text(encoding="utf-8"))["runs"]
+    assert (found["tried"], found["accepted"], found["refused"]) == (3, 2, {"'uniqueItems'": 1})
+    assert found["valid"] == found["complete"] >= 1
+    assert found["token_equal"] == 2
+    modes = found["modes"]
+    assert set(modes) == {*scripts.structured.MODES, scripts.structured.THEIRS}
+    assert modes["plain"]["to plain"]["cpu"] == 1.0
+    assert 0.0 < found["overhead"]["automatic"]["share_of_time"] < 1.0
 
 
 @pytest.mark.parametrize("accuracy", [0.0, 1.0])

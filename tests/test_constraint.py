@@ -1,20 +1,17 @@
 """A grammar's masks while tokens are drafted, dropped and emitted: with lists of sentences."""
 
-import itertools
-import math
 import random
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+from enumeration import Game, assert_same_law
 from torch import Tensor
 
 from layerskip import SamplingParams
 from layerskip.constraint import AfterMarker, Constraint, packed, unpacked
 from layerskip.sampling import Sampler
-from layerskip.verification import acceptance_chances, count_accepted, judge, recovered
+from layerskip.verification import judge
 
 Text = tuple[int, ...]
 EOS, VOCAB = 0, 5
@@ -122,7 +119,7 @@ def test_a_text_is_closed_where_nothing_but_the_end_may_follow():
 def test_any_walk_gives_what_a_new_matcher_gives():
     """vLLM #44006, #46118: a matcher that drafts moved and one that only saw what was emitted."""
     rng, constraint, text = random.Random(5), constraint_of(), ()
-    for _ in range(3000):
+    for _ in range(1200):
         keep = rng.randint(0, len(text))
         text = text[:keep] + tuple(rng.choices(range(VOCAB), k=rng.randint(0, 3)))
         text = text[:5]
@@ -140,6 +137,18 @@ def test_a_state_is_filled_once_for_draft_and_verify():
         allowed(constraint, (3, 2, 1)[:count])
     allowed(constraint, (3, 2, 1), 4)
     assert sorted(matcher.asked) == [(), (3,), (3, 2), (3, 2, 1)]
+
+
+def test_a_prepared_mask_is_not_made_again():
+    matcher = Listed()
+    constraint = constraint_of(matcher)
+    constraint.prepare((*PROMPT, 3, 2), 3)
+    made = [*matcher.asked]
+    assert made == [(), (3,), (3, 2)]
+    assert allowed(constraint, (3, 2), 3) == [{1, 2, 3}, {2, 3}, {1}]
+    assert matcher.asked == made
+    constraint.prepare((*PROMPT, 3, 3, 1, 1), 4)  # past the end: nothing to make
+    assert allowed(constraint, (3, 3, 1, 1), 1) == [ALL]
 
 
 def test_guesses_are_cut_at_the_first_forbidden_token():
@@ -209,101 +218,29 @@ def test_a_marker_matcher_rolls_back_and_forks():
             assert one.complete == fresh.complete
 
 
-# The law of the emitted text, enumerated.
-
-
-def logits_after(text: Text, seed: int, *, draft: bool = False) -> Tensor:
-    generator = torch.Generator().manual_seed(hash((seed, text)) % 2**40)
-    target, other = 1.5 * torch.randn(2, 1, VOCAB, generator=generator)
-    return target if not draft else 0.5 * target + other
-
-
-def probabilities(sampler: Sampler, text: Text, seed: int, *, draft: bool = False) -> Tensor:
-    row = logits_after(text, seed, draft=draft)
-    return sampler.scores(row, PROMPT + text)[0].double().softmax(-1)
-
-
-def target_law(sampler: Sampler, text: Text, seed: int) -> Counter[Text]:
-    if sampler.closed(PROMPT + text):
-        return Counter({text: 1.0})
-    law: Counter[Text] = Counter()
-    for token, p in enumerate(probabilities(sampler, text, seed).tolist()):
-        if p > 0.0:
-            for whole, chance in target_law(sampler, (*text, token), seed).items():
-                law[whole] += p * chance
-    return law
-
-
-def drafts(
-    sampler: Sampler, text: Text, seed: int, most: int
-) -> Iterator[tuple[Text, list, float]]:
-    """Every draft after ``text`` with its q and its probability: it ends where the text does."""
-    growing: list[tuple[Text, list, float]] = [((), [], 1.0)]
-    while growing:
-        draft, q, chance = growing.pop()
-        if len(draft) == most or (draft and sampler.closed(PROMPT + text + draft)):
-            yield draft, q, chance
-            continue
-        row = probabilities(sampler, text + draft, seed, draft=True)
-        growing += [
-            ((*draft, token), [*q, row], chance * float(p)) for token, p in enumerate(row) if p > 0
-        ]
-
-
-def round_law(sampler: Sampler, seed: int, most: int) -> Counter[Text]:
-    """One round from the beginning, cut at the end of the grammar, and the target after it."""
-    law: Counter[Text] = Counter()
-    for draft, q, probability in drafts(sampler, (), seed, most):
-        rows = torch.cat([logits_after(draft[:i], seed) for i in range(len(draft) + 1)])
-        p = sampler.scores(rows, PROMPT + draft).double().softmax(-1)
-        chances = acceptance_chances(sampler.verification, p, torch.stack(q), draft)
-        for pattern in itertools.product((True, False), repeat=len(chances)):
-            weight = math.prod(c if s else 1 - c for c, s in zip(chances, pattern, strict=True))
-            count = count_accepted(sampler.verification, chances, [2.0 - 2 * s for s in pattern])
-            after = (
-                p[count]
-                if count == len(draft)
-                else recovered(sampler.verification, p, torch.stack(q), draft, count)
-            )
-            for token, chance in enumerate(after.tolist()):
-                if weight * chance > 0.0:
-                    text = cut(sampler, (*draft[:count], token))
-                    for whole, rest in target_law(sampler, text, seed).items():
-                        law[whole] += probability * weight * chance * rest
-    return law
-
-
-def cut(sampler: Sampler, text: Text) -> Text:
-    ends = (i for i in range(len(text) + 1) if sampler.closed(PROMPT + text[:i]))
-    return text[: next(ends, len(text))]
-
-
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_the_law_is_plain_decoding_s(verification):
     for seed, most in ((1, 2), (2, 4), (3, 3), (4, 4)):
-        sampler = Sampler(
-            SamplingParams(temperature=1.0),
-            0,
-            VOCAB,
-            verification=verification,
-            constraint=constraint_of(),
-        )
-        wanted = target_law(sampler, (), seed)
-        got = round_law(sampler, seed, most)
-        assert set(wanted) == set(got)
-        assert max(abs(wanted[t] - got[t]) for t in wanted) < 1e-12
-        assert sum(got.values()) == pytest.approx(1.0)
+        game = game_of(seed, 1.0, verification)
+        wanted = game.target_law()
+        assert_same_law(wanted, game.round_law(most))
         assert {t[:-1] if t[-1] == EOS else t for t in wanted} == set(SENTENCES)
+
+
+def game_of(seed: int, temperature: float, verification: str = "coupled") -> Game:
+    params, constraint = SamplingParams(temperature=temperature), constraint_of()
+    sampler = Sampler(params, 3, VOCAB, verification=verification, constraint=constraint)
+    return Game(sampler, PROMPT, seed)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_forbidden_draft_gives_way_to_the_target_s_own_token(temperature):
     """SGLang #9187: stuck after a forced choice. A draft wrong from its first token on."""
-    sampler = Sampler(SamplingParams(temperature=temperature), 3, VOCAB, constraint=constraint_of())
-    plain = judge(sampler, logits_after((), 7), len(PROMPT), context=PROMPT).tokens
+    game = game_of(7, temperature)
+    plain = judge(game.sampler, game.logits(()), len(PROMPT), context=PROMPT).tokens
     for draft in ((4,), (EOS, 1), (2, 2, 2)):
-        rows = torch.cat([logits_after(draft[:i], 7) for i in range(len(draft) + 1)])
-        verdict = judge(sampler, rows, len(PROMPT), draft, context=PROMPT)
+        rows = torch.cat([game.logits(draft[:i]) for i in range(len(draft) + 1)])
+        verdict = judge(game.sampler, rows, len(PROMPT), draft, context=PROMPT)
         assert verdict.tokens[0] == plain[0]
 
 

@@ -1,4 +1,55 @@
-"""Structured output with xgrammar: exact under speculation, valid, and the bugs that others had."""
+"""Structured output with xgrammar: exact under speculation, valid, and the bugs that others had.
+
+The bugs, and the tests that hold them off (g/ here, c/ test_constraint.py, d/
+test_grammar_drafts.py, each name without its ``test_``):
+
+A marker inside the accepted window or of several tokens (vLLM #31858, #34650, #43338), and a
+doubled brace behind it (#48228)
+  c/a_grammar_begins_behind_its_marker_however_that_is_spelt
+  c/a_marker_matcher_rolls_back_and_forks
+  d/a_marker_of_several_tokens_in_the_middle_of_a_block
+
+A mask asked for after the end, or tokens after a stop (vLLM #53777, OpenVINO #4081, SGLang
+#21723)
+  c/rows_past_the_end_or_past_a_forbidden_token_are_left_alone
+  d/a_block_past_the_grammar_s_end_is_cut_there
+  g/a_row_ends_where_its_grammar_does
+  g/a_draft_ends_where_the_grammar_does
+
+A matcher that drafts moved and that failed to advance (vLLM #44006, #46118, #46272)
+  g/rollback_windows_leave_what_a_new_matcher_has
+  c/any_walk_gives_what_a_new_matcher_gives
+
+Masks of another type or shape (SGLang #24283, #15050), and -1 as padding
+  c/masks_survive_packing
+  g/a_padded_vocabulary_is_never_emitted
+  g/tokens_that_are_none_are_not_taken
+
+A backend that can't go back, let through (SGLang #24413)
+  d/a_matcher_can_go_back_and_be_copied
+
+Stuck after a first forced choice (SGLang #9187)
+  c/a_forbidden_draft_gives_way_to_the_target_s_own_token
+  g/looked_up_tokens_that_the_grammar_forbids_are_not_verified
+
+Blanks for ever (vLLM #55313, #38696)
+  g/blanks_come_to_an_end
+
+Text biased by invalid drafts that are dropped
+  c/the_law_is_plain_decoding_s
+  d/token_and_block_modes_keep_xgrammar_s_law
+
+A structure cut by the limit, and not told
+  d/a_limit_inside_a_structure_cuts_what_plain_decoding_writes
+  g/a_structure_cut_by_the_limit_is_reported
+
+Rows of a batch that get each other's grammar
+  g/a_batch_of_grammars_gives_each_row_what_it_gives_alone
+  d/every_row_of_a_batch_may_have_a_pydantic_class_of_its_own
+
+Keywords that xgrammar compiles and ignores
+  test_schema_check.py, test_schema_rewrites.py
+"""
 
 import json
 import random

@@ -1,0 +1,224 @@
+"""Schemas of one type, in the keywords that a grammar is made from."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from layerskip.schema_automata import apart
+from layerskip.schema_formats import FORMATS, UNCHECKED_FORMATS
+from layerskip.schema_merge import Node, merged
+from layerskip.schema_patterns import string_pattern
+
+Core = dict[str, Any]
+NOTHING: Core = {"enum": []}
+MAX_STEP = 1000
+
+
+class Writer:
+    """Writes the core of schemas of one type.
+
+    Args:
+        schema: the core of any schema.
+        refuse: told a keyword, its pointer, and why it can't be held to; raises, or lets the
+            keyword be left out.
+    """
+
+    def __init__(
+        self, schema: Callable[[Node], Core], refuse: Callable[[str, str, str], None]
+    ) -> None:
+        self._schema, self._refuse = schema, refuse
+
+    def typed(self, node: Node, kind: str) -> Core:
+        """The core of ``node`` for values of one type; ``NOTHING`` if there are none."""
+        if kind in ("number", "integer"):
+            return self._number(node, kind)
+        writers = {"string": self._string, "array": self._array, "object": self._object}
+        return writers[kind](node) if kind in writers else {"type": kind}
+
+    def _string(self, node: Node) -> Core:
+        words = node.words
+        least, most = int(words.get("minLength", 0)), words.get("maxLength")
+        pattern, name = words.get("pattern"), words.get("format")
+        if most is not None and most < least:
+            return NOTHING
+        if name in UNCHECKED_FORMATS:
+            self._refuse("format", node.places["format"], f"{name!r} has no expression")
+        form = FORMATS.get(name) if isinstance(name, str) else None
+        if form is not None and pattern is not None:
+            self._refuse("pattern", node.places["pattern"], f"format {name!r} is beside it")
+            form = None
+        if form is None and pattern is None and not least and most is None:
+            return {"type": "string"}
+        try:
+            text = string_pattern(
+                form or pattern,
+                whole=form is not None,
+                least=least,
+                most=None if most is None else int(most),
+            )
+        except ValueError as error:
+            keyword = next(w for w in ("pattern", "format", "maxLength", "minLength") if w in words)
+            self._refuse(keyword, node.places[keyword], str(error))
+            return {"type": "string"}
+        return {"type": "string", "pattern": text}
+
+    def _number(self, node: Node, kind: str) -> Core:
+        words, core = node.words, Core(type=kind)
+        step = words.get("multipleOf")
+        if step is not None:
+            whole = kind == "integer" and Fraction(str(step)).denominator == 1
+            if whole and step <= MAX_STEP:
+                core |= {"multipleOf": int(step)} if step != 1 else {}
+            else:
+                self._refuse("multipleOf", node.places["multipleOf"], "it is no small integer")
+        low, high = words.get("minimum"), words.get("maximum")
+        below, above = words.get("exclusiveMinimum"), words.get("exclusiveMaximum")
+        if kind == "integer":
+            return self._whole_number(core, low, high, below, above)
+        if below is not None and (low is None or below >= low):
+            core["exclusiveMinimum"], low = below, below
+        elif low is not None:
+            core["minimum"] = low
+        if above is not None and (high is None or above <= high):
+            core["exclusiveMaximum"], high = above, above
+        elif high is not None:
+            core["maximum"] = high
+        closed = "minimum" in core and "maximum" in core
+        if low is not None and high is not None and (low > high or (low == high and not closed)):
+            return NOTHING
+        return core
+
+    @staticmethod
+    def _whole_number(core: Core, low: Any, high: Any, below: Any, above: Any) -> Core:
+        lows = [math.ceil(low)] if low is not None else []
+        lows += [math.floor(below) + 1] if below is not None else []
+        highs = [math.floor(high)] if high is not None else []
+        highs += [math.ceil(above) - 1] if above is not None else []
+        core |= {"minimum": max(lows)} if lows else {}
+        core |= {"maximum": min(highs)} if highs else {}
+        step = core.get("multipleOf", 1)
+        if lows and highs and -(-max(lows) // step) * step > min(highs):
+            return NOTHING
+        return core
+
+    def _array(self, node: Node) -> Core:
+        least, most = int(node.words.get("minItems", 0)), node.words.get("maxItems")
+        prefix = [self._schema(part) for part in node.parts("prefixItems")]
+        if NOTHING in prefix:
+            most = min(prefix.index(NOTHING), math.inf if most is None else most)
+        rest = node.part("items")
+        items = {} if rest is None else self._schema(rest)
+        if items == NOTHING or (prefix and rest is None):  # what is not named is not written
+            most = min(len(prefix), math.inf if most is None else most)
+        if most is not None and most < least:
+            return NOTHING
+        if most == 0:
+            return {"type": "array", "items": {}, "maxItems": 0}
+        core: Core = {"type": "array"}
+        if prefix:
+            core["prefixItems"] = prefix if most is None else prefix[: int(most)]
+        core["items"] = items if most is None or most > len(prefix) else False
+        core |= {"minItems": least} if least else {}
+        core |= {"maxItems": int(most)} if most is not None and core["items"] is not False else {}
+        return core
+
+    def _object(self, node: Node) -> Core:
+        required = list(node.words.get("required", ()))
+        names = list(dict.fromkeys([*node.words.get("properties", {}), *required]))
+        wanted, only = node.part("propertyNames"), node.names is not None
+        keys = self._schema(_text(wanted)) if wanted is not None else Core(type="string")
+        if "enum" in keys and not only:
+            names = list(dict.fromkeys([*names, *keys["enum"]]))
+            only = True
+        declared: Core = {}
+        for name in names:
+            part = node.property(name)
+            core = {} if part is None else self._schema(part)
+            if core != NOTHING and _allows(keys, name):
+                declared[name] = core
+            elif name in required:
+                return NOTHING
+        core = {"type": "object", "properties": declared, "required": required}
+        core["additionalProperties"] = False
+        pairs = {} if only else self._pairs(node, keys, names)
+        return _with_others(core, pairs, *self._sizes(node, core, pairs))
+
+    def _sizes(self, node: Node, core: Core, pairs: Core) -> tuple[int, int | None]:
+        """Least and most properties."""
+        least, most = int(node.words.get("minProperties", 0)), node.words.get("maxProperties")
+        if pairs and least > max(1, len(core["required"])):
+            self._refuse("minProperties", node.places["minProperties"], "a name may come twice")
+            least = 1
+        return least, None if most is None else int(most)
+
+    def _pairs(self, node: Node, keys: Core, names: list[str]) -> Core:
+        """Values of properties without a name, by what their names match; "" matches any."""
+        patterns, wanted = node.pattern_parts(), node.part("propertyNames")
+        if patterns:
+            place = node.places["patternProperties"]
+            if names or wanted is not None or not apart(list(patterns)):
+                self._refuse("patternProperties", place, "a name may match several of its patterns")
+            cores = {self._key(p, place): self._schema(part) for p, part in patterns.items()}
+            return {key: core for key, core in cores.items() if core != NOTHING}
+        free = node.part("additionalProperties")
+        value = {} if free is None else self._schema(free)
+        if value == NOTHING or keys == NOTHING:
+            return {}
+        if wanted is None and not names:
+            return {"": value}
+        place = node.places.get("propertyNames", node.places.get("additionalProperties", ""))
+        taken = [name for name in names if _allows(keys, name)]
+        if taken:  # a named one must not come again, in other words or spelt with an escape
+            keys = self._schema(
+                merged(_text(wanted), Node({"not": {"enum": taken}}, {"not": place}))
+            )
+        if set(keys) - {"type", "pattern"}:
+            self._refuse("propertyNames", place, "it is no pattern and no list")
+        return {keys.get("pattern", string_pattern(None)): value}
+
+    def _key(self, pattern: str, place: str) -> str:
+        try:
+            return string_pattern(pattern)
+        except ValueError as error:
+            self._refuse("patternProperties", place, str(error))
+            return string_pattern(None)
+
+
+def _with_others(core: Core, pairs: Core, least: int, most: int | None) -> Core:
+    """An object with named properties, and with pairs behind them."""
+    declared, required = core["properties"], core["required"]
+    if most is not None and most < max(least, len(required)):
+        return NOTHING
+    if not pairs and least > len(declared):
+        return NOTHING
+    if most is not None and not pairs and most >= len(declared):
+        most = None
+    sizes = {"minProperties": least} if least > len(required) else {}
+    sizes |= {"maxProperties": most} if most is not None else {}
+    if declared:
+        return core | ({"patternProperties": pairs} if pairs else {}) | sizes
+    if not pairs:
+        return {"type": "object", "maxProperties": 0, "properties": {}}
+    if "" in pairs:
+        return {"type": "object", "additionalProperties": pairs[""]} | sizes
+    return {"type": "object", "patternProperties": pairs, "additionalProperties": False} | sizes
+
+
+def _text(wanted: Node | None) -> Node:
+    """What a name has to fulfil; it is text in any case."""
+    text = Node({"type": "string"}, {"type": ""})
+    return text if wanted is None else merged(text, wanted)
+
+
+def _allows(keys: Core, name: str) -> bool:
+    """Whether the core of names fits one."""
+    if "anyOf" in keys:
+        return any(_allows(one, name) for one in keys["anyOf"])
+    if "enum" in keys:
+        return name in keys["enum"]
+    if "pattern" in keys:
+        return bool(re.fullmatch(keys["pattern"], json.dumps(name, ensure_ascii=False)[1:-1]))
+    return keys.get("type", "string") == "string"
