@@ -12,7 +12,7 @@ from typing import Any
 
 from layerskip.files import read_json, write_json
 
-COST_VERSION = 1
+COST_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class CostTable:
         tiles: positions of a sequence that attention takes at once, where fewer rows than a
             quantum are rounded up to one of these; empty: to the quantum.
         draft_sequence, verify_sequence: of each further sequence in a pass, before its context.
+        pass_rows: most rows of one pass; more go through several. 0: any number go through one.
     """
 
     draft_layers: Curve
@@ -90,6 +91,7 @@ class CostTable:
     tiles: tuple[int, ...] = ()
     draft_sequence: float = 0.0
     verify_sequence: float = 0.0
+    pass_rows: int = 0
 
     def draft_pass(self, rows: int, context: float, *, sequences: int = 1) -> float:
         """One draft pass over ``rows`` tokens, with its head and sampling.
@@ -103,7 +105,7 @@ class CostTable:
         layers = self._layers(
             self.draft_layers, rows, context, sequences, longest, self.draft_sequence
         )
-        return layers + self.draft_head.at(self._padded(rows), 0) + rows * self.sampling
+        return layers + self._summed(self.draft_head, rows, 0) + rows * self.sampling
 
     def verify_pass(
         self, rows: int, context: float, *, sequences: int = 1, longest: int | None = None
@@ -133,10 +135,16 @@ class CostTable:
         """Layers over several sequences, from what one takes: products over all rows at once,
         attention over each sequence's own context."""
         if sequences == 1:
-            return curve.at(self._padded(rows), context)
+            return self._summed(curve, rows, context)
         each = curve.at(self._padded(longest), context) - curve.at(self._padded(longest), 0)
-        total = curve.at(self._padded(rows), 0) + sequences * max(0.0, each)
+        total = self._summed(curve, rows, 0) + sequences * max(0.0, each)
         return total + (sequences - 1) * another
+
+    def _summed(self, curve: Curve, rows: int, context: float) -> float:
+        """Of all the passes that so many rows take."""
+        whole, rest = divmod(rows, self.pass_rows) if self.pass_rows else (0, rows)
+        seconds = whole * curve.at(self._padded(self.pass_rows), context) if whole else 0.0
+        return seconds + (curve.at(self._padded(rest), context) if rest or not whole else 0.0)
 
     def _padded(self, rows: int) -> int:
         if rows < self.row_quantum:
@@ -181,6 +189,7 @@ class CostTable:
                 tuple(content["tiles"]),
                 float(content["draft_sequence"]),
                 float(content["verify_sequence"]),
+                int(content["pass_rows"]),
             )
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"the cost table is not complete ({error!r})") from None

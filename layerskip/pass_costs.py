@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from layerskip.cost import CostTable
 
-PASS_ROWS = 64  # ``exactness.MAX_PASS_ROWS``: the decoder runs more tokens as several passes
 PREFILL_CHUNK = 512  # ``model.PREFILL_CHUNK``
 CONTEXT_BUCKETS = 512
 
@@ -51,8 +50,6 @@ class PassCosts:
         longest: context, in slots.
         overhead: of rounds.
         passes_per_token: draft passes of a drafted token; below 1 where look-ups save some.
-        pass_rows: tokens that fit into one pass; None: all, as the table has it and with it the
-            controller.
     """
 
     def __init__(
@@ -64,7 +61,6 @@ class PassCosts:
         longest: int,
         overhead: Overhead | None = None,
         passes_per_token: float = 1.0,
-        pass_rows: int | None = PASS_ROWS,
     ) -> None:
         self.overhead = overhead or Overhead()
         self.passes_per_token = passes_per_token
@@ -80,7 +76,6 @@ class PassCosts:
             longest=most_drafted + 1,
             another=table.verify_sequence,
             ratio=self.overhead.verify_ratio,
-            pass_rows=pass_rows,
         )
         self._draft = _Passes(
             table.draft_pass,
@@ -89,7 +84,6 @@ class PassCosts:
             longest=1,
             another=table.draft_sequence,
             ratio=self.overhead.draft_ratio,
-            pass_rows=pass_rows,
         )
 
     def verify(self, tokens: Ints, rows: Ints, longest: Ints, context: Ints) -> Floats:
@@ -144,11 +138,9 @@ class _Passes:
         longest: int,
         another: float,
         ratio: float,
-        pass_rows: int | None,
     ) -> None:
-        whole = pass_rows or most_tokens
         self._products = ratio * np.array(
-            [_in_pieces(single, n, whole) for n in range(most_tokens + 1)]
+            [single(n, 0) if n else 0.0 for n in range(most_tokens + 1)]
         )
         lines = [
             [single(n, c) - single(n, 0) if n else 0.0 for c in contexts]
@@ -164,20 +156,13 @@ class _Passes:
         return self._products[tokens] + attention + np.maximum(0, rows - 1) * self._another
 
 
-def _in_pieces(single: Callable[[int, float], float], tokens: int, most: int) -> float:
-    """Seconds of all tokens at no context; what does not fit into one pass goes into several."""
-    whole, rest = divmod(tokens, most)
-    seconds = whole * single(most, 0) if whole else 0.0
-    return seconds + (single(rest, 0) if rest else 0.0)
-
-
 def prefill_seconds(table: CostTable, num_tokens: int) -> float:
     """What a prompt takes by the table alone: its chunks as verify passes.
 
     Too much for a small model: the table's passes run the head for every token, a prefill for one;
-    and beyond 64 tokens the table is a straight line.
+    and beyond its last number of rows the table is a straight line.
     """
-    seconds = 0.0
+    table, seconds = replace(table, pass_rows=0), 0.0  # a prefill's chunk is one pass
     for start in range(0, num_tokens, PREFILL_CHUNK):
         count = min(PREFILL_CHUNK, num_tokens - start)
         seconds += table.verify_pass(count, start) - (count - 1) * table.sampling

@@ -276,6 +276,7 @@ def _table(
         tiles=tuple(t for t in stack.exactness.tiles if t < quantum),
         draft_sequence=another("draft"),
         verify_sequence=another("verify"),
+        pass_rows=MAX_PASS_ROWS if stack.exactness.wanted else 0,
     )
 
 

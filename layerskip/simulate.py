@@ -171,8 +171,7 @@ def simulate(
     total = len(concurrency) * len(policies) * num_requests
     for number in sorted(set(concurrency)):
         for name in drafted:
-            costs_of = partial(
-                PassCosts,
+            costs = PassCosts(
                 table,
                 rows=number,
                 most_drafted=drafted[name],
@@ -180,10 +179,10 @@ def simulate(
                 overhead=overhead,
                 passes_per_token=passes_per_token,
             )
-            loop = Loop(stream, prefill, costs_of(), number, seed)
+            loop = Loop(stream, prefill, costs, number, seed)
             policy: Policy = Fixed(drafted[name])
             if name == "auto":
-                policy = Automatic(costs_of(pass_rows=None), stream, loop.shape, seed)
+                policy = Automatic(costs, stream, loop.shape, seed)
             loop.run(policy, partial(_report, on_progress, len(cells) * num_requests, total))
             cells.append(loop.cell(name))
     return Simulation(tuple(cells), _crossovers(cells), num_requests, seed)

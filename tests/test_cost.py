@@ -57,14 +57,26 @@ def test_sequences_share_products_but_not_attention():
     assert table.draft_pass(2, 100, sequences=2) == pytest.approx(1.0 + 2 * 2.0 + 0.25 + 0.5)
 
 
+def test_more_rows_than_a_pass_takes_go_through_several():
+    table = replace(TABLE, sampling=0.0, pass_rows=16)
+    at = replace(TABLE, sampling=0.0).verify_pass
+    assert table.verify_pass(16, 100) == at(16, 100)
+    assert table.verify_pass(32, 100) == pytest.approx(2 * at(16, 100))
+    assert table.verify_pass(39, 100) == pytest.approx(2 * at(16, 100) + at(7, 100))
+    bare = replace(TABLE, sampling=0.0).draft_pass
+    assert table.draft_pass(20, 100) == pytest.approx(bare(16, 100) + bare(4, 100))
+    both = table.verify_pass(20, 0, sequences=2)
+    assert both == pytest.approx(at(16, 0) + at(4, 0))
+
+
 def test_a_table_is_saved_and_read_back(tmp_path):
-    table = replace(TABLE, tiles=(1, 2, 4), draft_sequence=0.1, verify_sequence=0.2)
+    table = replace(TABLE, tiles=(1, 2, 4), draft_sequence=0.1, verify_sequence=0.2, pass_rows=64)
     table.save(tmp_path / "cost.json")
     assert CostTable.load(tmp_path / "cost.json") == table
     assert [f.name for f in tmp_path.iterdir()] == ["cost.json"]
 
 
-@pytest.mark.parametrize("content", ["{}", "[", "[]", '{"version": 1, "verify": 3}'])
+@pytest.mark.parametrize("content", ["{}", "[", "[]", '{"version": 2, "verify": 3}'])
 def test_other_files_are_no_cost_tables(tmp_path, content):
     (tmp_path / "cost.json").write_text(content)
     with pytest.raises(ValueError, match=r"cost\.json is not a cost table \("):
@@ -78,7 +90,7 @@ def test_a_table_survives_json():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version 1 was expected, got 2"),
+        ({"version": 1}, "version 2 was expected, got 1"),
         ({"verify": {"rows": [8]}}, "not complete"),
         ({"sampling": None}, "not complete"),
         ({"sampling": 10**400}, "not complete"),

@@ -12,10 +12,9 @@ from controlling import table
 from layerskip.cli import main
 from layerskip.controller import Ask, Controller, Stopper
 from layerskip.cost import CostTable, Curve
-from layerskip.exactness import MAX_PASS_ROWS
 from layerskip.model import PREFILL_CHUNK
-from layerskip.pass_costs import PASS_ROWS, Overhead, PassCosts, prefill_seconds
 from layerskip.pass_costs import PREFILL_CHUNK as SIMULATED_CHUNK
+from layerskip.pass_costs import Overhead, PassCosts, prefill_seconds
 from layerskip.simulate import Loop, most_drafted, simulate
 from layerskip.simulated_controller import Automatic, Fixed
 from layerskip.telemetry.replay import replay
@@ -233,8 +232,9 @@ def test_cost_of_passes_is_the_table_s():
 
 
 def test_more_tokens_than_a_pass_takes_go_through_several():
-    assert (PASS_ROWS, SIMULATED_CHUNK) == (MAX_PASS_ROWS, PREFILL_CHUNK)
-    costs = PassCosts(table(0.2, slope=0.02), rows=40, most_drafted=2, longest=10)
+    assert SIMULATED_CHUNK == PREFILL_CHUNK
+    cost = replace(table(0.2, slope=0.02), pass_rows=64)
+    costs = PassCosts(cost, rows=40, most_drafted=2, longest=10)
     forty = [np.array([n]) for n in (120, 40, 3, 0)]
     both = [np.array([n]) for n in (64, 40, 3, 0)], [np.array([n]) for n in (56, 40, 3, 0)]
     assert costs.verify(*forty) == pytest.approx(sum(costs.verify(*part) for part in both))
@@ -256,7 +256,7 @@ def test_runs_of_right_drafts_end_with_their_request():
 
 def believed(cost, rows):
     """What the controller thinks of passes: any number of rows at once."""
-    return PassCosts(cost, rows=rows, most_drafted=16, longest=200, pass_rows=None)
+    return PassCosts(cost, rows=rows, most_drafted=16, longest=200)
 
 
 class Real:
