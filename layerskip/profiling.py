@@ -207,12 +207,16 @@ def measure_cost(
 
 
 def _warmed(passes: Passes, points: Sequence[Point], ends: float) -> dict[Point, Timing]:
-    """The first pass of each kind, which proves bits and fills buffers: it counts where time
-    leaves no other. Empty if not even these are done in time."""
-    first = {}
+    """A pass of each kind, which counts where time leaves no other. The first one of so many rows
+    does not: it proves their bits. Empty if not even these are done in time."""
+    first: dict[Point, Timing] = {}
+    proven: set[int] = set()
     for point in points:
         if time.perf_counter() > ends:
             return {}
+        if point[1] not in proven:
+            passes.timing(point)
+            proven.add(point[1])
         first[point] = passes.timing(point)
     return first
 
