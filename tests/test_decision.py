@@ -78,7 +78,7 @@ def test_few_prompts_decide_nothing(tmp_path):
     requests = requests_of((0.0,), count=FEWEST_REQUESTS - 1)
     (rule,) = decided(tmp_path / "few", requests, cost=flat_cost()).rules
     assert rule.max_draft_tokens is None
-    assert "28 prompts were measured both ways; 29 are needed" in rule.reason
+    assert "28 of the 29 prompts that it takes" in rule.reason
     requests = requests_of((0.0,), count=FEWEST_REQUESTS)
     (rule,) = decided(tmp_path / "enough", requests, cost=flat_cost()).rules
     assert rule.max_draft_tokens == 0

@@ -52,8 +52,8 @@ def _decided(route: BucketReport, limit: int | None) -> tuple[int | None, str]:
         return limit, "left on: nothing was measured without drafting (arm 0) to compare with"
     if paired.num_prompts < FEWEST_REQUESTS:
         return limit, (
-            f"left on: {paired.num_prompts} prompts were measured both ways; {FEWEST_REQUESTS} are "
-            f"needed to meet the worst tenth"
+            f"left on: measured both ways, {paired.num_prompts} of the {FEWEST_REQUESTS} prompts "
+            f"that it takes to meet the worst tenth"
         )
     if route.num_drafts == 0:
         return limit, "left on: the controller drafted nothing here by itself"
