@@ -183,12 +183,12 @@ def _shown(simulation: "Simulation") -> Table:
     """One line for each concurrency and policy."""
     shown = Table(
         box=None,
-        padding=(0, 1),
+        padding=(0, 1, 0, 0),
         pad_edge=False,
         title=f"{simulation.num_requests} requests each: first token and each further one in ms, "
         "end to end in s",
     )
-    shown.add_column("users", justify="right")
+    shown.add_column("users", justify="right", no_wrap=True, min_width=3)
     shown.add_column("policy", no_wrap=True)
     for name in ("first", "token", "whole"):
         for quantile in ("p50", "p90", "p99"):
