@@ -21,13 +21,13 @@ help:  ## list the targets
 demo: $(RUNTIME)  ## complete real code prompts with the built-in checkpoint, and compare
 	@$(BIN)/layerskip demo
 
-# The kernels' tests compile on all cores by themselves; the others, on numbers this small, are
-# quicker side by side with a thread each. Bits are looked at with all threads, as users have them.
+# On numbers this small, tests are quicker side by side with a thread each than one by one with
+# more. Bits are looked at with all threads, as users have them.
 BITS := tests/test_bits.py tests/test_model.py tests/test_parity.py
 test: $(TOOLS)  ## the tests, but for the slow ones
-	@$(BIN)/python -m pytest -q tests/kernels $(BITS)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile \
-		$(addprefix --ignore ,tests/kernels $(BITS))
+		$(addprefix --ignore ,$(BITS))
+	@$(BIN)/python -m pytest -q $(BITS)
 
 test-slow: $(TOOLS)  ## the slow tests alone
 	@$(BIN)/python -m pytest -q -m slow

@@ -13,6 +13,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from emulator import alone
+
 from layerskip.ops.build import Cubin, compile_kernel
 from layerskip.ops.catalog import CATALOG
 
@@ -65,4 +67,5 @@ def stop() -> None:
 
 
 if __name__ == "__main__":
-    _all([(name, arch) for arch in ARCHS for name in selected(arch)])
+    with alone(CACHE / "all"):
+        _all([(name, arch) for arch in ARCHS for name in selected(arch)])

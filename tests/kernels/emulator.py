@@ -7,6 +7,7 @@ at different barriers, shared memory overrun, arguments of other types than the 
 
 import ctypes
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import os
@@ -15,8 +16,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -124,7 +126,6 @@ def _key(files: Iterable[Path], *rest: str) -> str:
 
 def _compile(toolchain: Toolchain, flags: Sequence[str], out: Path) -> Path:
     """Compile to ``out``, which appears whole or not at all."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         made = Path(folder) / out.name
         command = [toolchain.path or toolchain.compiler, *flags]
@@ -135,6 +136,15 @@ def _compile(toolchain: Toolchain, flags: Sequence[str], out: Path) -> Path:
             raise EmulatorError(f"{toolchain.compiler} refuses {out.stem}:\n{done.stderr}")
         made.replace(out)
     return out
+
+
+@contextmanager
+def alone(made: Path) -> Iterator[None]:
+    """One process at a time makes a file; the others wait, and find it there."""
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with (made.parent / f"{made.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @functools.cache
@@ -158,7 +168,8 @@ def begin_runtime(toolchain: Toolchain) -> list[Future[Path]]:
 
     def make(source: Path) -> Path:
         out = CACHE / f"{source.stem}-{key}.o"
-        return out if out.exists() else _compile(toolchain, [*flags, "-c", str(source)], out)
+        with alone(out):
+            return out if out.exists() else _compile(toolchain, [*flags, "-c", str(source)], out)
 
     return [_compilers().submit(make, source) for source in sorted(RUNTIME.glob("*.cpp"))]
 
@@ -169,11 +180,12 @@ def _begun(source: Path, names: tuple[str, ...], toolchain: Toolchain, out: Path
     runtime = begin_runtime(toolchain)
 
     def make() -> Path:
-        if out.exists():
-            return out
+        with alone(out):
+            return out if out.exists() else build()
+
+    def build() -> Path:
         lines = ['#include "emulator.h"', f'#include "{source}"']
         lines += [f'EMULATOR_KERNEL("{name}", {name})' for name in names]
-        out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", suffix=".cpp", dir=out.parent) as unit:
             unit.write("\n".join(lines) + "\n")
             unit.flush()
