@@ -444,9 +444,9 @@ def _may_probe(asks: Sequence[Ask], pace: Pace) -> bool:
         return False
     verify = pace.verify(pace.num_rows + rows, 2) - pace.verify(pace.num_rows, 1)
     cost = (pace.draft(rows) + verify) / pace.plain
-    shared = asks[0].state.shared
-    shared.credit = min(shared.credit, max(MOST_CREDIT, cost))  # a long rest buys no long run
-    return shared.credit >= cost
+    for shared in (a.state.shared for a in asks):  # of each kind of request, once or more
+        shared.credit = min(shared.credit, max(MOST_CREDIT, cost))  # a long rest buys no long run
+    return min(a.state.shared.credit for a in asks) >= cost
 
 
 def _affordable(stake: float, pace: Pace) -> int:

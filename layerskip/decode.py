@@ -256,7 +256,8 @@ class Decoder:
         counts = [s.count for s in segments]
         parts = list(self.stack.logits(hidden)[: sum(counts)].split(counts))
         for r, d in zip(requests, drafts, strict=True):
-            r.sampler.prepare((*r.context, *d.tokens), len(d.tokens) + 1)
+            if r.sampler.constraint is not None:
+                r.sampler.constraint.prepare((*r.context, *d.tokens), len(d.tokens) + 1)
         if not hidden[: sum(counts)].isfinite().all():
             parts = [
                 self._one_by_one(r, d) if d.tokens else part

@@ -166,9 +166,9 @@ class _Growing:
 
     def prepare(self, inputs: Sequence[int]) -> None:
         """What is known of the scores before the pass is read."""
-        request = self.request
-        if request.context:
-            request.sampler.prepare((*request.context, *self.tokens, *inputs[1:]), len(inputs))
+        request, constraint = self.request, self.request.sampler.constraint
+        if constraint is not None:
+            constraint.prepare((*request.context, *self.tokens, *inputs[1:]), len(inputs))
 
     def take(
         self,

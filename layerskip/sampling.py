@@ -142,14 +142,6 @@ class Sampler:
         """Whether a grammar lets nothing follow the text."""
         return self.constraint is not None and self.constraint.closed(context)
 
-    def prepare(self, context: Sequence[int], rows: int) -> None:
-        """Make a grammar's masks for ``rows`` of scores ahead; ``context`` as in ``scores``.
-
-        To be called when a pass has been started and nothing of it read: a GPU works meanwhile.
-        """
-        if self.constraint is not None:
-            self.constraint.prepare(context, rows)
-
     def noise(self, position: int) -> Tensor:
         """Gumbel noise of ``position``, made once however often it is drafted and verified."""
         if position not in self._noise:

@@ -326,3 +326,13 @@ def test_kinds_of_requests_learn_apart():
         controller.row("greedy").add_draft([False], [0.5])
     assert controller.row("greedy").acceptance(0) < 0.2 < controller.row("coupled").acceptance(0)
     assert controller.calibration_error("greedy") > 0.0 == controller.calibration_error("block")
+
+
+def test_rows_probe_together_only_if_each_kind_of_request_can_pay():
+    controller = Controller(table(0.2, slope=0.0), (0.01,), follows_clock=False)
+    states = [controller.row("greedy"), controller.row("coupled")]
+    asks = [Ask(state, CONTEXT, 30) for state in states]
+    states[0].shared.credit, states[1].shared.credit = 1.0, 0.0
+    assert [c.num_draft_tokens for c in controller.choose(asks, drafts=True)] == [0, 0]
+    states[1].shared.credit = 1.0
+    assert [c.num_draft_tokens for c in controller.choose(asks, drafts=True)] == [1, 1]

@@ -23,7 +23,7 @@ from layerskip.telemetry.cusum import (
 )
 
 REFERENCE_REQUESTS = 100
-MOST_BUCKETS = 100
+MOST_BUCKETS = 100  # a label may have more values than a monitor or a scrape should
 MOST_POINTS = 400
 OTHER_BUCKET = "(other)"
 

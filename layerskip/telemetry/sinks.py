@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from layerskip.cost import CostTable
 from layerskip.outputs import Round
+from layerskip.telemetry.drift import MOST_BUCKETS, OTHER_BUCKET
 from layerskip.telemetry.gauges import Calibration, Drafts
 from layerskip.telemetry.runs import JsonLines
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from prometheus_client.registry import CollectorRegistry
 
 EDGES = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16)  # of the histogram of accepted tokens
-MOST_BUCKETS = 100  # a label may have more values than a scrape should
-OTHER_BUCKET = "(other)"
 
 
 class MemorySink:
