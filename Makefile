@@ -1,7 +1,7 @@
 # Everything runs in .venv, which is made on first use and again when the pins change.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint bench table kernels gpu-check clean
+.PHONY: help demo test test-slow lint bench table kernels gpu-check gpu-bench clean
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
@@ -49,6 +49,9 @@ kernels: $(TOOLS)  ## compile the CUDA kernels for all architectures; no GPU nee
 # In the Python of the machine with the GPU, where CUDA's torch is: nothing gets installed.
 gpu-check:  ## on a machine with a GPU: bits, errors and bandwidth of every kernel
 	@python3 bench/gpu_check.py $(ARGS)
+
+gpu-bench:  ## on a machine with a GPU: speed of decoding, ARGS="--sections plain,rounds"
+	@python3 bench/gpu_bench.py $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) dist build .benchmarks .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
