@@ -22,13 +22,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from gpu import decoding, lab, models, serving
 from gpu.backends import ROOT, Backend, CpuBackend, CudaBackend
 from gpu.frame import Found, Run
 
 SECTION_SECONDS = 220.0
 HUNG_SECONDS = 330.0  # of a section: what is begun in its last second has to end
-BACKENDS: dict[str, Callable[[], Backend]] = {"cuda": CudaBackend, "cpu": CpuBackend}
+DEVICES = ("cuda", "cpu")
 SIZES = {"full": (models.FULL, lab.FULL), "toy": (models.TOY, lab.TOY)}
 Section = Callable[[lab.Lab, Found, float], None]
 FIRST = "models"
@@ -75,7 +76,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=list(SECTIONS),
         help=f"which, in this order: {','.join(SECTIONS)}",
     )
-    parser.add_argument("--device", choices=BACKENDS, default="cuda")
+    parser.add_argument("--device", choices=DEVICES, default="cuda")
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument(
         "--models", type=lambda text: text.split(","), help="names; all if not given"
@@ -105,11 +106,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"
     quiet()
     try:
-        backend = BACKENDS[args.device]()
-    except RuntimeError:
-        print("error: no GPU here; --device cpu --size toy tries the script", file=sys.stderr)
+        backend = backend_of(args.device)
+        run = Run(
+            args.out, backend.facts(), commit=args.commit, sizes=args.size, suffix="-decoding"
+        )
+    except (RuntimeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
-    run = Run(args.out, backend.facts(), commit=args.commit, sizes=args.size, suffix="-decoding")
     every, extent = SIZES[args.size]
     here = lab.Lab(
         backend,
@@ -130,6 +133,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(summary({name: run.record["sections"][name] for name in wanted}))
     print(f"written to {run.file}")
     return 0 if all(passed) else 1
+
+
+def backend_of(device: str) -> Backend:
+    """What measures bandwidth and small kernels there."""
+    if device == "cpu":
+        return CpuBackend()
+    if not torch.cuda.is_available():
+        raise RuntimeError("no GPU here; --device cpu --size toy tries the script")
+    return CudaBackend()
 
 
 def quiet() -> None:

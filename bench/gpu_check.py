@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
         run = Check(args)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     passed = [

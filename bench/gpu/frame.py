@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from gpu.backends import output_of
-from layerskip.files import write_json
+from layerskip.files import check_writable, write_json
 
 Found = dict[str, Any]
 
@@ -33,6 +33,9 @@ class Run:
         commit: of the sources; None asks git.
         sizes: "toy" or "full".
         suffix: of the record's name.
+
+    Raises:
+        ValueError: no record can be written there.
     """
 
     def __init__(
@@ -49,7 +52,11 @@ class Run:
             "sizes": sizes,
         }
         self.record: Found = {"machine": machine, "sections": earlier(self.file, machine)}
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"folder {folder} cannot be made: {error.strerror}") from None
+        check_writable(self.file)
 
     def section(self, name: str, run: Callable[[Found], None], *, hung: float) -> bool:
         """Run one section, print and write what it found; whether it passed.

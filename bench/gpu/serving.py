@@ -202,20 +202,23 @@ def contexts(lab: Lab, found: Found, until: float) -> None:
 
 def memory(lab: Lab, found: Found, until: float) -> None:
     """Peak bytes of a call above the weights, off and on; bytes of the cache."""
-    tokens = lab.extent.tokens
+    tokens = lab.extent.tokens - DRAFTED - 2  # with drafts, too, in the same block of slots
 
     def measure(loaded: Loaded, entry: Found, end: float) -> None:
         lab.usual(loaded)
         ids = lab.prompt(loaded, lab.extent.prompt)
         for drafted in (0, DRAFTED):
-            name: Found = {}
-            for _ in range(2):  # what the first call allocates for good is none of its peak
-                with peak_of(lab.device, name):
+            first: Found = {}
+            again: Found = {}
+            for call in (first, again):  # what only the first one allocates, it keeps
+                with peak_of(lab.device, call):
                     (out,) = loaded.lm.generate(
                         [ids], max_new_tokens=tokens, num_draft_tokens=drafted, ignore_eos=True
                     )
-                name["kv_cache_bytes"] = out.stats.kv_cache_bytes
-            entry[NAMES[drafted]] = name
+            entry[NAMES[drafted]] = again | {
+                "kept_by_first_call": first["kept_bytes"],
+                "kv_cache_bytes": out.stats.kv_cache_bytes,
+            }
         off, on = entry["off"], entry["on"]
         slot = kv_bytes(loaded.model, loaded.model.layers)
         more = (on["kv_cache_bytes"] - off["kv_cache_bytes"]) / slot

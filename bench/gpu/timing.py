@@ -34,7 +34,8 @@ class Decoded:
         first_seconds: until each had its first token.
         seconds: after that.
         rounds: records of the rounds after that, of all sequences.
-        num_passes: rounds of the batch, however many sequences took part.
+        num_passes: rounds of the batch, however many sequences took part; a step without records
+            only started one.
         caches: what was kept of keys and values, if asked for.
         kv_cache_bytes: of the whole cache.
     """
@@ -100,9 +101,11 @@ def decode(
     rounds: list[Round] = []
     passes = 0
     while batch.unfinished and time.monotonic() < until:
-        rounds += batch.step()
-        passes += 1
-    synchronize()
+        records = batch.step()
+        rounds += records
+        passes += bool(records)
+    # The last token is here. A device that runs ahead of the host may be in a round that nobody
+    # needs, which is not waited for.
     ended = time.perf_counter()
     outputs = [batch.remove(row) for row in rows]
     return Decoded(
@@ -198,10 +201,10 @@ def _turn(
 
 @contextmanager
 def peak_of(device: str, found: dict[str, Any]) -> Iterator[None]:
-    """Bytes that the body had allocated at most above what there was, into ``found``."""
+    """Into ``found``: bytes that the body had at most above what there was, and what it kept."""
     if device != "cuda":
         yield
-        found["peak_bytes"] = None  # torch counts none on a CPU
+        found |= {"peak_bytes": None, "kept_bytes": None}  # torch counts none on a CPU
         return
     synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -209,3 +212,4 @@ def peak_of(device: str, found: dict[str, Any]) -> Iterator[None]:
     yield
     synchronize()
     found["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+    found["kept_bytes"] = torch.cuda.memory_allocated() - before
