@@ -28,7 +28,7 @@ from gpu.backends import ROOT, Backend, CpuBackend, CudaBackend
 from gpu.frame import Found, Run
 
 SECTION_SECONDS = 220.0
-HUNG_SECONDS = 330.0  # of a section: what is begun in its last second has to end
+MORE_SECONDS = 110.0  # then it counts as hung: what is begun in its last second has to end
 DEVICES = ("cuda", "cpu")
 SIZES = {"full": (models.FULL, lab.FULL), "toy": (models.TOY, lab.TOY)}
 Section = Callable[[lab.Lab, Found, float], None]
@@ -125,7 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def section(name: str) -> bool:
         until = time.monotonic() + args.seconds
         return run.section(
-            name, lambda found: SECTIONS[name](here, found, until), hung=HUNG_SECONDS
+            name,
+            lambda found: SECTIONS[name](here, found, until),
+            hung=args.seconds + MORE_SECONDS,
         )
 
     wanted = [FIRST, *(name for name in SECTIONS if name in args.sections and name != FIRST)]
