@@ -11,12 +11,18 @@ from decoding import Interruption
 from test_cached_text import assert_same, next_prompt
 from test_speculation import Scripted
 from torch import Tensor
-from toys import DTYPES, NUM_LAYERS, PLANS, random_ids, without_times
+from toys import DTYPES, NUM_LAYERS, PLANS, make_model, random_ids, without_times
 
-from layerskip import GenerationOutput, LookupStore, SamplingParams, SelfSpeculativeLM
+from layerskip import (
+    GenerationOutput,
+    LookupStore,
+    PlanFile,
+    SamplingParams,
+    SelfSpeculativeLM,
+)
 from layerskip.controller import PLAIN, Choice
 from layerskip.drafting import EarlyExitDrafter
-from layerskip.exit_adapter import ExitAdapter
+from layerskip.exit_adapter import AdaptedHead, ExitAdapter
 
 PROMPT = random_ids(61)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
@@ -234,6 +240,34 @@ def test_a_round_that_breaks_off_is_done_again(adapt, monkeypatch, place):
         assert_same(batch.remove(row), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_drafted_token_that_breaks_the_model_breaks_nothing_else(monkeypatch, dtype):
+    """One token's embedding is NaN, and drafted now and then."""
+    model = make_model("llama", dtype)
+    adapter = make_adapter(model)
+    alone, lm = (
+        SelfSpeculativeLM(model, num_draft_tokens=k, lookup=False, exit_adapter=a)
+        for k, a in ((0, None), (4, adapter))
+    )
+    with torch.no_grad():
+        model.model.embed_tokens.weight[1] = torch.nan
+        model.lm_head.weight[1] = 0.0
+    draft, noise = AdaptedHead.__call__, torch.Generator().manual_seed(0)
+
+    def poisoned(self, hidden):
+        logits = draft(self, hidden).clone()
+        logits[torch.rand(len(logits), generator=noise) < 0.3, 1] = 1e4
+        return logits
+
+    monkeypatch.setattr(AdaptedHead, "__call__", poisoned)
+    prompts = [PROMPT, random_ids(5)]
+    together, plain = run(lm, prompts), run(alone, prompts)
+    for got, want in zip(together, plain, strict=True):
+        assert 1 not in want.token_ids
+        assert_same_output(got, want)
+        assert got.stats.num_accepted_tokens > 0
+
+
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_drawn_drafts_do_not_depend_on_the_batch(adapt, verification):
     """q has the same bits alone and beside others: so has the text."""
@@ -287,6 +321,20 @@ def test_a_trimmed_draft_vocabulary_keeps_the_adapter_s_part(adapt):
         whole, some = stack.draft_head(plan)(hidden), stack.draft_head(plan, part)(hidden)
         torch.testing.assert_close(some, whole[:, part.ids], atol=1e-5, rtol=1e-5)
         assert not torch.allclose(some, part(hidden), atol=1e-2)
+
+
+def test_drafts_over_a_trimmed_vocabulary_leave_the_output_alone(toy, wrap, monkeypatch):
+    model, kept = toy("llama", "float32"), tuple(range(0, 331, 2))
+    file, drafts = PlanFile(PLANS["exit"], 4, draft_vocabulary=kept), recorded(monkeypatch)
+    adapter = make_adapter(model)
+    lm = SelfSpeculativeLM(
+        model, None, file, lookup=False, num_draft_tokens=4, exit_adapter=adapter
+    )
+    out = run(lm)
+    assert_same_output(out, run(wrap(None)))
+    drafted = {token for tokens in drafts.values() for token in tokens}
+    assert drafted <= {*kept, *PROMPT, *out.token_ids}
+    assert len(drafted) > 4
 
 
 def test_returned_caches_of_transformers_hold_the_model_s_layers(adapt, toy):
