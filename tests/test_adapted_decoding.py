@@ -27,7 +27,7 @@ from layerskip.exit_adapter import AdaptedHead, ExitAdapter
 PROMPT = random_ids(61)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
 MODES = {"greedy": SamplingParams(), "sampled": SAMPLED}
-NEW = 24
+NEW = 16
 DRAFT = Choice("early_exit", 3)
 SCHEDULES = {
     "never": (PLAIN,),
@@ -92,7 +92,7 @@ def test_it_drafts_what_its_training_form_says(adapt, kind, monkeypatch):
     lm = adapt(kind)
     drafts = recorded(monkeypatch)
     out = run(lm)
-    assert len(drafts) > 8
+    assert len(drafts) > 5
     text = (*PROMPT, *out.token_ids)
     for length, tokens in drafts.items():
         ahead = [*text[: length + 1]]

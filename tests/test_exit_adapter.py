@@ -24,7 +24,8 @@ from layerskip.model import DecoderStack
 from layerskip.profiling import measure_cost
 
 PLAN = PLANS["exit"]
-FAMILIES = ["gpt2", "gptj", "gemma2", "cohere", "phi", "gpt_neox", "opt", "granite", "mixtral"]
+FAMILIES = ["gpt2", "gptj", "gemma2"]
+SLOW_FAMILIES = ["cohere", "phi", "gpt_neox", "opt", "granite", "mixtral"]
 
 
 def states_of(model, ids: list[int], exit_layer: int = EXIT) -> Tensor:
@@ -89,7 +90,9 @@ def test_what_a_block_may_see(toy):
     assert not torch.allclose(stretched, whole, atol=1e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW_FAMILIES)]
+)
 def test_other_families(family):
     """Their own norm, and what comes after their head, are kept around the adapter's part; drafts
     are those of the training form, and the text is the model's."""
@@ -117,7 +120,9 @@ def test_a_model_with_attention_of_its_own_has_no_block():
 
 def test_a_fingerprint_of_the_model_is_that_of_its_stack(toy):
     for model in (toy(), make_toy("mixtral"), make_toy("gpt2")):
-        assert ExitAdapter.create(model, 1).backbone == fingerprint(DecoderStack(model))
+        assert ExitAdapter.create(model, 1).backbone == fingerprint(
+            DecoderStack(model, exact=False)
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
