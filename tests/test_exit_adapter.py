@@ -71,6 +71,14 @@ def test_every_parameter_of_it_can_be_trained(kind):
     assert all(p.grad is not None and p.grad.any() for p in adapter.parameters())
 
 
+def test_logits_are_divided_by_the_temperature(toy):
+    adapter, hidden = make_adapter(toy()), torch.randn(3, 64)
+    assert adapter.temperature == 1.25
+    warm = adapter.logits(hidden, finishing(toy()), toy().lm_head)
+    adapter.temperature = 1.0
+    torch.testing.assert_close(warm * 1.25, adapter.logits(hidden, finishing(toy()), toy().lm_head))
+
+
 def test_what_a_block_may_see(toy):
     """Causal without a mask; a mask of documents with positions of their own keeps them apart."""
     adapter, states = make_adapter(toy()), states_of(toy(), random_ids(12))
