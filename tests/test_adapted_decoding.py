@@ -288,6 +288,23 @@ def test_drawn_drafts_do_not_depend_on_the_batch(adapt, verification):
         assert_same(run(lm, prompt, **settings), out)
 
 
+def test_products_take_as_many_rows_as_were_probed(adapt, monkeypatch):
+    """Passes of 16 rows: nothing says that other products than the model's keep bits there. A
+    prompt's chunk is the same alone and in a batch, and goes through as a whole."""
+    lm, calls, run_it = adapt("block"), set(), ExitAdapter.run
+
+    def recorded_run(self, hidden, layout, at_once):
+        calls.add((layout.padded, len(hidden), at_once))
+        return run_it(self, hidden, layout, at_once)
+
+    monkeypatch.setattr(ExitAdapter, "run", recorded_run)
+    lm.generate([random_ids(n) for n in range(3, 13)], max_new_tokens=3)
+    quantum = lm.stack.exactness.row_quantum
+    assert {at_once for padded, _, at_once in calls if padded} == {quantum}
+    assert {at_once for padded, _, at_once in calls if not padded} == {None}
+    assert max(rows for padded, rows, _ in calls if padded) > quantum
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_adapter_drafts_as_the_plain_exit(toy, wrap, kind):
     new = ExitAdapter.create(toy(), EXIT, **KINDS[kind])
