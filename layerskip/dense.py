@@ -22,13 +22,16 @@ ROPE_CHUNK = 1024
 Rope = tuple[Tensor, Tensor]
 
 
-def fits(layer: nn.Module) -> bool:
-    """Whether ``DenseLayer`` computes what this layer computes."""
-    if type(layer).__name__ not in {f"{family}DecoderLayer" for family in FAMILIES}:
+def fits(layer: nn.Module, families: Sequence[str] = FAMILIES) -> bool:
+    """Whether a layer is as transformers made it, of one of these families, with a SiLU gate.
+
+    Those of ``FAMILIES`` are what ``DenseLayer`` computes.
+    """
+    if type(layer).__name__ not in {f"{family}DecoderLayer" for family in families}:
         return False
-    known = {"Linear", "SiLUActivation", "SiLU"}
+    known = {"Dropout", "Linear", "SiLUActivation", "SiLU"}
     ours = ("DecoderLayer", "Attention", "MLP", "RMSNorm")
-    known |= {f"{family}{part}" for family in FAMILIES for part in ours}
+    known |= {f"{family}{part}" for family in families for part in ours}
     parts = list(layer.modules())
     # torch has no public way to ask.
     hooks = [h for m in parts for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]  # noqa: SLF001
@@ -73,9 +76,9 @@ class Projections:
 
     def __init__(self, *linears: nn.Linear) -> None:
         self.linears = linears
-        self.packed = _joined([linear.weight for linear in linears])
+        self.packed = joined([linear.weight for linear in linears])
         biases = [linear.bias for linear in linears]
-        self.bias = None if biases[0] is None else _joined(biases)
+        self.bias = None if biases[0] is None else joined(biases)
         if biases[0] is not None and self.bias is None:
             self.packed = None
 
@@ -86,7 +89,7 @@ class Projections:
         return torch.cat([product(x, m.weight, m.bias, at_once) for m in self.linears], dim=-1)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+def joined(parts: Sequence[Tensor]) -> Tensor | None:
     """One view over tensors that follow each other in one storage, or None."""
     for left, right in pairwise(parts):
         follows = left.data_ptr() + left.nbytes == right.data_ptr()

@@ -28,6 +28,7 @@ from layerskip.exactness import (
     rows_agree,
 )
 from layerskip.families import position_limit
+from layerskip.packing import PackedModel
 from layerskip.skeleton import Skeleton, share_twin
 
 logger = logging.getLogger(__name__)
@@ -59,12 +60,8 @@ class DecoderStack:
         self.twin = share_twin(owner)
         self._weights = list(self.twin.parameters())
         self._places = _places(self._weights)
-        self._forward: DenseModel | Skeleton
-        if all(fits(layer) for layer in decoder_layers(self.twin)):
-            self._forward = DenseModel(self.twin)
-        else:
-            self._forward = Skeleton(self.twin, owner.config._attn_implementation)  # noqa: SLF001
-        forward, config = self._forward, self.twin.config
+        self._forward = forward = self._make_forward(owner)
+        config = self.twin.config
         self.backend = forward.backend
         self.num_layers: int = config.num_hidden_layers
         self.num_kv_heads, self.head_dim = forward.num_kv_heads, forward.head_dim
@@ -78,9 +75,18 @@ class DecoderStack:
         self._product_rows: dict[int, int] = {}
         self.exactness: Exactness
         with torch.inference_mode():
-            self.exactness = probe(self) if exact else SWITCHED_OFF
+            self.exactness = self._settle(exact)
         at_start = (torch.get_num_threads(), self.exactness.row_quantum)
         self._proven[at_start] = self.exactness.holds  # not proven again in the first round
+
+    def _make_forward(self, owner: PreTrainedModel) -> DenseModel | Skeleton | PackedModel:
+        """What runs the layers of the twin."""
+        if all(fits(layer) for layer in decoder_layers(self.twin)):
+            return DenseModel(self.twin)
+        return Skeleton(self.twin, owner.config._attn_implementation)  # noqa: SLF001
+
+    def _settle(self, exact: bool) -> Exactness:
+        return probe(self) if exact else SWITCHED_OFF
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -41,9 +41,9 @@ ENGINE = [
     {"grammar_xgrammar", "sampling"},
     {"draft_head"},
     {"exactness", "dense", "admission", "guest", "verification", "processors", "row", "controller"},
-    {"skeleton"},
+    {"packing", "skeleton"},
     {"model"},
-    {"drafting"},
+    {"drafting", "packed"},
     {"speculation"},
     {"decode"},
 ]
