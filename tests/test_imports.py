@@ -37,14 +37,16 @@ VALUES = {
 }
 # From the bottom up: a module may import what stands in the lines before its own.
 ENGINE = [
-    {"cache", "constraint", "estimates"},
+    {"cache", "constraint", "estimates", "graphs"},
     {"grammar_xgrammar", "sampling"},
     {"draft_head"},
     {"exactness", "dense", "admission", "guest", "verification", "processors", "row", "controller"},
     {"packing", "skeleton"},
     {"model"},
     {"drafting", "packed"},
-    {"speculation"},
+    {"seats", "speculation"},
+    {"device_round"},
+    {"rounds"},
     {"decode"},
 ]
 
