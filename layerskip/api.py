@@ -26,8 +26,8 @@ from layerskip.drafting import EarlyExitDrafter
 from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
 from layerskip.grammar_xgrammar import XGrammarBackend
 from layerskip.lookup import LookupStore
-from layerskip.model import DecoderStack
 from layerskip.outputs import GenerationOutput, Round
+from layerskip.packed import open_stack
 from layerskip.params import (
     AUTO,
     NumDraftTokens,
@@ -80,11 +80,14 @@ class SelfSpeculativeLM:
             bench/LOG.md), and lets last bits, and now and then a token, depend on both.
         policy: what was decided for kinds of requests (``layerskip report`` writes one); by their
             ``labels`` and length of prompt. A request that names a number has that.
+        packed: whether our kernels decode, over packed weights. None: on a GPU, if they can
+            (``stack_choice`` says why not). False: never. True: or an error with the reason; on a
+            CPU the kernels' definitions run, for tests.
 
     Raises:
         UnsupportedModelError: the model does not fit, with the reason; it is left as it was.
-        ValueError: the plan is for another depth, a weight is not finite, or the tokenizer has ids
-            that the model lacks.
+        ValueError: the plan is for another depth, a weight is not finite, the tokenizer has ids
+            that the model lacks, or ``packed`` is True and cannot be.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class SelfSpeculativeLM:
         exact: bool = True,
         lookup: bool | LookupStore = True,
         policy: Policy | None = None,
+        packed: bool | None = None,
     ) -> None:
         if plan is not None and not isinstance(plan, DraftPlan | PlanFile):
             raise TypeError(
@@ -112,7 +116,7 @@ class SelfSpeculativeLM:
                 "reads one"
             )
         _check_plan_depth(getattr(model, "config", None), None, known.plan)
-        self.stack = DecoderStack(model, exact=exact)
+        self.stack, self._stack_choice = open_stack(model, exact=exact, packed=packed)
         self.tokenizer, self.plan = tokenizer, known.plan
         self._known, self.policy = known, policy
         warn_of_another_checkpoint(known, self.stack)
@@ -148,6 +152,7 @@ class SelfSpeculativeLM:
         exact: bool = True,
         lookup: bool | LookupStore = True,
         policy: Policy | None = None,
+        packed: bool | None = None,
     ) -> "SelfSpeculativeLM":
         """Load a checkpoint; code from a hub is never run.
 
@@ -160,7 +165,7 @@ class SelfSpeculativeLM:
             dtype: "bfloat16", "float16", "float32" or None for the checkpoint's own.
             device: "cpu", "cuda" or "auto" (CUDA where there is one).
             revision, cache_dir, token, local_files_only: as in transformers.
-            exact, lookup, policy: as for the class.
+            exact, lookup, policy, packed: as for the class.
         """
         loaded, tokenizer, known, wanted = cls.load_parts(
             model,
@@ -182,6 +187,7 @@ class SelfSpeculativeLM:
             exact=exact,
             lookup=lookup,
             policy=policy,
+            packed=packed,
         )
         if lm.plan is None:
             logger.warning("no draft plan is known for %s: only look-ups draft", model)
@@ -230,6 +236,11 @@ class SelfSpeculativeLM:
     def exactness(self) -> str:
         """One sentence: how rows keep their bits on this machine, or that they do not."""
         return self.stack.exactness.reason
+
+    @property
+    def stack_choice(self) -> str:
+        """One sentence: which of the two stacks decodes, packed or general, and why."""
+        return self._stack_choice
 
     @property
     def plan_file(self) -> PlanFile:

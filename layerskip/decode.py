@@ -99,7 +99,7 @@ class Decoder:
             controller,
             looks_up=looks_up,
             store=store,
-            free_rows=stack.exactness.row_quantum,
+            free_rows=stack.free_rows,
             head=head,
         )
         self.plan, self.shared_depth = plan, plan.shared_depth if plan is not None else 0

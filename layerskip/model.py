@@ -7,7 +7,7 @@ own modules and config, and whose attention is ours.
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from layerskip.admission import check_model, decoder_layers, unwrapped
 from layerskip.cache import KVCache, Layout, PassLayout, PrefillLayout, Segment
-from layerskip.dense import DenseModel, fits, pack
+from layerskip.dense import DenseModel, fits
 from layerskip.draft_head import DraftHead, Projection, head_over, why_whole
 from layerskip.exactness import (
     MAX_PASS_ROWS,
@@ -28,8 +28,11 @@ from layerskip.exactness import (
     rows_agree,
 )
 from layerskip.families import position_limit
-from layerskip.packing import PackedModel
+from layerskip.packing import FAMILIES, pack
 from layerskip.skeleton import Skeleton, share_twin
+
+if TYPE_CHECKING:
+    from layerskip.packed_forward import PackedModel
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ POSITION_CHUNK = 1024
 def pack_model(model: PreTrainedModel) -> None:
     """Re-home a model's weights for speed; only one that we loaded ourselves. Values stay."""
     layers = decoder_layers(model)
-    if all(fits(layer) for layer in layers):
+    if all(fits(layer, FAMILIES) for layer in layers):
         for layer in layers:
             pack(layer)
 
@@ -79,7 +82,7 @@ class DecoderStack:
         at_start = (torch.get_num_threads(), self.exactness.row_quantum)
         self._proven[at_start] = self.exactness.holds  # not proven again in the first round
 
-    def _make_forward(self, owner: PreTrainedModel) -> DenseModel | Skeleton | PackedModel:
+    def _make_forward(self, owner: PreTrainedModel) -> "DenseModel | Skeleton | PackedModel":
         """What runs the layers of the twin."""
         if all(fits(layer) for layer in decoder_layers(self.twin)):
             return DenseModel(self.twin)
@@ -102,6 +105,16 @@ class DecoderStack:
     def product_rows(self) -> int:
         """Most rows of a decode pass that a linear map takes at once, with this thread's cores."""
         return self._product_rows.get(torch.get_num_threads(), MAX_PASS_ROWS)
+
+    @property
+    def free_rows(self) -> int:
+        """Rows of a decode pass that cost no more than one."""
+        return self.exactness.row_quantum
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Most tokens of a prompt that go through the layers at once; chunks end at multiples."""
+        return PREFILL_CHUNK
 
     @property
     def probed_layers(self) -> tuple[int, ...]:
@@ -246,9 +259,9 @@ class DecoderStack:
         self, token_ids: Sequence[int], cache: KVCache, row: int, start: int
     ) -> Iterator[tuple[Tensor, PrefillLayout]]:
         """Embedded pieces of a prompt from ``start`` on, and where each goes."""
-        ids = torch.tensor(token_ids, device=self.device)
+        ids, chunk = torch.tensor(token_ids, device=self.device), self.prefill_chunk
         while start < len(token_ids):
-            end = min(len(token_ids), (start // PREFILL_CHUNK + 1) * PREFILL_CHUNK)
+            end = min(len(token_ids), (start // chunk + 1) * chunk)
             layout = PrefillLayout(
                 cache,
                 Segment(row, start, end - start),

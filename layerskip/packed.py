@@ -12,16 +12,21 @@ import torch
 from torch import Tensor
 
 import layerskip.ops
+from layerskip.admission import unwrapped
 from layerskip.cache import KVCache, Segment
 from layerskip.draft_head import Projection
 from layerskip.exactness import Exactness
 from layerskip.model import DecoderStack
-from layerskip.packing import LayerWeights, PackedModel, layer_caches
+from layerskip.ops.build import KernelBuildError
+from layerskip.ops.catalog import TILE
+from layerskip.packed_forward import PackedModel, layer_caches
+from layerskip.packing import LayerWeights, kernels_lack, why_not
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SLOT_BLOCK = 64  # of an allocation; what a row sees has no blocks
+PREFILL_CHUNK = 2048  # a GPU is not full of fewer; activations of more take memory
 BY_CONSTRUCTION = Exactness(
     True, 1, SLOT_BLOCK, "rows keep their bits in every pass, by the construction of the kernels"
 )
@@ -67,6 +72,15 @@ class PackedStack(DecoderStack):
 
     def _settle(self, exact: bool) -> Exactness:  # noqa: ARG002
         return BY_CONSTRUCTION
+
+    @property
+    def free_rows(self) -> int:
+        """Rows of one tile: the kernels multiply all of it."""
+        return TILE
+
+    @property
+    def prefill_chunk(self) -> int:
+        return PREFILL_CHUNK
 
     def embed_ids(self, token_ids: Tensor) -> Tensor:
         """``(n,)`` int64 on the device -> ``(n, width)``; a placeholder (-1) is as good as id 0."""
@@ -208,3 +222,55 @@ def _spread(x: Tensor, at: Tensor, batch: int, seqlen: int) -> Tensor:
     """``(tokens, heads, dim)`` -> ``(batch, seqlen, heads, dim)``, token i at place ``at[i]``."""
     out = x.new_zeros(batch * seqlen, *x.shape[1:])
     return out.index_copy_(0, at, x).unflatten(0, (batch, seqlen))
+
+
+def open_stack(
+    model: object, *, exact: bool = True, packed: bool | None = None
+) -> tuple[DecoderStack, str]:
+    """The stack that decodes a model, and one sentence for ``info`` on which and why.
+
+    Args:
+        model: as for ``DecoderStack``.
+        exact: of the general stack; the packed one always is.
+        packed: None: the packed stack on a GPU, if it can run the model. False: never. True:
+            always, on a CPU too, where the operations' definitions stand for the kernels.
+
+    Raises:
+        UnsupportedModelError: the model does not fit any stack.
+        ValueError: ``packed`` is True and the model cannot be, with the reason.
+    """
+    reason = why_general(model, packed)
+    if reason is None:
+        stack = PackedStack(model)
+        kernels = "our kernels" if stack.device.type == "cuda" else "our kernels' definitions"
+        return stack, f"packed: {kernels} run every decode pass"
+    if packed:
+        raise ValueError(f"packed is True, but {reason}; leave it out for the general stack")
+    return DecoderStack(model, exact=exact), f"general: {reason}"
+
+
+def why_general(model: object, packed: bool | None = None) -> str | None:
+    """Why the packed stack does not decode a model, in a few words; None if it does."""
+    if packed is False:
+        return "the packed stack was switched off (packed=False)"
+    inner: Any = unwrapped(model)
+    device = getattr(inner, "device", None)
+    on_gpu = isinstance(device, torch.device) and device.type == "cuda"
+    if not on_gpu and packed is None:
+        return "on a CPU torch's own products are faster than the operations' definitions"
+    reason = why_not(inner)
+    if reason is None and on_gpu:
+        head_dim = inner.model.layers[0].self_attn.head_dim
+        reason = kernels_lack(inner.dtype, head_dim) or _failure(inner.device)
+    return reason
+
+
+def _failure(device: torch.device) -> str | None:
+    """What keeps the kernels from being built and loaded, or None; they are, then."""
+    from layerskip.ops.registry import cuda_ops
+
+    try:
+        cuda_ops(device)
+    except KernelBuildError as error:
+        return str(error)
+    return None

@@ -1,92 +1,38 @@
-"""A dense Llama-family model as weights for ``layerskip.ops``, and its forward by them.
+"""Weights of a dense Llama-family model as the operations take them: packed once, kept once.
 
-A layer is seven launches: norm and q, k, v; rotary and cache; attention over splits; their
-combination; output projection and residual; norm and gated product; down projection and residual.
-Attention is two of them because its splits have to be added in a fixed order. Norms of queries and
-keys are two more (Qwen3, OLMo 2), norms after a block two (OLMo 2), scaled residuals two (Granite):
-no kernel has a place for them.
+Maps of one input lie side by side, so that one product gives q, k and v. Only a model that we
+loaded ourselves is packed; its parameters keep their names and values and become views.
 """
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
-from layerskip.cache import KVCache, Layout, PrefillLayout
-from layerskip.dense import fits, joined
-from layerskip.draft_head import Projection
-from layerskip.families import position_limit
+from layerskip.admission import decoder_layers
+from layerskip.dense import fits, joined, unhooked
 from layerskip.ops.catalog import HEAD_DIMS
 from layerskip.ops.layout import FORMS
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Olmo2", "Granite", "Phi3", "SmolLM3")
-Attend = Callable[["LayerWeights", Tensor, Tensor, Tensor], Tensor]
-"""``attend(layer, q, k, v)``, each ``(tokens, heads, head_dim)``: appends k and v to the cache;
-``(tokens, heads * head_dim)``."""
 
 
-class Products(Protocol):
-    """What multiplies: ``layerskip.ops`` for few rows, ``TorchProducts`` for a prompt's many."""
+def pack(layer: Any) -> None:
+    """Move the weights of projections that read the same input side by side in memory.
 
-    def linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        *,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        norm_weight: Tensor | None = None,
-        eps: float = 1e-6,
-    ) -> Tensor: ...
-
-    def swiglu(
-        self,
-        x: Tensor,
-        gate_weight: Tensor,
-        up_weight: Tensor,
-        *,
-        norm_weight: Tensor | None = None,
-        eps: float = 1e-6,
-    ) -> Tensor: ...
-
-
-class TorchProducts:
-    """Products by torch's own library, which is made for many rows; norms by the operation."""
-
-    def __init__(self, ops: Any) -> None:
-        self._ops = ops
-
-    def linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        *,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        norm_weight: Tensor | None = None,
-        eps: float = 1e-6,
-    ) -> Tensor:
-        out = F.linear(self._normed(x, norm_weight, eps), weight, bias)
-        return out if residual is None else residual + out
-
-    def swiglu(
-        self,
-        x: Tensor,
-        gate_weight: Tensor,
-        up_weight: Tensor,
-        *,
-        norm_weight: Tensor | None = None,
-        eps: float = 1e-6,
-    ) -> Tensor:
-        x = self._normed(x, norm_weight, eps)
-        return F.silu(F.linear(x, gate_weight)) * F.linear(x, up_weight)
-
-    def _normed(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        return x if weight is None else self._ops.rms_norm(x, weight, eps=eps)
+    Parameters keep their names and values and become views, so nothing is stored twice: while one
+    group is moved, it alone is there a second time. Only for a model that we loaded ourselves: a
+    guest's tensors are left where they are.
+    """
+    for group in (_qkv(layer.self_attn), _gate_up(layer.mlp)):
+        for name in ("weight", "bias"):
+            parameters = [getattr(linear, name) for linear in group]
+            if len(group) > 1 and parameters[0] is not None:
+                packed = torch.cat([p.data for p in parameters])
+                sizes = [len(p) for p in parameters]
+                for p, part in zip(parameters, packed.split(sizes), strict=True):
+                    p.data = part
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +72,7 @@ class LayerWeights:
     rotates: bool
 
     @classmethod
-    def of(cls, layer: Any, index: int) -> "LayerWeights":
+    def of(cls, layer: Any, index: int, window: int | None) -> "LayerWeights":
         """Of a layer whose weights lie side by side (``why_not``)."""
         attention, mlp = layer.self_attn, layer.mlp
         pre = getattr(layer, "input_layernorm", None)
@@ -156,178 +102,31 @@ class LayerWeights:
             eps=middle.variance_epsilon,
             scale=attention.scaling,
             residual_scale=getattr(layer, "residual_multiplier", 1.0),
-            window=getattr(attention, "sliding_window", None) or 0,
+            window=window or 0,
             rotates=bool(getattr(attention, "use_rope", True)),
         )
 
 
-class PackedModel:
-    """``embed``, ``layer`` and ``head`` of a model that ``why_not`` has nothing against.
-
-    Args:
-        model: a twin.
-        ops: ``layerskip.ops``, or in tests what has the same functions.
-    """
-
-    one_row = False
-    divides_products = False
-    softcap = sinks = None
-    probed = (0,)
-    backend = "packed weights by our kernels, prompts by torch's products and attention"
-
-    def __init__(self, model: Any, ops: Any) -> None:
-        self.ops, self._torch = ops, TorchProducts(ops)
-        config = model.config
-        self._body = model.model
-        self.layers = [LayerWeights.of(layer, i) for i, layer in enumerate(self._body.layers)]
-        attention = self._body.layers[0].self_attn
-        self.head_dim: int = attention.head_dim
-        self.num_heads: int = config.num_attention_heads
-        self.num_kv_heads: int = config.num_key_value_heads
-        self.group = self.num_heads // self.num_kv_heads
-        self.widths: set[int] = set()  # the kernels know no tails
-        self.windows = tuple(w.window or None for w in self.layers)
-        self.norm, self.eps = self._body.norm.weight.detach(), self._body.norm.variance_epsilon
-        self.head_weight = model.lm_head.weight.detach()
-        self.embedding_scale = getattr(config, "embedding_multiplier", 1.0)
-        self.logits_divisor = getattr(config, "logits_scaling", 1.0)
-        self._rope = _rope_tables(self._body, position_limit(config))
-        self._no_rope = tuple(t[:, :0] for t in self._rope)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """``(tokens,)`` int64 -> ``(tokens, width)``."""
-        hidden = self._body.embed_tokens(ids)
-        return hidden if self.embedding_scale == 1.0 else hidden * self.embedding_scale
-
-    def layer(self, index: int, hidden: Tensor, products: Products, attend: Attend) -> Tensor:
-        """``(tokens, width)`` -> the same, through one layer."""
-        w = self.layers[index]
-        first, second = w.before
-        qkv = products.linear(hidden, w.qkv, bias=w.qkv_bias, norm_weight=first, eps=w.eps)
-        mixed = attend(w, *self._heads(qkv, w))
-        hidden = self._added(products, mixed, w.out, w.out_bias, hidden, w, w.after[0])
-        gated = products.swiglu(hidden, w.gate, w.up, norm_weight=second, eps=w.eps)
-        return self._added(products, gated, w.down, None, hidden, w, w.after[1])
-
-    def _heads(self, qkv: Tensor, w: LayerWeights) -> tuple[Tensor, Tensor, Tensor]:
-        """``(tokens, widths of q, k, v)`` -> q, k and v, ``(tokens, heads, head_dim)`` each."""
-        dim = self.head_dim
-        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        flat = qkv.split([n * dim for n in counts], dim=1)
-        q, k, v = (part.unflatten(1, (-1, dim)) for part in flat)
-        if w.head_norms is None:
-            return q, k, v
-        weights = w.head_norms
-        if len(weights[0]) == dim:  # of each head; all of qkv, as its rows follow each other
-            rows = qkv.view(-1, dim)
-            q, k = (self.ops.rms_norm(rows, n, eps=w.eps).view(len(qkv), -1, dim) for n in weights)
-            return q[:, : counts[0]], k[:, counts[0] : -counts[2]], v
-        normed = (
-            self.ops.rms_norm(p, n, eps=w.eps) for p, n in zip(flat[:2], weights, strict=True)
-        )
-        q, k = (part.unflatten(1, (-1, dim)) for part in normed)
-        return q, k, v
-
-    def _added(
-        self,
-        products: Products,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor,
-        w: LayerWeights,
-        norm: Tensor | None,
-    ) -> Tensor:
-        """The residual and the projection of ``x``, which some families norm or scale first."""
-        if norm is None and w.residual_scale == 1.0:
-            return products.linear(x, weight, bias=bias, residual=residual)
-        out = products.linear(x, weight, bias=bias)
-        if norm is not None:
-            out = self.ops.rms_norm(out, norm, eps=w.eps)
-        return residual + (out if w.residual_scale == 1.0 else out * w.residual_scale)
-
-    def append(
-        self, w: LayerWeights, q: Tensor, k: Tensor, v: Tensor, caches: list[Tensor], at: Tensor
-    ) -> None:
-        """Rotate q, in place, and k; k and v into the cache. All ``(batch, seqlen, heads, dim)``.
-
-        Args:
-            caches: of the keys and of the values of this layer, as many rows as ``at``.
-            at: ``(batch,)`` int32, the slots of the first new positions.
-        """
-        tables = self._rope if w.rotates else self._no_rope
-        self.ops.rope_append_kv(q, k, v, *caches, *tables, at)
-
-    def run(self, hidden: Tensor, layers: Iterable[int], layout: Layout) -> Tensor:
-        """``(tokens, width)`` -> the same, a chunk of a prompt through these layers."""
-        assert isinstance(layout, PrefillLayout), "decode passes are PackedStack's own"
-        cache, row = layout.cache, layout.row
-        start = torch.full((1,), layout.start, dtype=torch.int32, device=hidden.device)
-
-        def attend(w: LayerWeights, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            caches = layer_caches(cache, w.index, slice(row, row + 1))
-            self.append(w, q[None], k[None], v[None], caches, start)
-            return prompt_attention(q, layout, w).flatten(1)
-
-        for i in layers:
-            hidden = self.layer(i, hidden, self._torch, attend)
-        return hidden
-
-    def head(self, hidden: Tensor, project: Projection | None = None) -> Tensor:
-        """``(rows, width)`` -> ``(rows, vocab)``, or what ``project`` gives instead."""
-        if project is not None:
-            out = project(self.ops.rms_norm(hidden, self.norm, eps=self.eps))
-        else:
-            out = self.ops.linear(hidden, self.head_weight, norm_weight=self.norm, eps=self.eps)
-        return out if self.logits_divisor == 1.0 else out / self.logits_divisor
-
-
-def layer_caches(
-    cache: KVCache, index: int, rows: slice, slots: slice = slice(None)
-) -> list[Tensor]:
-    """Keys and values of one layer in these rows and slots, ``(rows, slots, heads, dim)``."""
-    return [cache.layer_keys[index][rows, slots], cache.layer_values[index][rows, slots]]
-
-
-def prompt_attention(q: Tensor, layout: PrefillLayout, w: LayerWeights) -> Tensor:
-    """Attention of a chunk whose keys and values are in the cache: ``(tokens, heads, dim)``.
-
-    A mask would keep torch from its fast kernels, which know the causal one by themselves; the
-    CPU's is fast with it.
-    """
-    if not q.is_cuda or 0 < w.window < layout.end:
-        return layout.attend(q, w.index, w.scale)
-    keys, values = layout.seen(w.index)
-    out = F.scaled_dot_product_attention(
-        q[None].transpose(1, 2),
-        keys[None].transpose(1, 2),
-        values[None].transpose(1, 2),
-        attn_mask=causal_lower_right(len(q), layout.end),
-        scale=w.scale,
-        enable_gqa=q.shape[1] != keys.shape[1],
-    )
-    return out[0].transpose(0, 1)
-
-
 def why_not(model: Any) -> str | None:
-    """Why ``PackedModel`` cannot run a model, in a few words; None if it can."""
-    layers, head = model.model.layers, model.lm_head
+    """Why the operations cannot run a model, in a few words; None if they can."""
+    if type(model).__name__ not in {f"{family}ForCausalLM" for family in FAMILIES}:
+        return "the operations know " + ", ".join(FAMILIES)
+    layers, head, norm = decoder_layers(model), model.lm_head, model.model.norm
     if not all(fits(layer, FAMILIES) for layer in layers):
-        return "its layers are none that our operations know, or have hooks or adapters"
-    if type(head) is not nn.Linear or head.bias is not None:
-        return "its head is no plain product"
-    for layer in layers:
+        return "its layers have hooks, adapters, or an activation that the operations lack"
+    plain = type(head) is nn.Linear and type(norm).__name__.removesuffix("RMSNorm") in FAMILIES
+    if not plain or head.bias is not None or not (unhooked(head) and unhooked(norm)):
+        return "its head or the norm before it is not as transformers made it"
+    for layer in model.model.layers:
         if any(linear.bias is not None for linear in (*_gate_up(layer.mlp), layer.mlp.down_proj)):
             return "its gated product has a bias"
         if side_by_side(_qkv(layer.self_attn)) is None or side_by_side(_gate_up(layer.mlp)) is None:
             return "its weights lie apart: only a model that from_pretrained loaded is packed"
-    if model.device.type == "cuda":
-        return _kernels_lack(model.dtype, layers[0].self_attn.head_dim)
     return None
 
 
-def _kernels_lack(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Which of these the kernels do not exist for, or None."""
+def kernels_lack(dtype: torch.dtype, head_dim: int) -> str | None:
+    """What the kernels do not exist for, in a few words; None if they do."""
     if dtype not in FORMS:
         names = " and ".join(str(d).removeprefix("torch.") for d in FORMS)
         return f"kernels exist for {names}, not for {str(dtype).removeprefix('torch.')}"
@@ -362,16 +161,3 @@ def _weight(norm: Any) -> Tensor | None:
 
 def _detached(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach()
-
-
-def _rope_tables(body: Any, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position, ``(positions, rotary_dim / 2)`` float32.
-
-    Of all positions at once: what is captured in a graph cannot move.
-    """
-    device = body.embed_tokens.weight.device
-    like = torch.zeros(1, device=device)
-    positions = torch.arange(num_positions, device=device)[None]
-    cosine, sine = body.rotary_emb(like, positions)
-    half = cosine.shape[-1] // 2
-    return cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous()

@@ -42,6 +42,7 @@ ENGINE = [
     {"draft_head"},
     {"exactness", "dense", "admission", "guest", "verification", "processors", "row", "controller"},
     {"packing", "skeleton"},
+    {"packed_forward"},
     {"model"},
     {"drafting", "packed"},
     {"seats", "speculation"},

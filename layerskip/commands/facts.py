@@ -52,8 +52,9 @@ def run_info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "kv_cache_bytes_per_token": stack.kv_bytes_per_token,
         "bit_identical": stack.exactness.holds,
         "exactness": lm.exactness,
+        "stack": lm.stack_choice,
         "backend": stack.backend,
-        "kernels": description(gpu) + "; decoding does not use them yet",
+        "kernels": description(gpu),
         "version": __version__,
     }
     console.print(_facts_table(document))
