@@ -40,6 +40,7 @@ from layerskip.params import (
 from layerskip.plan import DraftPlan, PlanFile
 from layerskip.policy import Policy
 from layerskip.profiling import fitting_cost, warn_of_another_checkpoint
+from layerskip.rounds import open_bench
 from layerskip.sampling import Processor
 from layerskip.vocabulary import CoverageMeter
 
@@ -74,7 +75,9 @@ class SelfSpeculativeLM:
             second at the first use unless the plan file brings them. 0: plain decoding. A number:
             so many tokens a round.
         lookup: whether tokens are looked up in a row's prompt and output, to draft them or to save
-            draft passes; a ``LookupStore`` is searched, too, and gets every finished text.
+            draft passes; a ``LookupStore`` is searched, too, and gets every finished text. The host
+            does that between a round's passes. None: unless there is a plan to draft by and the
+            device runs rounds by itself (``rounds_choice``).
         exact: True keeps every row's bits whatever it is decoded with, so that drafts and batches
             never change a token. False is faster where that costs (on a CPU, batches and float32:
             bench/LOG.md), and lets last bits, and now and then a token, depend on both.
@@ -98,7 +101,7 @@ class SelfSpeculativeLM:
         *,
         num_draft_tokens: NumDraftTokens = AUTO,
         exact: bool = True,
-        lookup: bool | LookupStore = True,
+        lookup: bool | LookupStore | None = None,
         policy: Policy | None = None,
         packed: bool | None = None,
     ) -> None:
@@ -108,8 +111,8 @@ class SelfSpeculativeLM:
             )
         known = plan if isinstance(plan, PlanFile) else PlanFile(plan)
         check_num_draft_tokens(num_draft_tokens)
-        if not isinstance(lookup, bool | LookupStore):
-            raise TypeError(f"lookup must be a bool or a LookupStore, got {lookup!r}")
+        if not isinstance(lookup, bool | LookupStore | None):
+            raise TypeError(f"lookup must be a bool, a LookupStore or None, got {lookup!r}")
         if policy is not None and not isinstance(policy, Policy):
             raise TypeError(
                 f"policy must be a Policy or None, got {type(policy).__name__}; Policy.load(path) "
@@ -121,7 +124,6 @@ class SelfSpeculativeLM:
         self._known, self.policy = known, policy
         warn_of_another_checkpoint(known, self.stack)
         self.num_draft_tokens = num_draft_tokens
-        self._looks_up = lookup is not False
         self._store = lookup if isinstance(lookup, LookupStore) else None
         self._encoder = PromptEncoder(
             tokenizer, vocab_size=self.stack.vocab_size, max_positions=self.stack.max_positions
@@ -132,6 +134,9 @@ class SelfSpeculativeLM:
         self._eos_ids = _eos_ids(model)
         self._drafter = EarlyExitDrafter(self.stack, self.plan) if self.plan is not None else None
         self._head, self.coverage_meter = self._trimmed(known)
+        self._bench, self._rounds_choice = open_bench(self.stack, self.plan, self._head)
+        by_itself = self._bench is not None and self.plan is not None
+        self._looks_up = lookup is not False and not (lookup is None and by_itself)
         self._controller: Controller | None = None
         self._lock = threading.Lock()
 
@@ -150,7 +155,7 @@ class SelfSpeculativeLM:
         token: str | None = None,
         local_files_only: bool = False,
         exact: bool = True,
-        lookup: bool | LookupStore = True,
+        lookup: bool | LookupStore | None = None,
         policy: Policy | None = None,
         packed: bool | None = None,
     ) -> "SelfSpeculativeLM":
@@ -241,6 +246,11 @@ class SelfSpeculativeLM:
     def stack_choice(self) -> str:
         """One sentence: which of the two stacks decodes, packed or general, and why."""
         return self._stack_choice
+
+    @property
+    def rounds_choice(self) -> str:
+        """One sentence: who runs the rounds, the device by itself or the host, and why."""
+        return self._rounds_choice
 
     @property
     def plan_file(self) -> PlanFile:
@@ -465,6 +475,7 @@ class SelfSpeculativeLM:
             looks_up=self._looks_up,
             store=self._store,
             head=self._head,
+            bench=self._bench,
             meter=self.coverage_meter,
             grammars=self._grammars,
             policy=self.policy,

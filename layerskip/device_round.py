@@ -44,9 +44,9 @@ class DeviceRound:
         place = torch.arange(k + 1, dtype=torch.int32, device=left.device)
         slots = lengths[:, None] + place
         taken = (left > 0)[:, None] & (place <= count)
-        at = torch.where(taken, slots, -1).T.contiguous()
+        at = slots.masked_fill(~taken, -1).T.contiguous()
         draft, hidden = self._draft(shape, seats, cache, at, slots)
-        draft = torch.where(place[:k] < count, draft, -1)
+        draft = draft.masked_fill(place[:k] >= count, -1)
         hidden = self._run(shape, cache, hidden, self._later, at[0], k + 1)
         target, sure = self.stack.choose(hidden, _noise(shape, seats, slots))
         target, sure = (t.unflatten(0, (-1, k + 1)) for t in (target, sure))

@@ -33,13 +33,11 @@ class HostWorkError(AssertionError):
 
 
 class Recording(Protocol):
-    """A recorded function.
+    """A recorded function."""
 
-    Attributes:
-        num_bytes: of device memory that it keeps.
-    """
-
-    num_bytes: int
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory that it keeps."""
 
     def replay(self) -> None: ...
 
@@ -288,6 +286,9 @@ def _check(func: Any, args: Sequence[Any]) -> None:
         raise HostWorkError(f"{name} reads a tensor on the host")
     if func is torch.ops.aten.lift_fresh.default:
         raise HostWorkError(f"{name} makes a tensor from numbers of the host")
+    # Of the element-wise operations it alone copies a number to the device as a tensor.
+    if func is torch.ops.aten.where.self and any(t.dim() == 0 for t in args):
+        raise HostWorkError(f"{name} takes a number of the host: use masked_fill")
     indexes = func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
     masks = indexes and any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1]))
     if masks or (torch.Tag.dynamic_output_shape in tags and not indexes):

@@ -17,7 +17,9 @@ from torch import Tensor
 from layerskip.cache import KVCache
 from layerskip.controller import Choice
 from layerskip.device_round import DeviceRound
-from layerskip.graphs import Recorder, Recordings
+from layerskip.draft_head import DraftHead
+from layerskip.graphs import GraphRecorder, Recorder, Recordings, RepeatingRecorder
+from layerskip.model import DecoderStack
 from layerskip.packed import PackedStack
 from layerskip.params import most_draft_tokens
 from layerskip.plan import DraftPlan
@@ -170,8 +172,6 @@ class Rounds:
 
     def why_not(self, rows: Sequence[Row], speculator: Speculator) -> str:
         """Why rounds of these rows need the host; "" if they do not."""
-        if self.stack.why_no_choice is not None:
-            return self.stack.why_no_choice
         if len({row.spec.eos_ids for row in rows}) > 1:
             return "rows end with different tokens"
         if speculator.looks_up and any(row.spec.num_draft_tokens != 0 for row in rows):
@@ -277,6 +277,29 @@ class Rounds:
         if flight.numbers is None:
             flight.numbers, flight.seconds = self._ring.receive(flight.turn, flight.shape)
         return flight.numbers
+
+
+def open_bench(
+    stack: DecoderStack, plan: DraftPlan | None, head: DraftHead | None = None
+) -> "tuple[Workbench | None, str]":
+    """What lets a stack's device run rounds by itself, or None; and one sentence for ``info``.
+
+    Args:
+        stack: that decodes.
+        plan: of the drafts.
+        head: over the draft vocabulary. What it learns from a row's own text stays on the host:
+            drafts on the device have the vocabulary alone.
+    """
+    if not isinstance(stack, PackedStack):
+        return None, "each pass is started by the host: the general stack needs it"
+    if stack.why_no_choice is not None:
+        return None, f"each pass is started by the host: {stack.why_no_choice}"
+    device, ids = stack.device, None if head is None else head.ids.int()
+    if device.type != "cuda":
+        bench = Workbench(stack, plan, RepeatingRecorder, vocab_ids=ids)
+        return bench, "whole rounds, by our kernels' definitions, each proven to need no host"
+    bench = Workbench(stack, plan, lambda: GraphRecorder(device), vocab_ids=ids)
+    return bench, "whole rounds as CUDA graphs, a round ahead of the host"
 
 
 class Workbench:

@@ -28,6 +28,10 @@ def makes(buffer):
     buffer.add_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
 
 
+def chooses(buffer):
+    buffer.copy_(torch.where(buffer > 0, buffer, -1))
+
+
 def filters(buffer):
     return buffer[buffer > 0]
 
@@ -41,7 +45,7 @@ def writes_by_mask(buffer):
 
 
 @pytest.mark.parametrize(
-    "function", [reads, decides, lists, makes, filters, counts, writes_by_mask]
+    "function", [reads, decides, lists, makes, chooses, filters, counts, writes_by_mask]
 )
 def test_what_a_graph_could_not_hold_is_refused(buffer, function):
     with pytest.raises(HostWorkError, match=r"host|depends on data"):

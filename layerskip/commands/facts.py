@@ -53,6 +53,7 @@ def run_info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "bit_identical": stack.exactness.holds,
         "exactness": lm.exactness,
         "stack": lm.stack_choice,
+        "rounds": lm.rounds_choice,
         "backend": stack.backend,
         "kernels": description(gpu),
         "version": __version__,
