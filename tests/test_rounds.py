@@ -10,7 +10,7 @@ import pytest
 import torch
 from toys import PLANS, VOCAB_SIZE, make_model, make_tokenizer, random_ids, without_times
 
-from layerskip import SamplingParams
+from layerskip import SamplingParams, SelfSpeculativeLM
 from layerskip.controller import Choice, Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
@@ -428,3 +428,43 @@ def test_rounds_run_without_recordings_too(stack, text):
     decoder = decoder_of(stack, Workbench(stack, EXIT, Unable))
     assert decode(decoder, spec(PROMPTS[0]))[0].token_ids == text
     assert (decoder.rounds.reason, decoder.rounds.recordings.reason) == ("", "no graphs here")
+
+
+def test_drafts_may_have_a_vocabulary_of_their_own(stack, text):
+    """A token that it lacks is never drafted, and emitted all the same."""
+    ids = torch.arange(0, VOCAB_SIZE, 2, dtype=torch.int32)
+    decoder = decoder_of(stack, Workbench(stack, EXIT, RepeatingRecorder, vocab_ids=ids))
+    drafted, attempted = [], decoder.speculator.attempted
+    decoder.speculator.attempted = lambda landing: (
+        drafted.extend(landing.draft) or attempted(landing)
+    )
+    assert decode(decoder, spec(PROMPTS[0]))[0].token_ids == text
+    assert drafted
+    assert not any(token % 2 for token in drafted)
+
+
+def test_the_library_lets_a_packed_model_run_by_itself(tokenizer):
+    plans = {"plan": EXIT, "num_draft_tokens": 3}
+    model = make_model()
+    general = SelfSpeculativeLM(model, tokenizer, **plans, lookup=False)
+    pack_model(model)
+    packed = SelfSpeculativeLM(model, tokenizer, **plans, packed=True)
+    assert "general stack" in general.rounds_choice
+    assert packed.rounds_choice.startswith("whole rounds, ")
+    for settings in ({"stop": "e"}, {"sampling": replace(SAMPLED, seed=4)}):
+        outputs = [
+            lm.generate(["the tea", "a"], max_new_tokens=12, **settings) for lm in (packed, general)
+        ]
+        for one, other in zip(*outputs, strict=True):
+            assert (one.text, one.token_ids) == (other.text, other.token_ids)
+            assert without_times(one.rounds) == without_times(other.rounds)
+    gc.collect()
+    assert packed._bench._idle.recordings.keys
+
+
+def test_look_ups_give_way_unless_they_are_asked_for(tokenizer):
+    model = make_model()
+    pack_model(model)
+    for lookup, plan, expected in ((None, EXIT, False), (True, EXIT, True), (None, None, True)):
+        lm = SelfSpeculativeLM(model, tokenizer, plan, lookup=lookup, packed=True)
+        assert lm._looks_up is expected
