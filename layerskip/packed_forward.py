@@ -2,10 +2,12 @@
 
 A layer is seven launches: norm and q, k, v; rotary and cache; attention over splits; their
 combination; output projection and residual; norm and gated product; down projection and residual.
-Attention is two of them because its splits are added in a fixed order once all are there. No
-kernel has a place for norms of queries and keys (Qwen3, OLMo 2: two launches more), for norms after
-a block (OLMo 2: two more for each block, and one fewer rounding shared with transformers) or for
-scaled residuals (Granite: two more for each block).
+Attention is two of them because its splits are added in a fixed order once all are there. For some
+norms and scales no kernel has a place, and a layer takes more: two for norms of queries and keys
+(Qwen3, OLMo 2), four for norms after the blocks (OLMo 2) or for scaled residuals (Granite).
+
+Roundings are those of the operations. In bf16 they are not all where transformers has them: rotary
+tables stay in float32, and OLMo 2's norm rounds before its weight as the others do.
 """
 
 from collections.abc import Callable, Iterable

@@ -6,7 +6,7 @@ import pytest
 import torch
 from stack import NUM_LAYERS, VOCAB_SIZE, make_llama, make_stack
 
-from layerskip import DraftPlan, SamplingParams
+from layerskip import DraftPlan, SamplingParams, packed
 from layerskip.cache import Segment
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
@@ -99,8 +99,9 @@ def test_a_ragged_batch_changes_no_bit(kernels, plain):
     assert same_bits(keys_and_values, [c[:, : rows[1].length] for c in cache])
 
 
-def test_the_kernels_compute_the_checkpoint(backend):
+def test_the_kernels_compute_the_checkpoint(monkeypatch, backend):
     """Against transformers in float64: four layers' roundings in bfloat16."""
+    monkeypatch.setattr(packed, "PREFILL_CHUNK", 16)
     stack = make_stack(backend)
     cache = stack.new_cache(num_rows=2, num_slots=64)
     ids = list(range(40, 77))
