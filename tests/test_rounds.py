@@ -3,7 +3,6 @@
 The definitions run them, and a CPU's recorder proves of each that it does not ask the host.
 """
 
-import gc
 from dataclasses import replace
 
 import pytest
@@ -92,7 +91,7 @@ def mixed_specs():
     ]
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 4])
+@pytest.mark.parametrize("num_rows", [1, 4])
 def test_a_ragged_batch_is_decoded_as_by_the_host(stack, bench, num_rows):
     fast, slow = decoder_of(stack, bench), decoder_of(stack)
     rows = [decode(d, *mixed_specs()[-num_rows:]) for d in (fast, slow)]
@@ -100,7 +99,7 @@ def test_a_ragged_batch_is_decoded_as_by_the_host(stack, bench, num_rows):
     assert_device_ran(fast)
 
 
-@pytest.mark.parametrize("plan", ["skipping", "without-layer-0", None])
+@pytest.mark.parametrize("plan", ["without-layer-0", None])
 def test_any_plan_and_none(stack, plan):
     plan = PLANS[plan] if plan else None
     fast = decoder_of(stack, Workbench(stack, plan, RepeatingRecorder), plan)
@@ -116,7 +115,7 @@ def text(stack):
     return decode(decoder_of(stack), spec(PROMPTS[0], k=0))[0].token_ids
 
 
-@pytest.mark.parametrize("place", [1, 2, 3, 6])
+@pytest.mark.parametrize("place", [1, 3, 6])
 def test_an_end_of_sequence_inside_a_block(stack, bench, text, place):
     eos_ids = frozenset({text[place], VOCAB_SIZE - 1})
     specs = [spec(PROMPTS[0], eos_ids=eos_ids), spec(PROMPTS[1], eos_ids=eos_ids, limit=7)]
@@ -128,7 +127,7 @@ def test_an_end_of_sequence_inside_a_block(stack, bench, text, place):
     assert_device_ran(fast)
 
 
-@pytest.mark.parametrize("limit", range(2, 9))
+@pytest.mark.parametrize("limit", [2, 4, 7])
 def test_a_limit_inside_a_block(stack, bench, text, limit):
     fast, slow = decoder_of(stack, bench), decoder_of(stack)
     (row,) = rows = decode(fast, spec(PROMPTS[0], limit=limit))
@@ -136,7 +135,7 @@ def test_a_limit_inside_a_block(stack, bench, text, limit):
     assert (row.token_ids, row.finish_reason) == (text[:limit], "length")
 
 
-@pytest.mark.parametrize("place", [2, 3, 4])
+@pytest.mark.parametrize("place", [2, 4])
 def test_a_stop_string_ends_a_row_that_the_device_goes_on_with(stack, bench, text, place):
     tokenizer = make_tokenizer()
     piece = tokenizer.decode(text[place : place + 1])
@@ -364,7 +363,7 @@ class Stumbling:
         return self.tokenizer.decode(*args, **kwargs)
 
 
-@pytest.mark.parametrize("calls", [5, 8, 11])
+@pytest.mark.parametrize("calls", [5, 11])
 def test_an_interruption_loses_nothing(stack, bench, text, calls):
     decoder = decoder_of(stack, bench)
     row = decoder.join(spec(PROMPTS[0], stream=TextStream(Stumbling(calls), [])))
@@ -397,7 +396,6 @@ def test_recordings_outlive_a_decoder(stack, text):
     for _ in range(3):
         decoder.step()  # it is left while a round is in flight
     del decoder
-    gc.collect()
     decoder = decoder_of(stack, bench, num_rows=1)
     assert decoder.cache is cache
     assert not cache.keys.any()
@@ -412,7 +410,6 @@ def test_a_longer_request_has_a_larger_cache_and_new_recordings(stack, text):
     bench = Workbench(stack, EXIT, RepeatingRecorder)
     eos_ids = frozenset({text[7]})
     decode(decoder_of(stack, bench, num_rows=1), spec(PROMPTS[0], eos_ids=eos_ids))
-    gc.collect()
     decoder = decoder_of(stack, bench, num_rows=2, num_slots=65)
     assert (decoder.cache.num_rows, decoder.cache.num_slots) == (2, 128)
     (row,) = decode(decoder, spec(PROMPTS[0], eos_ids=eos_ids))
@@ -458,7 +455,6 @@ def test_the_library_lets_a_packed_model_run_by_itself(tokenizer):
         for one, other in zip(*outputs, strict=True):
             assert (one.text, one.token_ids) == (other.text, other.token_ids)
             assert without_times(one.rounds) == without_times(other.rounds)
-    gc.collect()
     assert packed._bench._idle.recordings.keys
 
 
