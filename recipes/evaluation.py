@@ -53,8 +53,7 @@ class ExitReport:
         raise NotImplementedError
 
     def lengths(self, exit_layer: int) -> tuple[float, ...]:
-        """Mean accepted length with 0, 1, 2, ... drafted tokens, as ``layerskip.prediction.predict``
-        takes it."""
+        """Mean accepted length with 0, 1, 2, ... drafted tokens, for ``prediction.predict``."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 import argparse
 import dataclasses
 import difflib
-import math
+import re
 import shlex
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -20,7 +20,6 @@ from layerskip.params import check_integer, check_number
 
 T = TypeVar("T")
 MixedPrecision = Literal["no", "bf16", "fp16"]
-NO_VALUE = dataclasses.MISSING
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def from_command_line(cls: type[T], description: str, config: Path, argv: Sequen
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", type=Path, default=config, help=f"default: {config.name}")
-    keys = ", ".join(_fields_below(cls))
+    keys = ", ".join(_kinds(cls))
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"keys: {keys}")
     args = parser.parse_intermixed_args(argv)
     return read(cls, args.config, args.overrides)
@@ -119,13 +118,178 @@ def read(cls: type[T], config: Path | None, overrides: Sequence[str] = ()) -> T:
         ValueError: a key is unknown (the nearest is named), a value is of another type than its
             key's, the file cannot be read, or the class refuses what it is given.
     """
-    raise NotImplementedError
+    values = _load(config) if config is not None else {}
+    kinds = _kinds(cls)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise ValueError(f"{override!r} is no setting; write key=value")
+        if key not in kinds:
+            raise ValueError(_unknown(key, kinds))
+        *outer, last = key.split(".")
+        inner = values
+        for name in outer:
+            inner = inner.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise ValueError(f"{name} must be a mapping of settings, got {inner!r}")
+        inner[last] = _typed(kinds[key], text)
+    return _build(cls, values, "", kinds)
 
 
 def save(settings: Any, path: Path) -> None:
-    """Write settings as YAML that ``read`` takes back."""
-    raise NotImplementedError
+    """Write settings, a dataclass, as YAML that ``read`` takes back."""
+    content = _plain(dataclasses.asdict(settings))
+    write_text(path, yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
-def _fields_below(cls: type, prefix: str = "") -> dict[str, Any]:
-    raise NotImplementedError
+class _Loader(yaml.SafeLoader):
+    """YAML whose words and numbers are those of YAML 1.2: PyYAML takes ``no`` for false and 1e-4
+    for text. A key that stands there twice is refused."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise yaml.constructor.ConstructorError(None, None, f"{twice} stands there twice")
+        return mapping
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what ``_Loader`` would take for something else than text."""
+
+
+def _resolvers() -> Iterator[tuple[str, str, str]]:
+    """Tag, what is read as it, and the characters that it may begin with."""
+    number = r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan"
+    yield "tag:yaml.org,2002:bool", "true|false|True|False", "tfTF"
+    yield "tag:yaml.org,2002:int", "[-+]?[0-9]+", "-+0123456789"
+    yield "tag:yaml.org,2002:float", number, "-+.0123456789"
+    yield "tag:yaml.org,2002:null", "~|null|", "~n"
+
+
+def _take_yaml_1_2(cls: Any) -> None:
+    cls.yaml_implicit_resolvers = {}
+    for tag, pattern, first in _resolvers():
+        cls.add_implicit_resolver(tag, re.compile(f"^(?:{pattern})$"), list(first))
+
+
+_take_yaml_1_2(_Loader)
+_take_yaml_1_2(_Dumper)
+
+
+def _load(config: Path) -> dict[str, Any]:
+    try:
+        values = yaml.load(config.read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"settings {config} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"settings {config} are not YAML: {said}") from None
+    if values is not None and not isinstance(values, dict):
+        raise ValueError(f"settings {config} must be a mapping of keys to values, got {values!r}")
+    return values or {}
+
+
+def _kinds(cls: Any, prefix: str = "") -> dict[str, Any]:
+    """Every key, dotted, and its type."""
+    found: dict[str, Any] = {}
+    for name, kind in _fields(cls).items():
+        inner = _kinds(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else {}
+        found |= inner or {f"{prefix}{name}": kind}
+    return found
+
+
+def _fields(cls: Any) -> dict[str, Any]:
+    kinds = typing.get_type_hints(cls)
+    return {f.name: kinds[f.name] for f in dataclasses.fields(cls)}
+
+
+def _unknown(key: str, kinds: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.5)
+    return f"there is no setting {key!r}" + (
+        f"; did you mean {near[0]}?" if near else f"; there are {', '.join(kinds)}"
+    )
+
+
+def _typed(kind: Any, text: str) -> Any:
+    """An override's value. Text is taken as it is, so that no folder's name becomes a number."""
+    options = _options(kind)
+    if all(o is str or typing.get_origin(o) is Literal for o in options if o is not type(None)):
+        return None if type(None) in options and text in ("null", "") else text
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        raise ValueError(f"{text!r} is not a value") from None
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    """The members of a union; a type alone is its only one."""
+    union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return typing.get_args(kind) if union else (kind,)
+
+
+def _build(cls: Any, values: Mapping[str, Any], prefix: str, kinds: Mapping[str, Any]) -> Any:
+    fields = _fields(cls)
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if name not in fields:
+            raise ValueError(_unknown(key, kinds))
+        if dataclasses.is_dataclass(fields[name]):
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{key} must be a mapping of settings, got {value!r}")
+            given[name] = _build(fields[name], value, f"{key}.", kinds)
+        else:
+            given[name] = _checked(fields[name], value, key)
+    return cls(**given)
+
+
+def _checked(kind: Any, value: Any, key: str) -> Any:
+    for option in _options(kind):
+        try:
+            return _of_kind(option, value, key)
+        except TypeError:
+            continue
+    raise ValueError(f"{key} must be {_named(kind)}, got {value!r}")
+
+
+def _of_kind(kind: Any, value: Any, key: str) -> Any:
+    """The value as that type; TypeError if it is of another."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal and value in args:
+        return value
+    if origin is tuple and isinstance(value, list):
+        return tuple(_checked(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
+    if origin in (dict, Mapping) and isinstance(value, dict):
+        return {
+            _checked(args[0], k, key): _checked(args[1], v, f"{key}.{k}") for k, v in value.items()
+        }
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if origin is None and isinstance(kind, type) and type(value) is kind:
+        return value
+    raise TypeError
+
+
+def _named(kind: Any) -> str:
+    names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+    said = []
+    for option in _options(kind):
+        origin = typing.get_origin(option)
+        if option is type(None):
+            said.append("null")
+        elif origin is Literal:
+            said.append("one of " + ", ".join(map(str, typing.get_args(option))))
+        elif origin is tuple:
+            said.append(f"a list, each {_named(typing.get_args(option)[0])}")
+        else:
+            said.append(names.get(option, "a mapping"))
+    return " or ".join(said)
+
+
+def _plain(value: Any) -> Any:
+    """With lists for tuples, which YAML does not know."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
