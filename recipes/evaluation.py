@@ -1,98 +1,35 @@
-"""What exits give on held-out text: acceptance, likelihood, and speed on held-out prompts."""
+"""What a model's exits give: acceptance, likelihood, costs, and speed on held-out prompts."""
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data import Sample
-from torch import Tensor
+from exits import ExitLogits, ExitReport, ExitScores, evaluate_exits
+from speed import SpeedReport, measure_speed, measure_speeds
+from tokens import Sample
 
-from layerskip import SelfSpeculativeLM
+from layerskip import DraftPlan, PlanFile, SelfSpeculativeLM
 from layerskip.cost import CostTable
 from layerskip.model import DecoderStack
-from layerskip.params import AUTO, NumDraftTokens
+from layerskip.params import AUTO
+from layerskip.prediction import draft_costs
+from layerskip.profiling import measure_cost
 
-# Token ids and exits (depths; full depth is among them) to float32 (tokens, vocab) logits of each.
-ExitLogits = Callable[[Sequence[int], Sequence[int]], Mapping[int, Tensor]]
-
-
-@dataclass(frozen=True)
-class ExitScores:
-    """How often the full model would take an exit's tokens, teacher-forced along text.
-
-    Attributes:
-        acceptance: chance that a first drafted token is accepted: 1 - total variation at the
-            temperature, or at 0 the share of positions with the same argmax.
-        by_position: of the first, second, ... drafted token, given that those before it were; from
-            the second on an estimate, since the text's tokens are fed and not the draft's.
-    """
-
-    acceptance: float
-    by_position: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class ExitReport:
-    """Exits on held-out text.
-
-    Attributes:
-        temperature: of the distributions that are compared; 0 is greedy.
-        positions: tokens predicted.
-        loss: of the full model, nats a token (at temperature 1).
-        exits: scores by exit layer.
-    """
-
-    temperature: float
-    positions: int
-    loss: float
-    exits: Mapping[int, ExitScores]
-
-    @property
-    def perplexity(self) -> float:
-        """Of the full model."""
-        raise NotImplementedError
-
-    def lengths(self, exit_layer: int) -> tuple[float, ...]:
-        """Mean accepted length with 0, 1, 2, ... drafted tokens, for ``prediction.predict``."""
-        raise NotImplementedError
-
-    def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class SpeedReport:
-    """Self-speculative decoding against plain decoding of the same prompts, in turn.
-
-    Attributes:
-        temperature: 0 is greedy.
-        speedup, interval: median over prompts of the paired ratio of wall times after the first
-            token, and its 95 % bootstrap interval.
-        cpu_speedup, cpu_interval: the same of the process's CPU time.
-        acceptance_rate, mean_accepted_length: of all rounds.
-        by_position: as in ``ExitScores``, of real rounds.
-        prompts, left_out: counted, and left out since their plain output loops.
-        new_tokens: of plain decoding.
-        repeated_share: repeated 8-grams of what was counted.
-    """
-
-    temperature: float
-    speedup: float
-    interval: tuple[float, float]
-    cpu_speedup: float
-    cpu_interval: tuple[float, float]
-    acceptance_rate: float
-    mean_accepted_length: float
-    by_position: tuple[float, ...]
-    prompts: int
-    left_out: int
-    new_tokens: int
-    repeated_share: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        raise NotImplementedError
+__all__ = [
+    "ExitLogits",
+    "ExitReport",
+    "ExitScores",
+    "Measurement",
+    "SpeedReport",
+    "best_exit",
+    "evaluate_exits",
+    "exit_costs",
+    "measure",
+    "measure_speed",
+    "measure_speeds",
+    "named",
+]
 
 
 @dataclass(frozen=True)
@@ -104,7 +41,7 @@ class Measurement:
         exit_layer: that was drafted from.
         c: time of a draft pass in units of a plain one, at the speeds' context.
         v: of a verify pass of ``k + 1`` rows, k the drafted tokens that are predicted best.
-        speeds: a report for each temperature.
+        speeds: a report for each temperature and number of draft tokens.
     """
 
     exits: tuple[ExitReport, ...]
@@ -115,68 +52,13 @@ class Measurement:
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        raise NotImplementedError
-
-
-def evaluate_exits(
-    stack: DecoderStack,
-    samples: Sequence[Sample],
-    exits: Sequence[int],
-    *,
-    temperature: float,
-    num_positions: int = 8,
-    max_tokens: int = 20_000,
-    max_sample_tokens: int = 512,
-    exit_logits: ExitLogits | None = None,
-) -> ExitReport:
-    """Acceptance of exits and loss of the full model along held-out text.
-
-    What is learned of a sample counts; its prompt is only read.
-
-    Args:
-        stack: the model; it shares the tensors of the one in training and sees each new value.
-        samples: such as ``Corpus.held_out``.
-        exits: exit layers, below full depth.
-        temperature: 0 compares argmaxes, ties to the lowest id.
-        num_positions: drafted tokens that a chain is followed over.
-        max_tokens: of all samples together; those after it are left out.
-        max_sample_tokens: longer samples are cut.
-        exit_logits: of exits with an adapter; None: the stack's.
-
-    Raises:
-        ValueError: an exit is not of the model, or nothing is left to predict.
-    """
-    raise NotImplementedError
-
-
-def measure_speed(
-    lm: SelfSpeculativeLM,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int = 0,
-    num_draft_tokens: NumDraftTokens = AUTO,
-    repeats: int = 1,
-    max_repeated: float = 0.2,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> SpeedReport:
-    """Decode each prompt plainly and self-speculatively, in turn; both give the same tokens.
-
-    ``lm`` made with ``lookup=False`` measures the exit alone.
-
-    Args:
-        prompts: token ids, such as ``data.prompts`` gives.
-        max_new_tokens: of each; ends of sequence are passed over.
-        repeats: of each prompt; its ratio is their median.
-        max_repeated: prompts whose plain greedy output repeats more of its 8-grams are left out.
-        on_progress: called with (prompts done, prompts).
-
-    Raises:
-        ValueError: no prompt is left.
-        AssertionError: an output is not plain decoding's.
-    """
-    raise NotImplementedError
+        return {
+            "exit_layer": self.exit_layer,
+            "c": self.c,
+            "v": self.v,
+            "exits": [report.to_dict() for report in self.exits],
+            "speeds": [report.to_dict() for report in self.speeds],
+        }
 
 
 def best_exit(
@@ -184,19 +66,35 @@ def best_exit(
 ) -> tuple[int, int, float]:
     """Exit layer, number of drafted tokens and speed-up that are predicted best.
 
+    At least one token is drafted: where no exit pays, the speed-up is below 1.
+
     Args:
         report: acceptance of the exits.
         costs: of each exit; those without are left out.
         context: slots that passes attend to.
     """
-    raise NotImplementedError
+    predicted: dict[tuple[int, int], float] = {}
+    for layer, table in costs.items():
+        plain, draft = table.verify_pass(1, context), table.draft_pass(1, context)
+        for k, length in enumerate(report.lengths(layer)[1:], 1):
+            seconds = k * draft + table.verify_pass(k + 1, context)
+            predicted[layer, k] = length * plain / seconds
+    layer, k = max(predicted, key=predicted.__getitem__)
+    return layer, k, predicted[layer, k]
 
 
 def exit_costs(
     stack: DecoderStack, exits: Sequence[int], *, seconds: float = 6.0
 ) -> dict[int, CostTable]:
-    """Cost tables of exits, between measured ones of the shallowest and of all layers."""
-    raise NotImplementedError
+    """Cost tables of exits, between measured ones of the shallowest and of all layers.
+
+    Args:
+        seconds: for the measurements, about.
+    """
+    depth = stack.num_layers
+    one, every = (DraftPlan(depth, tuple(range(n))) for n in (1, depth))
+    shallow, deep = (measure_cost(stack, plan, seconds=seconds / 2) for plan in (one, every))
+    return {layer: draft_costs(shallow, deep, layer, depth) for layer in exits}
 
 
 def measure(
@@ -210,16 +108,48 @@ def measure(
     max_new_tokens: int,
     seed: int = 0,
     exit_layer: int | None = None,
+    cost_seconds: float = 6.0,
+    max_tokens: int = 20_000,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Measurement:
     """All of a table's column for a plain model (without an exit adapter): exits teacher-forced,
-    the best of them by prediction at ``temperature``, and its speed, greedy and at ``temperature``.
+    the best of them by prediction at ``temperature``, and its speed, greedy and at ``temperature``,
+    with the number of draft tokens predicted best and with "auto", which drafts none where none
+    pays.
 
     Args:
         model: a transformers causal LM, or one inside PEFT.
-        samples, exits: as of ``evaluate_exits``.
+        samples, exits, max_tokens: as of ``evaluate_exits``.
         prompts, max_new_tokens, seed: as of ``measure_speed``.
         exit_layer: drafted from; None: the best by prediction.
+        cost_seconds: as of ``exit_costs``.
         on_progress: called with what is done next.
     """
-    raise NotImplementedError
+    bare = SelfSpeculativeLM(model, tokenizer, num_draft_tokens=0)
+    temperatures, reports, speeds = (0.0, temperature), [], []
+    for t in temperatures:
+        on_progress(f"acceptance along held-out text, {named(t)}")
+        reports.append(
+            evaluate_exits(bare.stack, samples, exits, temperature=t, max_tokens=max_tokens)
+        )
+    on_progress("costs of passes")
+    context = statistics.fmean(map(len, prompts)) + max_new_tokens / 2
+    tried = exits if exit_layer is None else [exit_layer]
+    costs = exit_costs(bare.stack, tried, seconds=cost_seconds)
+    layer, k, _ = best_exit(reports[-1], costs, context)
+    plan = DraftPlan.exiting(num_layers=bare.stack.num_layers, exit_layer=layer)
+    table = costs[layer]
+    lm = SelfSpeculativeLM(model, tokenizer, PlanFile(plan, cost=table), lookup=False)
+    for t in temperatures:
+        on_progress(f"speed of exit {layer}, {named(t)}")
+        speeds += measure_speeds(
+            lm, prompts, (k, AUTO), max_new_tokens=max_new_tokens, temperature=t, seed=seed
+        )
+    plain = table.verify_pass(1, context)
+    c, v = table.draft_pass(1, context) / plain, table.verify_pass(k + 1, context) / plain
+    return Measurement(tuple(reports), layer, c, v, tuple(speeds))
+
+
+def named(temperature: float) -> str:
+    """For people."""
+    return f"temperature {temperature:g}" if temperature else "greedy"
