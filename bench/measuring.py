@@ -20,7 +20,7 @@ from layerskip.calibration import Text
 from layerskip.compare import repeated_share
 
 LEAST = 3  # prompts, or batches of them, whatever the time
-TUNING_PROMPTS = 2
+TUNING_PROMPTS, TUNING_TOKENS = 2, 32
 MEMORY_TOKENS = 16
 REFUSALS = (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError)
 
@@ -78,7 +78,7 @@ class Written:
             if mode in modes_of(self.cell) and mode not in self.unsupported:
                 prompts = [group[0] for group in self.groups[-TUNING_PROMPTS:]]
                 try:
-                    self.theirs.tune(mode, prompts, self.tokens)
+                    self.theirs.tune(mode, prompts, min(self.tokens, TUNING_TOKENS))
                 except REFUSALS as error:
                     self.unsupported[mode] = reason(error)
 
