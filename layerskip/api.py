@@ -19,7 +19,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from layerskip import hf
 from layerskip.batch import Batch, RowSettings, StreamStep, as_grammar, seeded
 from layerskip.cache import CachedText
-from layerskip.checkpoint import BUILTIN, builtin_folder, known_plan, load_checkpoint
+from layerskip.checkpoint import (
+    BUILTIN,
+    builtin_folder,
+    known_plan,
+    load_checkpoint,
+    trained_exits,
+)
 from layerskip.controller import Controller
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
@@ -155,7 +161,8 @@ class SelfSpeculativeLM:
             model: a folder, a hub id, or "builtin" for the checkpoint inside the package.
             exit_layer: draft with this many leading layers.
             plan: or with this plan, or plan file (``layerskip search`` writes one). With neither,
-                the one in the folder's ``layerskip.json``; if there is none, only look-ups draft.
+                the one in the folder's ``layerskip.json``; if there is none, the first of the exits
+                that its config says were trained (``early_exit_layers``); else only look-ups draft.
             num_draft_tokens: as for the class; None takes the plan file's, "auto" as a rule.
             dtype: "bfloat16", "float16", "float32" or None for the checkpoint's own.
             device: "cpu", "cuda" or "auto" (CUDA where there is one).
@@ -223,6 +230,11 @@ class SelfSpeculativeLM:
         if exit_layer is not None:
             depth = loaded.config.num_hidden_layers
             known = PlanFile(DraftPlan.exiting(num_layers=depth, exit_layer=exit_layer))
+        exits = trained_exits(loaded.config, known)
+        if plan is None and exit_layer is None and exits:
+            known = PlanFile(
+                DraftPlan.exiting(num_layers=loaded.config.num_hidden_layers, exit_layer=exits[0])
+            )
         wanted = known.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         return loaded, tokenizer, known, wanted
 
@@ -235,6 +247,11 @@ class SelfSpeculativeLM:
     def plan_file(self) -> PlanFile:
         """The plan, and what is known of it."""
         return self._known
+
+    @property
+    def trained_exits(self) -> tuple[int, ...]:
+        """Exit layers that the checkpoint says it was trained for; often none."""
+        return trained_exits(self.stack.twin.config, self._known)
 
     @property
     def draft_head(self) -> DraftHead | None:
