@@ -16,6 +16,8 @@ from layerskip.cost import CostTable
 from layerskip.plan import DraftPlan
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from layerskip.model import DecoderStack
 
 SAMPLES_PER_AXIS = 16
@@ -45,18 +47,23 @@ SAID = {
 }
 
 
-@torch.inference_mode()
 def fingerprint(stack: "DecoderStack") -> str:
+    """``fingerprint_of`` the stack's model."""
+    return fingerprint_of(stack.twin)
+
+
+@torch.inference_mode()
+def fingerprint_of(model: "PreTrainedModel") -> str:
     """16 hexadecimal digits of SHA-256 over the config and a grid of samples of every weight.
 
     The same in every process and on every device, and in every dtype that a bfloat16 checkpoint is
     loaded in: samples are rounded to bfloat16. (A float32 one may differ in float16: rounded
     twice.) Training moves it: every tensor is sampled. Takes milliseconds.
     """
-    config = stack.twin.config.to_dict()
+    config = model.config.to_dict()
     kept = {k: v for k, v in config.items() if k not in NOT_OF_THE_MODEL and k[:6] != "_attn_"}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
-    named = sorted(stack.twin.named_parameters())
+    named = sorted(model.named_parameters())
     digest.update("\n".join(f"{name} {tuple(p.shape)}" for name, p in named).encode())
     samples = [_sampled(p) for _, p in named]
     digest.update(torch.cat(samples).cpu().view(torch.int16).numpy().tobytes())

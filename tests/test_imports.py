@@ -12,6 +12,7 @@ import layerskip
 
 PACKAGE = Path(layerskip.__file__).parent
 VALUES = {
+    "adapter_shape",
     "cost",
     "errors",
     "families",
@@ -37,11 +38,12 @@ VALUES = {
 }
 # From the bottom up: a module may import what stands in the lines before its own.
 ENGINE = [
-    {"cache", "constraint", "estimates"},
+    {"adapter_file", "cache", "constraint", "estimates", "fingerprint"},
     {"grammar_xgrammar", "sampling"},
     {"draft_head"},
     {"exactness", "dense", "admission", "guest", "verification", "processors", "row", "controller"},
-    {"skeleton"},
+    {"skeleton", "exit_block"},
+    {"exit_adapter"},
     {"model"},
     {"drafting"},
     {"speculation"},
