@@ -131,7 +131,14 @@ class Trainer:
         self.settings, self.accelerator = settings, accelerator
         self.depth = model.config.num_hidden_layers
         settings.check_depth(self.depth)
-        check_division(settings, accelerator.num_processes)
+        self.batches = Batches(
+            packed,
+            settings.batch_size,
+            settings.gradient_accumulation,
+            settings.seed,
+            accelerator.num_processes,
+            accelerator.process_index,
+        )
         self.peft = add_lora(model, rank=settings.rank, alpha=settings.alpha, seed=settings.seed)
         if settings.gradient_checkpointing:
             checkpoint_layers(model)
@@ -144,14 +151,6 @@ class Trainer:
         )
         self.module, self.optimiser = accelerator.prepare(early, optimiser)
         self.dropout = LayerDropout(self.depth, settings.layer_dropout, settings.seed)
-        self.batches = Batches(
-            packed,
-            settings.batch_size,
-            settings.gradient_accumulation,
-            settings.seed,
-            accelerator.num_processes,
-            accelerator.process_index,
-        )
         self._data = _digest(packed)
         self.steps, self.seconds = 0, 0.0
 
@@ -276,16 +275,6 @@ class Trainer:
         kept = {k: v for k, v in asdict(self.settings).items() if k not in NOT_OF_THE_WEIGHTS}
         # A list, as JSON gives it back.
         return kept | {"exits": list(self.settings.exits), "content of data": self._data}
-
-
-def check_division(settings: Settings, num_processes: int) -> None:
-    """Raise unless the rows of a step can be dealt out evenly."""
-    parts = num_processes * settings.gradient_accumulation
-    if settings.batch_size % parts:
-        raise ValueError(
-            f"batch_size ({settings.batch_size}) must be a multiple of processes x "
-            f"gradient_accumulation ({num_processes} x {settings.gradient_accumulation})"
-        )
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:

@@ -138,7 +138,7 @@ def measure(
     costs = exit_costs(bare.stack, tried, seconds=cost_seconds)
     layer, k, _ = best_exit(reports[-1], costs, context)
     plan = DraftPlan.exiting(num_layers=bare.stack.num_layers, exit_layer=layer)
-    table = costs[layer]
+    table = measure_cost(bare.stack, plan, seconds=cost_seconds / 2)
     lm = SelfSpeculativeLM(model, tokenizer, PlanFile(plan, cost=table), lookup=False)
     for t in temperatures:
         on_progress(f"speed of exit {layer}, {named(t)}")

@@ -1,5 +1,6 @@
 """Make early exits worth taking: LayerSkip's training, through LoRA.
 
+    python recipes/lora_early_exit.py data=stdlib                      # the built-in checkpoint
     python recipes/lora_early_exit.py model=PATH data=train.jsonl      # lora_early_exit.yaml
     accelerate launch recipes/lora_early_exit.py model=PATH data=...   # on several processes
     layerskip generate runs/lora_early_exit/model --prompt "..."       # use what it made
@@ -14,12 +15,13 @@ import gc
 import shutil
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 from accelerate import Accelerator
 from checkpoints import StopRequest, checkpoints
-from data import Corpus, load, prompts
+from data import Corpus, Samples, load, prompts
 from early_exit_trainer import Settings, Trainer, in_evaluation, train
 from evaluation import Measurement, evaluate_exits, measure
 from packing import check_apart, pack
@@ -28,6 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from run_log import RunLog
 from settings import command, from_command_line
 from settings import save as save_settings
+from stdlib_text import STDLIB, stdlib_corpus
 from table import Result, as_markdown, as_table, peak_memory
 from table import save as save_table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -40,7 +43,7 @@ from layerskip.model import DecoderStack
 from layerskip.plan import PlanFile
 
 CONFIG = Path(__file__).with_suffix(".yaml")
-MAX_PROMPT_TOKENS = 256
+MAX_PROMPT_TOKENS = 128
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -122,14 +125,21 @@ def load_model(folder: Path | str, dtype: str) -> tuple[PreTrainedModel, Any]:
 
 
 def read_corpus(settings: Settings, tokenizer: Any) -> Corpus:
-    """The data, divided by content; or held-out texts of their own, none of them trained on."""
-    corpus = load(settings.data, tokenizer, held_out_share=settings.held_out_share)
+    """The data ("stdlib" is Python's), divided by content; or held-out texts of their own, none of
+    which is trained on."""
+    if settings.data == STDLIB:
+        corpus = stdlib_corpus(tokenizer)
+    else:
+        corpus = load(settings.data, tokenizer, held_out_share=settings.held_out_share)
     if not settings.held_out:
         return corpus
     other = load(settings.held_out, tokenizer, held_out_share=settings.held_out_share)
     held_out = [*other.train, *other.held_out]
     known = {sample.ids for sample in held_out}
-    samples = [s for s in (*corpus.train, *corpus.held_out) if s.ids not in known]
+    samples = Samples()
+    for sample in chain(corpus.train, corpus.held_out):
+        if sample.ids not in known:
+            samples.append(sample)
     return Corpus(samples, held_out, (*corpus.bad, *other.bad))
 
 
@@ -240,6 +250,7 @@ def compare(
             temperature=settings.temperature,
             max_new_tokens=settings.max_new_tokens,
             seed=settings.seed,
+            max_tokens=settings.final_tokens,
             on_progress=lambda what, name=name: console.print(f"{name}: {what}"),
         )
         measured.append(found)

@@ -61,6 +61,8 @@ def read_rows(source: str) -> Iterator[Row | BadRow]:
     Raises:
         ValueError: there is no such source, or nothing in it that could be read.
     """
+    if not source:
+        raise ValueError("data is empty; give a file, a folder or a hub id")
     path = Path(source)
     if path.is_dir() and not _saved_data_set(path):
         return _of_folder(path)
@@ -129,7 +131,7 @@ def _saved_data_set(folder: Path) -> bool:
 
 def _of_data_set(source: str) -> Iterator[Row | BadRow]:
     """Through ``datasets``, which knows formats, the hub and its cache."""
-    if not Path(source).exists() and (source.startswith((".", "/", "~")) or not source):
+    if not Path(source).exists() and source.startswith((".", "/", "~")):
         raise ValueError(f"there is no file or folder {source!r}; give one, or a hub id")
     loaded = _loaded(source)
     if isinstance(loaded, Mapping):  # by split

@@ -17,7 +17,7 @@ from layerskip.files import write_json
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-SHOWN_POSITIONS = 5
+SHOWN_POSITIONS = 4
 Line = tuple[str, str, str, str]
 
 
@@ -83,7 +83,7 @@ def _acceptance(before: Sequence[ExitReport], after: Sequence[ExitReport]) -> It
             known = [scores[layer] for scores in (olds, news) if layer in scores]
             change = known[-1].acceptance - known[0].acceptance
             yield (
-                f"exit {layer} accepted by position, {named(temperature)}",
+                f"accepted at exit {layer}, {named(temperature)}",
                 _positions(olds[layer].by_position if layer in olds else ()),
                 _positions(news[layer].by_position if layer in news else ()),
                 f"{change:+.3f}" if len(known) == 2 else "",
@@ -95,22 +95,23 @@ def _speeds(before: Sequence[SpeedReport], after: Sequence[SpeedReport]) -> Iter
         return report.temperature, report.num_draft_tokens == "auto"
 
     for old, new in _paired(before, after, key):
-        pair = (old, new)
-        one = old or new
-        mode = "best number" if one.num_draft_tokens != "auto" else "auto"
+        one, pair = old or new, (old, new)
+        fixed = one.num_draft_tokens != "auto"
+        mode = "fixed k" if fixed else "auto"
         where = f"{mode}, {named(one.temperature)}"
-        yield (f"speed-up, {where}", *(_speed(r, "speedup", "interval") for r in pair), "")
+        yield f"speed-up, {where}", *(_speed(r, "speedup", "interval") for r in pair), ""
         yield (
             f"  by CPU time, {where}",
             *(_speed(r, "cpu_speedup", "cpu_interval") for r in pair),
             "",
         )
-        yield (
-            f"  accepted by position, {where}",
-            *(_positions(r.by_position if r else ()) for r in pair),
-            "",
-        )
-        yield (f"  prompts, repeated 8-grams, {where}", *map(_circumstances, pair), "")
+        if fixed:  # of "auto" these say more of its choices than of the exit
+            yield (
+                "  accepted by position",
+                *(_positions(r.by_position if r else ()) for r in pair),
+                "",
+            )
+            yield "  prompts, repeated 8-grams", *map(_circumstances, pair), ""
 
 
 def _paired(before: Sequence[Any], after: Sequence[Any], key: Any) -> list[tuple[Any, Any]]:
@@ -124,7 +125,7 @@ def _figure(name: str, before: float, after: float, form: str) -> Line:
 
 
 def _positions(shares: Sequence[float]) -> str:
-    return " ".join(f"{share:.3f}" for share in shares[:SHOWN_POSITIONS])
+    return " ".join(f"{share:.2f}" for share in shares[:SHOWN_POSITIONS])
 
 
 def _speed(report: SpeedReport | None, figure: str, interval: str) -> str:
@@ -133,14 +134,15 @@ def _speed(report: SpeedReport | None, figure: str, interval: str) -> str:
     if not report.prompts:
         return "every prompt loops"
     low, high = getattr(report, interval)
-    number = "" if report.num_draft_tokens == "auto" else f", k {report.num_draft_tokens}"
-    return f"{getattr(report, figure):.2f} ({low:.2f} to {high:.2f}{number})"
+    number = "" if report.num_draft_tokens == "auto" else f" k={report.num_draft_tokens}"
+    return f"{getattr(report, figure):.2f} ({low:.2f}-{high:.2f}){number}"
 
 
 def _circumstances(report: SpeedReport | None) -> str:
     if report is None:
         return ""
-    return f"{report.prompts} ({report.left_out} left out), {report.repeated_share:.0%}"
+    left_out = f" of {report.prompts + report.left_out}" if report.left_out else ""
+    return f"{report.prompts}{left_out}, {report.repeated_share:.0%}"
 
 
 def _costs(result: Result) -> list[tuple[str, str]]:
