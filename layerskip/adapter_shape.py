@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from layerskip.params import check_integer, check_number
+from layerskip.plan import DraftPlan
 
 WIDTH_QUANTUM = 32  # a width that vector units divide evenly: a row's bits then know no place
 
@@ -81,6 +82,11 @@ class AdapterShape:
                 f"a block cannot have {self.num_heads} heads of {self.head_dim} with "
                 f"{len(self.frequencies)} turned pairs over {self.num_kv_heads} heads of keys"
             )
+
+    @property
+    def plan(self) -> DraftPlan:
+        """The early exit that it belongs to."""
+        return DraftPlan.exiting(num_layers=self.num_layers, exit_layer=self.exit_layer)
 
     @property
     def deepens(self) -> bool:

@@ -21,7 +21,7 @@ from layerskip.adapter_file import read_adapter, write_adapter
 from layerskip.adapter_shape import WIDTH_QUANTUM, AdapterShape, check_temperature
 from layerskip.admission import unwrapped
 from layerskip.cache import Layout
-from layerskip.draft_head import Projection
+from layerskip.draft_head import DraftHead, Projection
 from layerskip.exit_block import ExitBlock, LowRank, by_rows
 from layerskip.fingerprint import fingerprint_of
 
@@ -261,6 +261,43 @@ class ExitAdapter(nn.Module):
                 f"{own}); train one for this checkpoint"
             )
         return None
+
+
+class AdaptedHead:
+    """``(rows, hidden)`` -> the draft's logits, over the whole vocabulary or a part of it.
+
+    Args:
+        adapter: what it adds to the head.
+        head: the model's own.
+        finish: as of ``ExitAdapter.logits``.
+        at_once: rows of one low-rank product; None: all.
+        part: of the vocabulary; None: all of it.
+    """
+
+    def __init__(
+        self,
+        adapter: ExitAdapter,
+        head: nn.Linear,
+        finish: Finish,
+        at_once: int | None,
+        part: DraftHead | None = None,
+    ) -> None:
+        self._adapter, self._head, self._finish = adapter, head, finish
+        self._at_once, self.part = at_once, part
+        self._up: Tensor | None = None
+        if part is not None and adapter.head_lora is not None:
+            self._up = adapter.head_lora.up.detach()[part.ids]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits in the model's dtype; spare rows last."""
+        plain = self._plain if self.part is None else self.part.project
+        return self._finish(
+            hidden,
+            lambda x: self._adapter.project(x, plain, up=self._up, at_once=self._at_once),
+        )
+
+    def _plain(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._head.weight, self._head.bias)
 
 
 def _head(model: "PreTrainedModel") -> nn.Linear:

@@ -80,7 +80,9 @@ class ExitBlock(nn.Module):
         qk = self._turn(qk, self._rope(positions, qk.dtype))
         query, key = qk.split([self.shape.num_heads, self.shape.num_kv_heads], dim=-2)
         mixed = F.scaled_dot_product_attention(
-            *(t.transpose(1, 2) for t in (query, key, value)),
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
             attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype),
             is_causal=mask is None,
             scale=self.shape.head_dim**-0.5,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from layerskip.model import DecoderStack
 
 SAMPLES_PER_AXIS = 16
+NO_ADAPTER = "none"
 SMALLEST_NORMAL = 2.0**-14  # of float16: below it, bfloat16 numbers lose bits there
 # What a config says of how and where a model was loaded, not of what it computes.
 NOT_OF_THE_MODEL = {
@@ -43,6 +44,7 @@ SAID = {
     "threads": "with another number of threads",
     "draft_layers": "with other draft layers",
     "draft_vocabulary": "with another draft vocabulary",
+    "exit_adapter": "with another exit adapter",
     "row_quantum": "with passes padded to another number of rows",
 }
 
@@ -111,7 +113,13 @@ def cost_key(
         "row_quantum": row_quantum(stack),
         "draft_layers": "none" if plan is None else ",".join(map(str, plan.layers)),
         "draft_vocabulary": _described(draft_vocabulary),
+        "exit_adapter": _adapter(stack, plan),
     }
+
+
+def _adapter(stack: "DecoderStack", plan: DraftPlan | None) -> str:
+    adapter = None if plan is None else stack.adapter_at(plan)
+    return NO_ADAPTER if adapter is None else adapter.fingerprint()
 
 
 def _described(draft_vocabulary: Sequence[int] | None) -> str:
@@ -129,9 +137,10 @@ def mismatch(
 ) -> str | None:
     """One sentence that says what a table was measured with and is not now; None if it fits."""
     now = cost_key(stack, plan, draft_vocabulary)
+    key = {"exit_adapter": NO_ADAPTER, **table.key}  # tables made before there were adapters
     differing = [
-        f"{SAID.get(name, f'with another {name}')} ({table.key.get(name, 'unknown')}, now {value})"
+        f"{SAID.get(name, f'with another {name}')} ({key.get(name, 'unknown')}, now {value})"
         for name, value in now.items()
-        if table.key.get(name) != value
+        if key.get(name) != value
     ]
     return f"the cost table was measured {', '.join(differing)}" if differing else None

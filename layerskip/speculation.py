@@ -185,6 +185,7 @@ class Speculator:
             _guesser(row),
             width,
             row.own_ids,
+            row.exit_states,
         )
 
     def _drafts(
