@@ -229,6 +229,7 @@ class Workload:
         rounds = [r for run in runs for r in run.rounds if r.index > 0]
         context = sum(self.lengths) / len(self.lengths) + self.setting.tokens / 2
         cost = mode.lm.controller.cost if mode.lm.plan is not None else self.setting.cost
+        cost = cost.of(greedy=self.sampling.greedy)
         spent, base = (total([r.after_first for r in of]) for of in (runs, plain))
         kind = "greedy" if self.sampling.greedy else "coupled"
         learns = mode.num_draft_tokens == "auto" and mode.lm.plan is not None

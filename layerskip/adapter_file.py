@@ -58,7 +58,7 @@ def read_adapter(folder: str | Path) -> AdapterFile:
         raise ValueError(
             f"exit adapter {folder} has no {JSON_FILE}; give the folder that the recipe wrote"
         )
-    content = read_json(path, "exit adapter")
+    content = read_json(path, "file of an exit adapter")
     version = content.get("version") if isinstance(content, dict) else None
     if version != ADAPTER_VERSION or isinstance(version, bool):
         raise ValueError(

@@ -187,8 +187,9 @@ class SelfSpeculativeLM:
             revision, cache_dir, token, local_files_only: as in transformers.
             exact, lookup, policy: as for the class.
             exit_adapter: a folder that ``ExitAdapter.save`` wrote, for this checkpoint. Drafts
-                leave at its exit: a plan that says another one is refused, and of the folder's
-                ``layerskip.json`` only the draft vocabulary counts.
+                leave at its exit: a plan that says another one is refused. With no plan given, the
+                ``layerskip.json`` beside the adapter counts; if there is none, of the checkpoint's
+                only the draft vocabulary.
         """
         loaded, tokenizer, known, wanted = cls.load_parts(
             model,
@@ -244,8 +245,8 @@ class SelfSpeculativeLM:
         shape = None if exit_adapter is None else read_adapter(exit_adapter).shape
         if exit_layer is None and plan is None:
             plan = known_plan(folder)
-            if shape is not None:
-                plan = _at_exit(plan, shape)
+            if shape is not None and exit_adapter is not None:
+                plan = known_plan(exit_adapter) or _at_exit(plan, shape)
         known = plan if isinstance(plan, PlanFile) else PlanFile(plan)
         if shape is not None:
             _check_exit(known.plan, shape, exit_layer)

@@ -111,6 +111,11 @@ class Stopper:
         return not self.stopped
 
     @property
+    def greedy(self) -> bool:
+        """Whether the row takes the likeliest token."""
+        return self._state.greedy
+
+    @property
     def rate(self) -> float:
         """Tokens a second that the round expects."""
         return self._choice.rate
@@ -131,6 +136,7 @@ class Controller:
         self, cost: CostTable, prior: Sequence[float] = (), *, follows_clock: bool = True
     ) -> None:
         self.cost = cost
+        self._tables = {greedy: cost.of(greedy=greedy) for greedy in (False, True)}
         self._prior = tuple(prior) or (DEFAULT_ACCEPTANCE,)
         self._follows_clock = follows_clock
         self._experiences: dict[str, Experience] = {}
@@ -138,51 +144,72 @@ class Controller:
         # beside that. A ratio of its own for each kind of pass would be that of another time, when
         # the machine was slower or faster, for what is not run now.
         self._slowness = self._draft_ratio = 1.0
-        self._seconds: dict[tuple[str, int, int, int, int], float] = {}
+        self._seconds: dict[tuple[str, int, int, int, int, bool], float] = {}
 
-    def row(self, kind: str, limit: int = STAKE_TOKENS) -> RowState:
+    def row(self, kind: str, limit: int = STAKE_TOKENS, *, greedy: bool = False) -> RowState:
         """State of a new request of at most ``limit`` tokens.
 
         It may stake a share of its own plain time on drafts, however little is known of it. What
         earlier requests of its kind gained lets a short one stake as much as a long one.
+
+        Args:
+            kind: requests of one kind learn from each other.
+            limit: most tokens of it.
+            greedy: whether it takes the likeliest token, and nothing is done to the logits before.
         """
         shared = self._experiences.setdefault(kind, Experience(self._prior))
         tokens = STAKE_TOKENS if shared.ledger > 0.0 else min(limit, STAKE_TOKENS)
-        return RowState(shared, stake=STAKE_SHARE * tokens)
+        return RowState(shared, stake=STAKE_SHARE * tokens, greedy=greedy)
 
     def calibration_error(self, kind: str) -> float:
         """Expected calibration error of the draft's confidence, for requests of ``kind``."""
         known = self._experiences.get(kind)
         return known.calibration.error if known is not None else 0.0
 
-    def draft_seconds(self, rows: int, context: int, *, each: int = 1) -> float:
-        """Of one draft pass over ``rows`` sequences with ``each`` tokens of each."""
+    def draft_seconds(
+        self, rows: int, context: int, *, each: int = 1, greedy: bool = False
+    ) -> float:
+        """Of one draft pass over ``rows`` sequences with ``each`` tokens of each.
+
+        Args:
+            greedy: all of them take the likeliest token.
+        """
         ratio = self._slowness * self._draft_ratio
-        return ratio * self._looked_up("draft", rows * each, context, rows, each)
+        return ratio * self._looked_up("draft", rows * each, context, rows, each, greedy)
 
     def verify_seconds(
-        self, tokens: int, context: int, *, rows: int = 1, longest: int | None = None
+        self,
+        tokens: int,
+        context: int,
+        *,
+        rows: int = 1,
+        longest: int | None = None,
+        greedy: bool = False,
     ) -> float:
         """Of one full-depth pass over the tokens of ``rows`` sequences.
 
         Args:
             longest: tokens of the sequence with the most; None: all have equally many.
+            greedy: all of them take the likeliest token.
         """
         longest = -(-tokens // rows) if longest is None else longest
-        return self._slowness * self._looked_up("verify", tokens, context, rows, longest)
+        return self._slowness * self._looked_up("verify", tokens, context, rows, longest, greedy)
 
-    def _looked_up(self, what: str, tokens: int, context: int, rows: int, longest: int) -> float:
+    def _looked_up(
+        self, what: str, tokens: int, context: int, rows: int, longest: int, greedy: bool
+    ) -> float:
         if tokens == 0:
             return 0.0
-        key = (what, tokens, context // CONTEXT_STEP, rows, longest)
+        key = (what, tokens, context // CONTEXT_STEP, rows, longest, greedy)
         if key not in self._seconds:
             if len(self._seconds) >= MOST_REMEMBERED:
                 self._seconds.clear()
             middle = (context // CONTEXT_STEP + 0.5) * CONTEXT_STEP
+            table = self._tables[greedy]
             if what == "draft":
-                seconds = self.cost.draft_pass(tokens, middle, sequences=rows)
+                seconds = table.draft_pass(tokens, middle, sequences=rows)
             else:
-                seconds = self.cost.verify_pass(tokens, middle, sequences=rows, longest=longest)
+                seconds = table.verify_pass(tokens, middle, sequences=rows, longest=longest)
             self._seconds[key] = max(seconds, SHORTEST)
         return self._seconds[key]
 
@@ -199,7 +226,8 @@ class Controller:
     def pays(self, stoppers: Sequence[Stopper], context: int) -> bool:
         """Whether rows that would go on gain more than a draft pass of them all costs; where not,
         their drafts are stopped."""
-        seconds = self.draft_seconds(len(stoppers), context)
+        greedy = all(s.greedy for s in stoppers)
+        seconds = self.draft_seconds(len(stoppers), context, greedy=greedy)
         if sum(s.gain for s in stoppers) > stoppers[0].rate * seconds:
             return True
         for stopper in stoppers:
@@ -216,7 +244,8 @@ class Controller:
             drafts: whether there is an early exit.
             fixed: numbers of draft tokens of the round's other rows.
         """
-        pace = Pace(self, max(a.context for a in asks), len(asks) + len(fixed))
+        greedy = all(a.state.greedy for a in asks)
+        pace = Pace(self, max(a.context for a in asks), len(asks) + len(fixed), greedy=greedy)
         # Rows share passes, so they share what may be lost on them.
         stake = pace.token * sum(a.state.stake for a in asks) / len(asks)
         longest = _affordable(stake, pace) if drafts else 0
@@ -250,7 +279,8 @@ class Controller:
 
     def observe_plain(self, state: RowState, choice: Choice, context: int) -> None:
         """A round without a draft: it earns credit for probes."""
-        earned = PROBE_SHARE * choice.plain_seconds / self.verify_seconds(1, context)
+        plain = self.verify_seconds(1, context, greedy=state.greedy)
+        earned = PROBE_SHARE * choice.plain_seconds / plain
         state.shared.credit += earned
 
     def observe_draft(
@@ -273,7 +303,7 @@ class Controller:
         """
         seconds = choice.gained(sum(accepted), len(confidences), num_passes)
         if choice.plain_seconds > 0.0:
-            plain = self.verify_seconds(1, context)
+            plain = self.verify_seconds(1, context, greedy=state.greedy)
             state.settle(seconds / choice.plain_seconds, seconds / plain)
         state.add_draft(accepted, confidences)
 
@@ -299,13 +329,20 @@ class Pace:
     """
 
     def __init__(
-        self, costs: Controller, context: int, rows: int, tokens: int = 0, drafting: int = 0
+        self,
+        costs: Controller,
+        context: int,
+        rows: int,
+        tokens: int = 0,
+        drafting: int = 0,
+        *,
+        greedy: bool = False,
     ) -> None:
-        self._costs, self._context, self.num_rows = costs, context, rows
-        self.plain = costs.verify_seconds(1, context)
+        self._costs, self._context, self.num_rows, self._greedy = costs, context, rows, greedy
+        self.plain = costs.verify_seconds(1, context, greedy=greedy)
         self.token = self.verify_share(1)
         drafting = drafting or rows
-        self.draft_share = costs.draft_seconds(drafting, context) / drafting
+        self.draft_share = self.draft(drafting) / drafting
         if rows == 1:
             ends = [self.verify(n, n) for n in range(1, MAX_AUTO_DRAFT_TOKENS + 2)]
             self.steps = tuple(b - a for a, b in itertools.pairwise(ends))
@@ -317,16 +354,17 @@ class Pace:
 
     def settled(self, tokens: int, drafting: int) -> "Pace":
         """The same once it is known how many tokens are drafted, and in how many rows."""
-        return Pace(self._costs, self._context, self.num_rows, tokens, drafting)
+        shape = (self._context, self.num_rows, tokens, drafting)
+        return Pace(self._costs, *shape, greedy=self._greedy)
 
     def draft(self, rows: int) -> float:
         """Seconds of a draft pass of so many rows."""
-        return self._costs.draft_seconds(rows, self._context)
+        return self._costs.draft_seconds(rows, self._context, greedy=self._greedy)
 
     def verify(self, tokens: int, longest: int) -> float:
         """Seconds of the verify pass."""
         return self._costs.verify_seconds(
-            tokens, self._context, rows=self.num_rows, longest=longest
+            tokens, self._context, rows=self.num_rows, longest=longest, greedy=self._greedy
         )
 
     def verify_share(self, each: int) -> float:

@@ -6,13 +6,13 @@ with a plan, and read by the controller and the simulator. Pure numbers: nothing
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from layerskip.files import read_json, write_json
 
-COST_VERSION = 2
+COST_VERSION, READABLE = 3, (2, 3)
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class CostTable:
             quantum are rounded up to one of these; empty: to the quantum.
         draft_sequence, verify_sequence: of each further sequence in a pass, before its context.
         pass_rows: most rows of one pass; more go through several. 0: any number go through one.
+        greedy_sampling: as ``sampling``, where a row takes the likeliest token; None: no other.
     """
 
     draft_layers: Curve
@@ -92,6 +93,13 @@ class CostTable:
     draft_sequence: float = 0.0
     verify_sequence: float = 0.0
     pass_rows: int = 0
+    greedy_sampling: float | None = None
+
+    def of(self, *, greedy: bool) -> "CostTable":
+        """The table whose passes end in greedy sampling, or in drawing from a distribution."""
+        if not greedy or self.greedy_sampling is None:
+            return self
+        return replace(self, sampling=self.greedy_sampling)
 
     def draft_pass(self, rows: int, context: float, *, sequences: int = 1) -> float:
         """One draft pass over ``rows`` tokens, with its head and sampling.
@@ -173,11 +181,12 @@ class CostTable:
         """The table that ``to_dict`` wrote.
 
         Raises:
-            ValueError: it is none, or of another version.
+            ValueError: it is none, or of a version that is not read.
         """
-        if not isinstance(content, Mapping) or content.get("version") != COST_VERSION:
-            got = content.get("version") if isinstance(content, Mapping) else content
+        got = content.get("version") if isinstance(content, Mapping) else content
+        if not isinstance(content, Mapping) or got not in READABLE:
             raise ValueError(f"a cost table of version {COST_VERSION} was expected, got {got!r}")
+        greedy = content.get("greedy_sampling")  # version 2 has none
         try:
             return cls(
                 _curve(content["draft_layers"]),
@@ -190,6 +199,7 @@ class CostTable:
                 float(content["draft_sequence"]),
                 float(content["verify_sequence"]),
                 int(content["pass_rows"]),
+                None if greedy is None else float(greedy),
             )
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"the cost table is not complete ({error!r})") from None

@@ -132,10 +132,11 @@ class RowState:
     Attributes:
         stake: what drafts may lose, in tokens of plain rounds: what the request began with, and
             what they gained.
+        greedy: whether it takes the likeliest token, which costs less than to draw one.
     """
 
-    def __init__(self, shared: Experience, *, stake: float = 0.0) -> None:
-        self.shared, self.stake = shared, stake
+    def __init__(self, shared: Experience, *, stake: float = 0.0, greedy: bool = False) -> None:
+        self.shared, self.stake, self.greedy = shared, stake, greedy
         self.last = 0
         self.probing = False
         self._positions = _shares(MAX_AUTO_DRAFT_TOKENS)

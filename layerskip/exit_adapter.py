@@ -24,10 +24,12 @@ from layerskip.cache import Layout
 from layerskip.draft_head import DraftHead, Projection
 from layerskip.exit_block import ExitBlock, LowRank, by_rows
 from layerskip.fingerprint import fingerprint_of
+from layerskip.skeleton import Skeleton, share_twin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+NO_BLOCK = "cannot have a block: the model has attention code of its own"
 Finish = Callable[[Tensor, Projection], Tensor]
 
 
@@ -311,17 +313,16 @@ def _head(model: "PreTrainedModel") -> nn.Linear:
 
 def _attention_of(model: "PreTrainedModel") -> dict[str, Any]:
     """What a block takes over from the model's attention: heads, and how positions turn them."""
-    config: Any = model.config
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    learnt = Skeleton(share_twin(model), model.config._attn_implementation)  # noqa: SLF001
+    if learnt.one_row:
+        raise ValueError(f"an exit adapter {NO_BLOCK}; use a bridge")
     rotary = getattr(model.base_model, "rotary_emb", None)
     frequencies = getattr(rotary, "inv_freq", None)
     known = isinstance(frequencies, Tensor) and frequencies.ndim == 1
     return {
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
+        "num_heads": learnt.num_kv_heads * learnt.group,
+        "num_kv_heads": learnt.num_kv_heads,
+        "head_dim": learnt.head_dim,
         "frequencies": tuple(cast(Tensor, frequencies).float().tolist()) if known else (),
         "rope_scaling": float(getattr(rotary, "attention_scaling", 1.0)) if known else 1.0,
     }

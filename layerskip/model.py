@@ -27,7 +27,7 @@ from layerskip.exactness import (
     probe,
     rows_agree,
 )
-from layerskip.exit_adapter import AdaptedHead, ExitAdapter
+from layerskip.exit_adapter import NO_BLOCK, AdaptedHead, ExitAdapter
 from layerskip.families import position_limit
 from layerskip.plan import DraftPlan
 from layerskip.skeleton import Skeleton, share_twin
@@ -112,7 +112,7 @@ class DecoderStack:
         if not shape.block_width:
             return None
         if self.one_row:
-            return "cannot have a block: the model has attention code of its own"
+            return NO_BLOCK
         own = (self.num_kv_heads * self.group, self.num_kv_heads, self.head_dim)
         if own != (shape.num_heads, shape.num_kv_heads, shape.head_dim):
             return (

@@ -54,7 +54,7 @@ class Grid:
         if sequences:
             points += [(f"{kind} sequences", NUM_SEQUENCES, 0) for kind in kinds]
             points += [(kind, NUM_SEQUENCES, 0) for kind in kinds]
-        return list(dict.fromkeys([*points, ("sampling", 1, 0)]))
+        return list(dict.fromkeys([*points, ("sampling", 1, 0), ("greedy", 1, 0)]))
 
 
 def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
@@ -98,7 +98,10 @@ class Passes:
         self.drafts_in_a_row = DRAFTS_IN_A_ROW
         self.cache = stack.new_cache(num_rows=1, num_slots=sum(largest))
         self.many = stack.new_cache(num_rows=NUM_SEQUENCES, num_slots=NUM_SEQUENCES)
-        self.sampler = Sampler(SamplingParams(temperature=1.0), 0, stack.vocab_size)
+        self.samplers = {
+            kind: Sampler(SamplingParams(temperature=temperature), 0, stack.vocab_size)
+            for kind, temperature in (("sampling", 1.0), ("greedy", 0.0))
+        }
         draw = random.Random(0)
         self.ids = [draw.randrange(stack.vocab_size) for _ in range(MAX_PASS_ROWS)]
         self.logits = stack.logits(stack.embed(self.ids[:1]))[:1]
@@ -118,7 +121,7 @@ class Passes:
         if kind == "head":
             hidden = self.stack.embed(self.ids[:rows])
             return self._timed(lambda: self._draft_head(hidden, rows), self.drafts_in_a_row)
-        return self._timed(self._sample)
+        return self._timed(lambda: self._sample(kind))
 
     def _verify(self, rows: int, segments: Sequence[Segment]) -> None:
         stack = self.stack
@@ -135,9 +138,9 @@ class Passes:
     def _draft_head(self, hidden: Tensor, rows: int) -> None:
         self.head(hidden)[:rows].float().softmax(-1).amax(-1).tolist()
 
-    def _sample(self) -> None:
+    def _sample(self, kind: str) -> None:
         self.drawn += 1  # its noise is new
-        self.sampler.pick(self.logits, self.drawn)
+        self.samplers[kind].pick(self.logits, self.drawn)
 
     def _timed(self, run: Callable[[], None], times: int = 1) -> Timing:
         self._wait()
@@ -286,6 +289,7 @@ def _table(
         draft_sequence=another("draft"),
         verify_sequence=another("verify"),
         pass_rows=MAX_PASS_ROWS if stack.exactness.wanted else 0,
+        greedy_sampling=typical["greedy", 1, 0],
     )
 
 

@@ -199,7 +199,8 @@ class _Search:
         self.context = statistics.fmean(t.start + t.window / 2 for t in self.texts)
         self._say("costs of passes")
         one, every = (DraftPlan(self.depth, tuple(range(n))) for n in (1, self.depth))
-        self.shallow, self.deep = self._own_costs(one), self._own_costs(every)
+        greedy = self.settings.sampling.greedy
+        self.shallow, self.deep = (self._own_costs(p).of(greedy=greedy) for p in (one, every))
 
     def _read_texts(self) -> list[list[Any]]:
         settings = self.settings

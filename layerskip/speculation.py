@@ -84,7 +84,9 @@ class Speculator:
         if row.spec.num_draft_tokens == AUTO and self.controller is not None:
             sampler = row.spec.sampler
             row.state = self.controller.row(
-                "greedy" if sampler.params.greedy else sampler.verification, row.spec.limit
+                "greedy" if sampler.params.greedy else sampler.verification,
+                row.spec.limit,
+                greedy=sampler.is_argmax,
             )
 
     def attempt(self, rows: Sequence[Row], cache: KVCache) -> list[Attempt]:
@@ -244,14 +246,15 @@ class Speculator:
             return
         context = max(a.request.length for a in attempts)
         passes = [a.draft.num_passes for a in attempts]
+        greedy = all(a.request.sampler.is_argmax for a in attempts)
         draft = sum(
-            self.controller.draft_seconds(sum(n > i for n in passes), context)
+            self.controller.draft_seconds(sum(n > i for n in passes), context, greedy=greedy)
             for i in range(max(passes))
         )
         tokens = sum(len(a.draft.tokens) + 1 for a in attempts)
         longest = max(len(a.draft.tokens) for a in attempts) + 1
         verify = self.controller.verify_seconds(
-            tokens, context, rows=len(attempts), longest=longest
+            tokens, context, rows=len(attempts), longest=longest, greedy=greedy
         )
         self.controller.observe_draft_seconds(draft_seconds, draft)
         self.controller.observe_verify_seconds(verify_seconds, verify)

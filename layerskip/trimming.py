@@ -253,6 +253,7 @@ class _Trimmer:
             Counts.from_list,
         )
         table = self.table if ids is None else with_head_of(self.table, self._costs(ids))
+        table = table.of(greedy=self.settings.sampling.greedy)
         c = table.draft_pass(1, context) / table.verify_pass(1, context)
         k, speed = predict(table, counts.lengths, context)
         covered = (1.0, 1.0) if ids is None else measured_coverage(ids, self._held)

@@ -57,7 +57,7 @@ class Settings(RunSettings):
         clip: norm that gradients are cut to.
         merge: whether the result is a whole model, or an adapter beside the one it was made of.
         eval_tokens: of held-out text, for the curve of acceptance.
-        final_tokens, final_prompts: of the measurement at the end.
+        final_tokens, final_prompts, cost_seconds: of the measurement at the end.
     """
 
     held_out: str = ""
@@ -79,6 +79,7 @@ class Settings(RunSettings):
     eval_tokens: int = 4_000
     final_tokens: int = 20_000
     final_prompts: int = 24
+    cost_seconds: float = 6.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,7 +94,7 @@ class Settings(RunSettings):
                 check_integer(name, value, 1)
         for name, most in {"distil": 1.0, "layer_dropout": 0.99, "floor": 0.99}.items():
             check_number(name, getattr(self, name), 0.0, most)
-        for name in ("early_scale", "consistency", "alpha", "clip"):
+        for name in ("early_scale", "consistency", "alpha", "clip", "cost_seconds"):
             check_number(name, getattr(self, name), 0.0, 1e6)
 
     def check_depth(self, num_layers: int) -> None:
@@ -108,8 +109,8 @@ class Settings(RunSettings):
 # Not among what makes two runs different: where results go, how often, and what is measured.
 NOT_OF_THE_WEIGHTS = {
     *("out", "save_every", "eval_every", "resume", "max_new_tokens", "temperature", "merge"),
-    *("eval_tokens", "final_tokens", "final_prompts", "gradient_accumulation", "chunk_tokens"),
-    *("gradient_checkpointing", "held_out", "held_out_share"),
+    *("eval_tokens", "final_tokens", "final_prompts", "cost_seconds", "gradient_accumulation"),
+    *("chunk_tokens", "gradient_checkpointing", "held_out", "held_out_share"),
 }
 
 

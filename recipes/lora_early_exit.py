@@ -251,6 +251,7 @@ def compare(
             max_new_tokens=settings.max_new_tokens,
             seed=settings.seed,
             max_tokens=settings.final_tokens,
+            cost_seconds=settings.cost_seconds,
             on_progress=lambda what, name=name: console.print(f"{name}: {what}"),
         )
         measured.append(found)

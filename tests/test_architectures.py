@@ -5,6 +5,8 @@ The README's table is what these tests find. ``make table`` writes it again.
 
 import functools
 import re
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -351,18 +353,29 @@ def test_settings_that_change_a_family_are_seen(changes, reason):
 
 
 def table() -> str:
-    """The README's tables: what the tests above prove, and how rows keep their bits in bf16."""
-    lines = [
-        "| family | special in it | supported | bits in bf16 | because |",
-        "|---|---|---|---|---|",
-    ]
+    """The README's lists: what the tests above prove, and how rows keep their bits in bf16."""
+    supported: dict[str, list[str]] = {}
     for family, special in FAMILIES.items():
         stack = wrap(family, "bfloat16", "skipping").stack
-        bits = "yes" if stack.exactness.holds else "yes, token by token"
-        lines.append(f"| `{family}` | {special} | yes | {bits} | {why(stack)} |")
-    lines += ["", "| refused | because |", "|---|---|"]
-    lines += [f"| {name} | {reason} |" for name, (_, _, reason) in REFUSED.items()]
-    return "\n".join(lines) + "\n"
+        bits = "" if stack.exactness.holds else "token by token: "
+        name = f"`{family}` ({special})" if special else f"`{family}`"
+        supported.setdefault(bits + why(stack), []).append(name)
+    refused: dict[str, list[str]] = {}
+    for name, (_, _, reason) in REFUSED.items():
+        refused.setdefault(reason, []).append(name)
+    lists = ("Supported, with the same bits in bf16 by", supported), ("Refused, because", refused)
+    return "\n".join(line for title, groups in lists for line in listed(title, groups))
+
+
+def listed(title: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """A Markdown list of names under what they have in common."""
+    lines = [title, ""]
+    for common, names in groups.items():
+        item = f"- *{common}*: {'; '.join(names)}"
+        lines += textwrap.wrap(
+            item, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+    return [*lines, ""]
 
 
 def why(stack: DecoderStack) -> str:

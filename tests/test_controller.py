@@ -1,5 +1,6 @@
 """The controller on paper: counted passes times a cost table, so every bound is deterministic."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -326,6 +327,26 @@ def test_kinds_of_requests_learn_apart():
         controller.row("greedy").add_draft([False], [0.5])
     assert controller.row("greedy").acceptance(0) < 0.2 < controller.row("coupled").acceptance(0)
     assert controller.calibration_error("greedy") > 0.0 == controller.calibration_error("block")
+
+
+def test_tokens_that_are_drawn_cost_more_than_the_likeliest():
+    """Drawing takes as long as the draft's layers: half as many tokens pay."""
+    cost = replace(table(0.1, slope=0.0), sampling=0.1, greedy_sampling=0.0)
+    controller = Controller(cost, (0.7,), follows_clock=False)
+    assert controller.draft_seconds(1, CONTEXT, greedy=True) == pytest.approx(0.1)
+    assert controller.draft_seconds(1, CONTEXT) == pytest.approx(0.2)
+    assert controller.verify_seconds(3, CONTEXT, greedy=True) == pytest.approx(1.0)
+    assert controller.verify_seconds(3, CONTEXT) == pytest.approx(1.3)
+
+    def drafted(*greedy: bool) -> list[int]:
+        states = [controller.row("greedy", greedy=one) for one in greedy]
+        asks = [Ask(state, CONTEXT, 30) for state in states]
+        controller.choose(asks, drafts=True)
+        return [state.last for state in states]
+
+    assert drafted(True)[0] > drafted(False)[0] > 0
+    # One row that draws makes the others careful, too: passes are shared.
+    assert drafted(True, False)[0] == drafted(False, False)[0]
 
 
 def test_rows_probe_together_only_if_each_kind_of_request_can_pay():

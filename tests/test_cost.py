@@ -71,9 +71,25 @@ def test_more_rows_than_a_pass_takes_go_through_several():
 
 def test_a_table_is_saved_and_read_back(tmp_path):
     table = replace(TABLE, tiles=(1, 2, 4), draft_sequence=0.1, verify_sequence=0.2, pass_rows=64)
+    table = replace(table, greedy_sampling=0.003)
     table.save(tmp_path / "cost.json")
     assert CostTable.load(tmp_path / "cost.json") == table
     assert [f.name for f in tmp_path.iterdir()] == ["cost.json"]
+
+
+def test_greedy_tokens_have_a_price_of_their_own():
+    table = replace(TABLE, greedy_sampling=0.001)
+    greedy = table.of(greedy=True)
+    assert greedy.verify_pass(8, 0) == pytest.approx(1.0 + 0.008)
+    assert greedy.draft_pass(2, 100) == pytest.approx(3.0 + 0.5 + 0.002)
+    assert table.of(greedy=False) == table
+    assert TABLE.of(greedy=True) == TABLE  # of version 2: one price
+
+
+def test_a_table_of_version_2_is_read():
+    content = TABLE.to_dict() | {"version": 2}
+    del content["greedy_sampling"]
+    assert CostTable.from_dict(content) == TABLE
 
 
 @pytest.mark.parametrize("content", ["{}", "[", "[]", '{"version": 2, "verify": 3}'])
@@ -90,7 +106,7 @@ def test_a_table_survives_json():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "version 2 was expected, got 1"),
+        ({"version": 1}, "version 3 was expected, got 1"),
         ({"verify": {"rows": [8]}}, "not complete"),
         ({"sampling": None}, "not complete"),
         ({"sampling": 10**400}, "not complete"),

@@ -1,9 +1,16 @@
 """The LoRA recipe: losses, dropout and curricula as they are meant, exact resumption, results."""
 
+import contextlib
 import importlib
+import io
+import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -14,10 +21,15 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from peft import PeftModel
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
-from toys import NUM_LAYERS, VOCAB_SIZE, make_model, random_ids
-from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
+from toys import NUM_LAYERS, VOCAB_SIZE, make_model, make_tokenizer, random_ids
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
+
+from layerskip import SelfSpeculativeLM
 
 REPO = Path(__file__).parents[1]
 RECIPES = REPO / "recipes"
@@ -455,3 +467,213 @@ def test_a_model_of_a_billion_fits_into_24_gigabytes(recipe: SimpleNamespace) ->
         line = next(x for x in written.split("\n") if x.startswith(f"#   {said}"))
         assert line.split()[-2:] == [f"{value / 1e9:.1f}", "GB"]
     assert memory.total < 10e9
+
+
+# A whole run
+
+
+WORDS = (
+    "def",
+    "return",
+    "if",
+    "else",
+    "for",
+    "in",
+    "not",
+    "with",
+    "print",
+    "self",
+    "value",
+    "name",
+)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A model's folder, and text."""
+    base = tmp_path_factory.mktemp("sources")
+    make_model(**SMALL).save_pretrained(base / "model")
+    make_tokenizer().save_pretrained(base / "model")
+    rows = [
+        {"text": " ".join(WORDS[(i * 5 + j * j) % len(WORDS)] for j in range(30 + i))}
+        for i in range(40)
+    ]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (base / "data.jsonl").write_text("".join([*lines[:9], "{}\n", *lines[9:]]), encoding="utf-8")
+    return SimpleNamespace(model=base / "model", data=base / "data.jsonl")
+
+
+def arguments(sources: SimpleNamespace, out: Path, *overrides: str) -> list[str]:
+    small = "steps=6 batch_size=4 seq_len=32 rank=4 exits=[1,2] save_every=2 eval_every=3"
+    brief = "eval_tokens=60 final_tokens=90 final_prompts=2 max_new_tokens=8 cost_seconds=0.2"
+    given = (f"model={sources.model}", f"data={sources.data}", f"out={out}", "mixed_precision=no")
+    return [*given, *small.split(), *brief.split(), *overrides]
+
+
+def run(recipe: SimpleNamespace, argv: list[str]) -> str:
+    """What a run prints."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        recipe.lora_early_exit.main(argv)
+    return " ".join(printed.getvalue().split())
+
+
+@pytest.fixture(scope="module")
+def runs(
+    recipe: SimpleNamespace, sources: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory
+) -> SimpleNamespace:
+    """One run with Ctrl-C at step 3, gone on with and merged; and one without, its adapter kept."""
+    base = tmp_path_factory.mktemp("runs")
+    merged, kept = base / "merged", base / "kept"
+
+    class Interrupted(recipe.run_log.RunLog):
+        def add(self, record: Any) -> None:
+            super().add(record)
+            if record["step"] == 3 and "loss" in record:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe.lora_early_exit, "RunLog", Interrupted)
+        first = run(recipe, arguments(sources, merged))
+    second = run(recipe, arguments(sources, merged))
+    run(recipe, arguments(sources, kept, "merge=false"))
+    return SimpleNamespace(merged=merged, kept=kept, first=first, second=second)
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(runs: SimpleNamespace) -> None:
+    assert "stopped at step 3; the same command goes on from there" in runs.first
+    assert "going on from step 3 of 6" in runs.second
+    adapters = [
+        load_file(out / "checkpoints" / "step-6" / "adapter_model.safetensors")
+        for out in (runs.merged, runs.kept)
+    ]
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
+
+
+def test_a_run_leaves_its_records(recipe: SimpleNamespace, runs: SimpleNamespace) -> None:
+    for out in (runs.merged, runs.kept):
+        records = recipe.run_log.read_records(out / "metrics.jsonl")
+        assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4, 5, 6]
+        assert {r["step"] for r in records if "acceptance" in r} == {0, 3, 6}
+        assert (out / "acceptance.png").read_bytes()[:4] == b"\x89PNG"
+        assert list((out / "tensorboard").iterdir())
+        assert {p.name for p in (out / "checkpoints").iterdir()} == {"step-4", "step-6"}
+        table = json.loads((out / "table.json").read_text(encoding="utf-8"))
+        assert table["details"]["steps"] == 6
+        assert (out / "settings.yaml").exists()
+    assert "line 10" in runs.first  # the bad row
+
+
+def test_the_merged_model_loads_as_usual_and_drafts(runs: SimpleNamespace) -> None:
+    folder = runs.merged / "model"
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert config["early_exit_layers"] == [1, 2]
+    lm = SelfSpeculativeLM.from_pretrained(folder, num_draft_tokens=3)
+    assert lm.trained_exits == (1, 2)
+    assert lm.plan is not None
+    assert lm.plan_file.measurements["before"]
+    plain = lm.generate("def value", max_new_tokens=16, num_draft_tokens=0)
+    assert lm.generate("def value", max_new_tokens=16).token_ids == plain.token_ids
+
+
+def test_merged_and_kept_are_one_model(sources: SimpleNamespace, runs: SimpleNamespace) -> None:
+    ids = torch.tensor([random_ids(12)])
+    base = AutoModelForCausalLM.from_pretrained(sources.model)
+    before = base(ids).logits
+    merged = AutoModelForCausalLM.from_pretrained(runs.merged / "model")(ids).logits
+    kept = AutoModelForCausalLM.from_pretrained(runs.kept / "model")(ids).logits
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
+        peft = PeftModel.from_pretrained(base, runs.kept / "model")(ids).logits
+    torch.testing.assert_close(kept, merged, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(peft, merged, rtol=1e-4, atol=1e-4)
+    assert (merged - before).abs().max() > 1e-2
+
+
+def test_a_kept_adapter_decodes_by_its_folder(runs: SimpleNamespace) -> None:
+    folder = runs.kept / "model"
+    assert not (folder / "config.json").exists()
+    lm = SelfSpeculativeLM.from_pretrained(folder, num_draft_tokens=3)
+    assert lm.trained_exits == (1, 2)
+    assert lm.plan is not None
+    merged = SelfSpeculativeLM.from_pretrained(runs.merged / "model", num_draft_tokens=0)
+    expected = merged.generate("for name in", max_new_tokens=12).token_ids
+    assert lm.generate("for name in", max_new_tokens=12).token_ids == expected
+
+
+def test_without_a_plan_the_first_trained_exit_drafts(
+    runs: SimpleNamespace, tmp_path: Path
+) -> None:
+    """As from a hub, where ``layerskip.json`` is not looked for."""
+    folder = tmp_path / "model"
+    shutil.copytree(runs.merged / "model", folder)
+    (folder / "layerskip.json").unlink()
+    lm = SelfSpeculativeLM.from_pretrained(folder, num_draft_tokens=3)
+    assert lm.plan is not None
+    assert lm.plan.exit_layer == 1
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for said in ([9, "x", 0], "all", 3):
+        path.write_text(json.dumps(config | {"early_exit_layers": said}), encoding="utf-8")
+        assert SelfSpeculativeLM.from_pretrained(folder, num_draft_tokens=0).trained_exits == ()
+
+
+def test_a_run_begun_is_not_overwritten(
+    recipe: SimpleNamespace, sources: SimpleNamespace, runs: SimpleNamespace
+) -> None:
+    with pytest.raises(SystemExit, match=r"^lora_early_exit: .* holds checkpoints; give resume"):
+        run(recipe, arguments(sources, runs.merged, "resume=false"))
+    with pytest.raises(SystemExit, match=r"was made with another rank \(4, now 5\)"):
+        run(recipe, arguments(sources, runs.merged, "rank=5"))
+
+
+def launched(argv: list[str], *options: str) -> None:
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", *options]
+    environment = os.environ | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+    done = subprocess.run(
+        [*accelerate, str(RECIPES / "lora_early_exit.py"), *argv],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_two_launched_processes_have_the_loss_curve_of_one(
+    recipe: SimpleNamespace, sources: SimpleNamespace, runs: SimpleNamespace, tmp_path: Path
+) -> None:
+    """Within 1e-4 of the loss: gradients of the two are added up in another order."""
+    out = tmp_path / "two"
+    cpu = ("--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no")
+    launched(arguments(sources, out, "merge=false"), *cpu, "--dynamo_backend", "no")
+    one, two = (
+        [r["loss"] for r in recipe.run_log.read_records(o / "metrics.jsonl") if "loss" in r]
+        for o in (runs.kept, out)
+    )
+    assert two == pytest.approx(one, rel=1e-4)
+    assert (out / "table.json").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_from_its_last_checkpoint(
+    recipe: SimpleNamespace, sources: SimpleNamespace, runs: SimpleNamespace, tmp_path: Path
+) -> None:
+    out = tmp_path / "killed"
+    argv = arguments(sources, out, "merge=false")
+    script = [sys.executable, str(RECIPES / "lora_early_exit.py"), *argv]
+    environment = os.environ | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(script, env=environment, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and not recipe.checkpoints.checkpoints(out / "checkpoints"):
+            time.sleep(0.01)
+        process.kill()
+    assert recipe.checkpoints.checkpoints(out / "checkpoints")
+    run(recipe, argv)
+    killed, whole = (
+        load_file(o / "checkpoints" / "step-6" / "adapter_model.safetensors")
+        for o in (out, runs.kept)
+    )
+    assert all(torch.equal(killed[name], whole[name]) for name in whole)

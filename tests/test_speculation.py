@@ -260,6 +260,20 @@ def test_new_weights_reach_the_trimmed_head():
     assert trimmed.stats.num_accepted_tokens == whole.stats.num_accepted_tokens
 
 
+@pytest.mark.parametrize(
+    ("sampling", "greedy"),
+    [
+        (GREEDY, True),
+        (SamplingParams(repetition_penalty=1.2), False),
+        (SamplingParams(temperature=0.8, seed=1), False),
+    ],
+)
+def test_the_controller_knows_who_takes_the_likeliest_token(lm, sampling, greedy):
+    batch = lm.open_batch(max_new_tokens=4, sampling=sampling)
+    row = batch.add(PROMPT)
+    assert batch._rows.row(row).state.greedy is greedy
+
+
 def test_a_plan_file_brings_cost_and_prior(toy, tmp_path, caplog):
     lm = SelfSpeculativeLM(toy(), None, PLANS["exit"])
     cost = lm.controller.cost

@@ -107,16 +107,18 @@ def run_profile(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def _units(table: "CostTable") -> list[dict[str, float]]:
-    """c and v at each context that was measured: passes in units of a plain one."""
-    return [
-        {
-            "context": context,
-            "plain_seconds": table.verify_pass(1, context),
-            "c": table.draft_pass(1, context) / table.verify_pass(1, context),
-            "v": table.verify_pass(VERIFIED_ROWS, context) / table.verify_pass(1, context),
-        }
-        for context in table.verify.contexts
-    ]
+    """c and v at each context that was measured, greedy and drawing: in units of a plain pass."""
+    units = []
+    for context in table.verify.contexts:
+        line: dict[str, float] = {"context": context}
+        for suffix, greedy in (("", True), ("_sampled", False)):
+            of = table.of(greedy=greedy)
+            plain = of.verify_pass(1, context)
+            line["plain_seconds" + suffix] = plain
+            line["c" + suffix] = of.draft_pass(1, context) / plain
+            line["v" + suffix] = of.verify_pass(VERIFIED_ROWS, context) / plain
+        units.append(line)
+    return units
 
 
 def _cost_table(document: dict[str, Any], table: "CostTable") -> Table:
@@ -125,15 +127,19 @@ def _cost_table(document: dict[str, Any], table: "CostTable") -> Table:
     shown = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in ("pass, ms", "rows", *(f"at {c}" for c in table.verify.contexts)):
         shown.add_column(name, justify="left" if name == "pass, ms" else "right", no_wrap=True)
-    kinds = [("verify", table.verify_pass), *([("draft", table.draft_pass)] if drafts else [])]
+    greedy = table.of(greedy=True)
+    kinds = [("verify", greedy.verify_pass), *([("draft", greedy.draft_pass)] if drafts else [])]
     for kind, seconds in kinds:
         for rows in table.verify.rows:
             times = [f"{1e3 * seconds(rows, c):.2f}" for c in table.verify.contexts]
             shown.add_row("plain" if (kind, rows) == ("verify", 1) else kind, str(rows), *times)
     units = document["units"]
-    if drafts:
-        shown.add_row("c: draft / plain", "1", *(f"{u['c']:.3f}" for u in units))
-    shown.add_row("v: verify / plain", str(VERIFIED_ROWS), *(f"{u['v']:.3f}" for u in units))
+    for suffix, when in (("", ""), ("_sampled", ", sampled")):
+        if drafts:
+            c = [f"{u['c' + suffix]:.3f}" for u in units]
+            shown.add_row(f"c: draft / plain{when}", "1", *c)
+        v = [f"{u['v' + suffix]:.3f}" for u in units]
+        shown.add_row(f"v: verify / plain{when}", str(VERIFIED_ROWS), *v)
     return shown
 
 

@@ -125,9 +125,11 @@ def acceptance_report(
 
 
 def _cost_of(run: Run) -> CostTable | None:
-    content = run.content.get("cost")
+    content, sampling = run.content.get("cost"), run.content.get("sampling") or {}
+    if content is None:
+        return None
     try:
-        return None if content is None else CostTable.from_dict(content)
+        return CostTable.from_dict(content).of(greedy=sampling.get("temperature") == 0.0)
     except ValueError as error:
         raise ValueError(f"{run.folder}/run.json: {error}") from None
 

@@ -248,7 +248,7 @@ def losses_by_exit(
     full = hidden[deepest] if consistency else hidden[deepest].detach()
     for layer in exits:
         total = torch.zeros((), device=labels.device)
-        inputs = (hidden[layer], labels)
+        inputs: tuple[Tensor, ...] = (hidden[layer], labels)
         compared = layer != deepest and (distil > 0.0 or consistency > 0.0)
         if compared:
             inputs = (hidden[layer], full, labels)
