@@ -52,9 +52,17 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def benchmarks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """``pytest bench --smoke``, as it writes its JSON."""
+    """``pytest bench/test_decode.py --smoke``, as it writes its JSON."""
     path = tmp_path_factory.mktemp("bench") / "out.json"
-    command = [sys.executable, "-m", "pytest", "bench", "--smoke", "--benchmark-only", "-q"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "bench/test_decode.py",
+        "--smoke",
+        "--benchmark-only",
+        "-q",
+    ]
     done = subprocess.run(
         [*command, f"--benchmark-json={path}", "-p", "no:cacheprovider", "--device", "cpu"],
         cwd=REPO,
