@@ -14,6 +14,7 @@ from torch import Tensor
 
 from layerskip import DraftPlan, SelfSpeculativeLM
 from layerskip.exit_adapter import ExitAdapter
+from layerskip.fingerprint import fingerprint
 from layerskip.params import AUTO
 from layerskip.plan import PlanFile
 from layerskip.profiling import measure_cost
@@ -122,9 +123,14 @@ def measure_adapter(
     samples: Sequence[Sample],
     prompts: Sequence[Sequence[int]],
     *,
+    vocabulary: tuple[int, ...] | None = None,
     on_progress: Callable[[str], None] = lambda what: None,
-) -> Measurement:
-    """As ``evaluation.measure``, of the exit with its adapter."""
+) -> tuple[Measurement, PlanFile]:
+    """As ``evaluation.measure``, of the exit with its adapter; and the plan to decode with.
+
+    Args:
+        vocabulary: that drafts are made over, in speeds and costs; None: all of it.
+    """
     lm, layer = wrapped(model, tokenizer, adapter), adapter.shape.exit_layer
     temperatures, reports, speeds = (0.0, settings.temperature), [], []
     logits = AdapterLogits(model, adapter)
@@ -138,9 +144,23 @@ def measure_adapter(
         )
     on_progress("costs of passes")
     context = statistics.fmean(map(len, prompts)) + settings.max_new_tokens / 2
-    cost = measure_cost(lm.stack, lm.plan, seconds=COST_SECONDS)
+    lm = wrapped(model, tokenizer, adapter, PlanFile(lm.plan, draft_vocabulary=vocabulary))
+    cost = measure_cost(
+        lm.stack,
+        lm.plan,
+        draft_vocabulary=vocabulary,
+        head=lm.draft_head,
+        seconds=COST_SECONDS,
+    )
     _, k, _ = best_exit(reports[-1], {layer: cost}, context)
-    lm = wrapped(model, tokenizer, adapter, PlanFile(lm.plan, cost=cost))
+    file = PlanFile(
+        lm.plan,
+        draft_vocabulary=vocabulary,
+        cost=cost,
+        fingerprint=fingerprint(lm.stack),
+        acceptance=reports[-1].exits[layer].by_position,
+    )
+    lm = wrapped(model, tokenizer, adapter, file)
     new, seed = settings.max_new_tokens, settings.seed
     for t in temperatures:
         on_progress(f"speed of exit {layer} with its adapter, {named(t)}")
@@ -149,4 +169,4 @@ def measure_adapter(
         )
     plain = cost.verify_pass(1, context)
     c, v = cost.draft_pass(1, context) / plain, cost.verify_pass(k + 1, context) / plain
-    return Measurement(tuple(reports), layer, c, v, tuple(speeds))
+    return Measurement(tuple(reports), layer, c, v, tuple(speeds)), file

@@ -56,6 +56,8 @@ class Settings(RunSettings):
         rollout_every: steps between those that train on drafts of the adapter's own; 0: never.
         rollout_starts, rollout_tokens: of such a step: drafts of each row, tokens of each draft.
         clip: norm that gradients are cut to.
+        draft_vocabulary: ids that the result drafts over, the most frequent of what was trained
+            on: the less of the head, the cheaper a draft; 0: all.
         eval_tokens: of held-out text, for the curve of acceptance.
         calibration_tokens: of held-out text, for the temperature, and as many to judge it.
         final_tokens, final_prompts: of the measurement at the end.
@@ -81,6 +83,7 @@ class Settings(RunSettings):
     rollout_starts: int = 8
     rollout_tokens: int = 3
     clip: float = 1.0
+    draft_vocabulary: int = 0
     eval_tokens: int = 4_000
     calibration_tokens: int = 4_000
     final_tokens: int = 20_000
@@ -93,7 +96,12 @@ class Settings(RunSettings):
         if not self.text and not self.continuations:
             raise ValueError("there is nothing to train on; give text=true or continuations=65536")
         least = {"exit_layer": 0, "head_rank": 0, "bridge_rank": 0, "block_width": 0}
-        least |= {"continuations": 0, "continuation_length": 2, "rollout_every": 0}
+        least |= {
+            "draft_vocabulary": 0,
+            "continuations": 0,
+            "continuation_length": 2,
+            "rollout_every": 0,
+        }
         ones = ("search_steps", "survival_tokens", "rollout_starts", "rollout_tokens")
         more = ("eval_tokens", "calibration_tokens", "final_tokens", "final_prompts")
         for name, low in (least | dict.fromkeys((*ones, *more), 1)).items():

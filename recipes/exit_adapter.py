@@ -1,5 +1,6 @@
 """Train what runs only in the draft: the checkpoint's own output stays bit-identical.
 
+    python recipes/exit_adapter.py data=stdlib                       # the built-in checkpoint
     python recipes/exit_adapter.py model=PATH data=prompts.jsonl     # recipes/exit_adapter.yaml
     accelerate launch recipes/exit_adapter.py model=PATH data=...    # on several processes
     layerskip generate PATH --exit-adapter runs/exit_adapter         # use it
@@ -34,12 +35,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from run_log import RunLog
 from settings import command, from_command_line
 from settings import save as save_settings
+from stdlib_text import STDLIB, stdlib_corpus
 from table import Result, as_markdown, as_table, peak_memory
 from table import save as save_table
 
 from layerskip import SelfSpeculativeLM
+from layerskip.checkpoint import PLAN_FILE
 from layerskip.exit_adapter import ExitAdapter
 from layerskip.files import read_json, write_json, write_text
+from layerskip.vocabulary import choose_vocabulary
 
 CONFIG = Path(__file__).with_suffix(".yaml")
 MAX_PROMPT_TOKENS = 256
@@ -98,7 +102,7 @@ def run(settings: Settings) -> None:
         console.print(f"stopped at step {trainer.steps}; the same command goes on from there")
         return
     details = adapter_measure.calibrate(trainer, texts.held_out) | facts(trainer)
-    trainer.adapter.save(out)
+    adapter_measure.decoding(trainer.adapter, model).save(out)
     check_frozen(model, before)
     seconds, peak = trainer.seconds, peak_memory()
     del trainer
@@ -124,11 +128,14 @@ def check_frozen(model: Any, before: str) -> None:
 
 
 def read_texts(settings: Settings, model: Any, tokenizer: Any, console: Console) -> Texts:
-    """The data divided by content, and what the model writes after their prompts."""
+    """The data ("stdlib" is Python's) divided by content, and what the model writes after their
+    prompts."""
     own = settings.continuations > 0
-    corpus = load(
-        settings.data, tokenizer, held_out_share=settings.held_out_share, allow_prompts=own
-    )
+    if settings.data == STDLIB:
+        corpus = stdlib_corpus(tokenizer)
+    else:
+        share = settings.held_out_share
+        corpus = load(settings.data, tokenizer, held_out_share=share, allow_prompts=own)
     if settings.held_out:
         other = load(
             settings.held_out,
@@ -300,15 +307,17 @@ def conclude(
         seed=settings.seed,
         on_progress=lambda what: console.print(f"before: {what}"),
     )
-    after = adapter_measure.measure_adapter(
+    after, file = adapter_measure.measure_adapter(
         settings,
         model,
         tokenizer,
         adapter,
         corpus.held_out,
         begun,
+        vocabulary=draft_vocabulary(settings, tokenizer, corpus, model.config.vocab_size),
         on_progress=lambda what: console.print(f"after: {what}"),
     )
+    file.save(out / PLAN_FILE)
     details["measured in seconds"] = round(time.perf_counter() - began, 1)
     adapter.measurements = {"before": before.to_dict(), "after": after.to_dict(), **details}
     adapter.save(out)
@@ -316,6 +325,22 @@ def conclude(
     save_table(result, out / "table.json")
     write_text(out / "table.md", as_markdown(result) + "\n")
     console.print(as_table(result))
+
+
+def draft_vocabulary(
+    settings: Settings, tokenizer: Any, corpus: Corpus, vocab_size: int
+) -> tuple[int, ...] | None:
+    """The most frequent tokens of what was trained on; None: all of them."""
+    if not settings.draft_vocabulary:
+        return None
+    size, eos = settings.draft_vocabulary, tokenizer.eos_token_id
+    ids = choose_vocabulary(
+        (sample.ids for sample in corpus.train),
+        vocab_size=vocab_size,
+        size=size,
+        always=[] if eos is None else [eos],
+    )
+    return ids if len(ids) < vocab_size else None
 
 
 def facts(trainer: Trainer) -> dict[str, Any]:

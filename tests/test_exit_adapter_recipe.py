@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,15 +15,18 @@ import pytest
 import torch
 from accelerate import Accelerator
 from recipe_modules import imported
+from rich.console import Console
 from torch import Tensor
 from toys import NUM_LAYERS, make_model, make_tokenizer, random_ids
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from layerskip import SamplingParams, SelfSpeculativeLM
+from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM
 from layerskip.exit_adapter import ExitAdapter
+from layerskip.plan import PlanFile
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
 EXIT = 2
+REPO = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -414,6 +421,7 @@ def command_line(folder: Path, out: str, **changes: Any) -> list[str]:
         "max_new_tokens": 6,
         "final_tokens": 100,
         "final_prompts": 2,
+        "draft_vocabulary": 128,
     }
     return [f"{key}={value}" for key, value in (values | changes).items()]
 
@@ -429,18 +437,30 @@ def finished(recipe: SimpleNamespace, folder: Path) -> Path:
     return folder / "run"
 
 
+def tokens_of(run: Path) -> list[int]:
+    """What the model wrote for its training."""
+    files = sorted((run / "continuations").iterdir())
+    rows = [json.loads(line) for f in files for line in f.read_text(encoding="utf-8").splitlines()]
+    return [token for row in rows for token in row]
+
+
 def test_a_run_leaves_what_it_promises(finished: Path) -> None:
     names = {p.name for p in finished.iterdir()}
     expected = {"settings.yaml", "metrics.jsonl", "tensorboard", "acceptance.png", "checkpoints"}
     assert expected | {"table.json", "table.md", "continuations"} <= names
     assert {"exit_adapter.json", "exit_adapter.safetensors"} <= names
-    records = [json.loads(line) for line in (finished / "metrics.jsonl").open(encoding="utf-8")]
+    lines = (finished / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
     assert [r["step"] for r in records if "loss" in r] == [1, 2, 3]
     table = json.loads((finished / "table.json").read_text(encoding="utf-8"))
     assert table["before"]["exits"][0]["loss"] == pytest.approx(table["after"]["exits"][0]["loss"])
     details = table["details"]
     assert 0.25 <= details["temperature of the draft's logits"] <= 4.0
     assert math.isfinite(details["expected calibration error after"])
+    plan = PlanFile.load(finished / "layerskip.json")
+    assert plan.plan == DraftPlan.exiting(num_layers=NUM_LAYERS, exit_layer=EXIT)
+    assert len(plan.draft_vocabulary or ()) == 128
+    assert set(tokens_of(finished)) & set(plan.draft_vocabulary or ())
 
 
 def test_the_output_is_bit_identical_with_the_adapter(finished: Path, folder: Path) -> None:
@@ -448,6 +468,8 @@ def test_the_output_is_bit_identical_with_the_adapter(finished: Path, folder: Pa
     lm = SelfSpeculativeLM.from_pretrained(
         folder / "model", exit_adapter=finished, num_draft_tokens=3
     )
+    assert lm.draft_head is not None
+    assert lm.plan_file.cost is not None
     for sampling in (None, SamplingParams(temperature=0.8, seed=3)):
         options = {"max_new_tokens": 24, "sampling": sampling, "ignore_eos": True}
         out = lm.generate("one tie", **options)
@@ -469,11 +491,9 @@ def test_the_exit_is_chosen_by_predicted_speed(
     recipe: SimpleNamespace, model: Any, packed: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     measure = recipe.adapter_measure
-    costs = {1: 0.9, 2: 0.1, 4: 0.8}
+    costs = {1: 0.9, 2: 0.1}
     monkeypatch.setattr(measure, "predicted", lambda *args: 1.0 / costs[args[2].shape.exit_layer])
-    settings = some_settings(
-        recipe, exit_layer=0, exits=(1, 2, 4), out=str(tmp_path), search_steps=1
-    )
+    settings = some_settings(recipe, exit_layer=0, exits=(1, 2), out=str(tmp_path), search_steps=1)
     texts = recipe.exit_adapter.Texts(recipe.data.Corpus([], [], ()), packed, packed)
     accelerator = Accelerator(cpu=True)
     for _ in range(2):  # the second time it is remembered
@@ -498,3 +518,79 @@ def test_mistakes_end_it_with_one_sentence(
 ) -> None:
     with pytest.raises(SystemExit, match=f"^exit_adapter: .*{message}"):
         recipe.exit_adapter.main(command_line(folder, "refused", **changes))
+
+
+@pytest.mark.parametrize("data", ["prompts", "text"])
+def test_what_is_trained_on_and_what_is_held_out(
+    recipe: SimpleNamespace, folder: Path, model: Any, data: str, tmp_path: Path
+) -> None:
+    """Held-out prompts are followed by the model, and never trained on."""
+    key = "prompt" if data == "prompts" else "text"
+    rows = [json.dumps({key: f"rose {i} is on {i}"}) + "\n" for i in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows), encoding="utf-8")
+    settings = some_settings(
+        recipe,
+        data=str(tmp_path / "rows.jsonl"),
+        out=str(tmp_path),
+        continuations=24,
+        continuation_length=8,
+        held_out_share=0.4,
+        text=data == "text",
+    )
+    texts = recipe.exit_adapter.read_texts(settings, model, make_tokenizer(), Console(quiet=True))
+    train, held_out = texts.corpus.train, texts.corpus.held_out
+    assert held_out
+    if data == "text":
+        own = [s for s in train if s.num_prompt_tokens]
+        assert [len(s.ids) - s.num_prompt_tokens for s in own] == [8, 8, 8]
+        assert len(train) - len(own) + len(held_out) == 12
+        assert not any(s.num_prompt_tokens for s in held_out)
+    else:
+        assert all(len(s.ids) == s.num_prompt_tokens + 8 for s in (*train, *held_out))
+        begun = {s.ids[: s.num_prompt_tokens] for s in train}
+        assert not begun & {s.ids[: s.num_prompt_tokens] for s in held_out}
+
+
+ENVIRONMENT = {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+SCRIPT = str(REPO / "recipes" / "exit_adapter.py")
+
+
+@pytest.mark.slow
+def test_two_launched_processes_have_the_loss_curve_of_one(finished: Path, folder: Path) -> None:
+    """Within 1e-4 of the loss: gradients of the two are added up in another order."""
+    cpu = ("--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", *cpu, "--dynamo_backend", "no"]
+    done = subprocess.run(
+        [*launch, SCRIPT, *command_line(folder, "two")],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = (
+        [json.loads(line) for line in (o / "metrics.jsonl").read_text("utf-8").splitlines()]
+        for o in (finished, folder / "two")
+    )
+    losses = [[r["loss"] for r in records if "loss" in r] for records in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_from_its_last_checkpoint(
+    recipe: SimpleNamespace, finished: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, argv = folder / "killed" / "checkpoints", command_line(folder, "killed")
+    with subprocess.Popen([sys.executable, SCRIPT, *argv], env=os.environ | ENVIRONMENT) as process:
+        while process.poll() is None and not recipe.checkpoints.checkpoints(checkpoints):
+            time.sleep(0.01)
+        process.kill()
+    assert recipe.checkpoints.checkpoints(checkpoints)
+    monkeypatch.setattr(recipe.exit_adapter, "conclude", lambda *args: None)
+    recipe.exit_adapter.main(argv)
+    killed, whole = (
+        torch.load(o / "checkpoints" / "step-3" / "state.pt", weights_only=True)["adapter"]
+        for o in (folder / "killed", finished)
+    )
+    assert same(list(killed.values()), list(whole.values()))
