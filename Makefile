@@ -1,7 +1,7 @@
 # Everything runs in .venv, which is made on first use and again when the pins change.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint bench table kernels gpu-check clean
+.PHONY: help demo test test-slow lint bench table kernels gpu-check gpu-bench clean
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
@@ -47,8 +47,16 @@ kernels: $(TOOLS)  ## compile the CUDA kernels for all architectures; no GPU nee
 	@$(BIN)/python -m layerskip.ops build --arch sm_80,sm_86,sm_89,sm_90,sm_100
 
 # In the Python of the machine with the GPU, where CUDA's torch is: nothing gets installed.
+GPU_PYTHON ?= python3
+HAS_TORCH = $(GPU_PYTHON) -c 'import torch' 2>/dev/null || { echo "$(GPU_PYTHON) has no torch;" \
+	"name a Python that has: make GPU_PYTHON=/path/to/python $@" >&2; exit 1; }
 gpu-check:  ## on a machine with a GPU: bits, errors and bandwidth of every kernel
-	@python3 bench/gpu_check.py $(ARGS)
+	@$(HAS_TORCH)
+	@$(GPU_PYTHON) bench/gpu_check.py $(ARGS)
+
+gpu-bench:  ## on a machine with a GPU: speed of decoding, ARGS="--sections plain,rounds"
+	@$(HAS_TORCH)
+	@$(GPU_PYTHON) bench/gpu_bench.py $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) dist build .benchmarks .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache

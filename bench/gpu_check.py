@@ -10,28 +10,27 @@ cannot fail. Without a GPU, `--backend emulator --toy` tries the checks themselv
 """
 
 import argparse
-import datetime
-import json
+import contextlib
 import os
-import platform
 import shutil
 import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from gpu.backends import BACKENDS, ROOT, Backend, output_of
+from gpu.backends import BACKENDS, ROOT, Backend
 from gpu.bits import column_invariance, row_bits
 from gpu.cases import cases, check
+from gpu.frame import Run
 from gpu.shapes import FULL, TOY, Sizes
 from gpu.speed import speeds
 
 SANITIZER_SECONDS = 90
+KILLED_SECONDS = 10  # to die in: a process that waits for a GPU's driver may never
+HUNG_SECONDS = 540  # of one section; below what a lent machine allows a command
 SANITIZER_PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 SANITIZER_LINES = 40  # of its report, that are kept
 TOOLS = ("memcheck", "racecheck")
@@ -39,7 +38,7 @@ FOUND = 9  # its exit status where it finds a mistake
 CHECKED_ROWS = 5
 
 
-class Run:
+class Check(Run):
     """One run: its options, its backend, and the record that grows."""
 
     def __init__(self, args: argparse.Namespace):
@@ -47,55 +46,16 @@ class Run:
         self.sizes: Sizes = TOY if args.toy else FULL
         self.deadline = time.monotonic() + args.limit
         self.backend: Backend = BACKENDS[args.backend]()
-        self.record: dict[str, Any] = {"machine": self.machine(), "sections": {}}
-        day = datetime.datetime.now(datetime.UTC).date().isoformat()
-        gpu = "-".join(self.record["machine"]["gpu"].replace("/", " ").split())
-        self.file: Path = args.out / f"{day}-{gpu}.json"
-
-    def machine(self) -> dict[str, str]:
-        """Where and with what."""
-        commit = output_of(["git", "rev-parse", "HEAD"])
-        changed = "-changed" if output_of(["git", "status", "--porcelain", "-uno"]) else ""
-        return {
-            **self.backend.facts(),
-            "commit": self.args.commit or (commit + changed if commit else "unknown"),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "sizes": "toy" if self.args.toy else "full",
-        }
-
-    def section(self, name: str) -> bool:
-        """Run one section, print and write what it found; whether it passed."""
-        start = time.monotonic()
-        found: dict[str, Any] = {"ok": False}
-        self.record["sections"][name] = found
-        try:
-            SECTIONS[name](self, found)
-        except Exception:  # noqa: BLE001  the sections after it are worth their minutes
-            found |= {"ok": False, "error": traceback.format_exc(limit=-3)}
-        found["seconds"] = round(time.monotonic() - start, 1)
-        self.write()
-        print(f"{name}: {'ok' if found['ok'] else 'FAILED'} ({found['seconds']} s)")
-        for key, value in found.items():
-            if key not in {"ok", "seconds"}:
-                print(f"  {key}: {in_words(value)}")
-        sys.stdout.flush()
-        return found["ok"]
-
-    def write(self) -> None:
-        """The record so far."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
+        super().__init__(
+            args.out,
+            self.backend.facts(),
+            commit=args.commit,
+            sizes="toy" if args.toy else "full",
+            suffix="",
+        )
 
 
-def in_words(value: Any) -> str:
-    """A finding on one line."""
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {in_words(inner)}" for name, inner in value.items())
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def check_operations(run: Run, found: dict[str, Any]) -> None:
+def check_operations(run: Check, found: dict[str, Any]) -> None:
     """Every operation against its definition, at each model's sizes.
 
     Numbers of toy size are made on the CPU: a sanitizer then sees hardly any kernel but ours.
@@ -109,7 +69,7 @@ def check_operations(run: Run, found: dict[str, Any]) -> None:
     found["ok"] = all(r["ok"] for r in found.values() if isinstance(r, dict))
 
 
-def sanitize(run: Run, found: dict[str, Any]) -> None:
+def sanitize(run: Check, found: dict[str, Any]) -> None:
     """The operations at toy sizes under compute-sanitizer. A refusal is recorded, no failure."""
     found["ok"] = True
     places = (None, *SANITIZER_PLACES)
@@ -117,6 +77,8 @@ def sanitize(run: Run, found: dict[str, Any]) -> None:
     if program is None:
         found["refused"] = "there is no compute-sanitizer here"
         return
+    first = next(cases(run.sizes.models[0], 1, run.sizes, run.backend.device))
+    check(first, run.backend)  # compiles every kernel now, not under a tool and its time limit
     for tool in TOOLS:
         status, said = under(program, tool, run.args)
         if status == 0:
@@ -149,19 +111,20 @@ def under(program: str, tool: str, args: argparse.Namespace) -> tuple[int | None
         said, _ = child.communicate(timeout=SANITIZER_SECONDS)
     except subprocess.TimeoutExpired as error:
         os.killpg(child.pid, signal.SIGKILL)  # the program, too, that it has started
-        child.communicate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.communicate(timeout=KILLED_SECONDS)
         return None, str(error)
     reported = [line for line in said.splitlines() if line.startswith("=========")]
     first = "\n".join(reported[:SANITIZER_LINES]) if child.returncode == FOUND else ""
     return child.returncode, first or said[-2000:]
 
 
-def measure_speeds(run: Run, found: dict[str, Any]) -> None:
+def measure_speeds(run: Check, found: dict[str, Any]) -> None:
     """GB/s of every operation."""
     speeds(run.backend, run.sizes, run.deadline, found, run.write)
 
 
-SECTIONS: dict[str, Callable[[Run, dict[str, Any]], None]] = {
+SECTIONS: dict[str, Callable[[Check, dict[str, Any]], None]] = {
     "columns": lambda run, found: found.update(column_invariance(run.backend, run.sizes)),
     "rows": lambda run, found: found.update(row_bits(run.backend, run.sizes)),
     "operations": check_operations,
@@ -194,11 +157,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the sections; 0 if no check failed."""
     args = parse(argv)
     try:
-        run = Run(args)
-    except RuntimeError as error:
+        run = Check(args)
+    except (RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    passed = [run.section(name) for name in run.args.sections]
+    passed = [
+        run.section(name, lambda found, name=name: SECTIONS[name](run, found), hung=HUNG_SECONDS)
+        for name in args.sections
+    ]
     print(f"written to {run.file}")
     return 0 if all(passed) else 1
 

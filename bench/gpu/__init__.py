@@ -1,4 +1,7 @@
-"""What ``bench/gpu_check.py`` is made of. It takes ``layerskip`` from the checkout."""
+"""What ``bench/gpu_check.py`` and ``bench/gpu_bench.py`` are made of.
+
+Both take ``layerskip`` from the checkout.
+"""
 
 import sys
 from pathlib import Path

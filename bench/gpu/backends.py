@@ -93,10 +93,29 @@ class CudaBackend:
         }
 
 
-class EmulatorBackend:
-    """The CPU emulator of the tests: its times say nothing."""
+class CpuBackend:
+    """The CPU, and the operations' definitions."""
 
     device = "cpu"
+
+    def __init__(self) -> None:
+        self.ops = layerskip.ops
+
+    def launcher(self, kernels: Kernels, folder: Path) -> Launcher:
+        raise RuntimeError("a CPU has no kernels; the emulator runs them")
+
+    def seconds(self, calls: Sequence[Callable[[], Any]]) -> float:
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        return (time.perf_counter() - start) / len(calls)
+
+    def facts(self) -> dict[str, str]:
+        return {"gpu": "none", "cpu": platform.machine()}
+
+
+class EmulatorBackend(CpuBackend):
+    """The CPU emulator of the tests: its times say nothing."""
 
     def __init__(self) -> None:
         sys.path.insert(0, str(ROOT / "tests" / "kernels"))
@@ -107,12 +126,6 @@ class EmulatorBackend:
 
     def launcher(self, kernels: Kernels, folder: Path) -> Launcher:
         return self._make(kernels, folder=folder)
-
-    def seconds(self, calls: Sequence[Callable[[], Any]]) -> float:
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        return (time.perf_counter() - start) / len(calls)
 
     def facts(self) -> dict[str, str]:
         return {"gpu": "emulator", "cpu": platform.machine()}

@@ -12,12 +12,11 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from gpu.backends import Backend, Noise
-from gpu.shapes import ModelShape, Sizes
+from gpu.shapes import ELEMENT, ModelShape, Sizes
 from layerskip.ops import definitions
 from layerskip.ops.registry import OPERATORS
 
 DRAFTED = 4
-ELEMENT = 2  # bytes of bf16
 # The largest relative error of one rounding to bf16, and how many of it an operation may be off;
 # a probability has the absolute error of its logit as its relative one. Noise has the CPU's bits.
 ROUNDING = 2.0**-8

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+ELEMENT = 2  # bytes of bf16
+
 
 @dataclass(frozen=True)
 class ModelShape:

@@ -70,6 +70,6 @@ def measure(case: Case, backend: Backend, rotated: int, bandwidth: float) -> dic
         try:
             theirs = backend.seconds([lambda a=args: rival(*a) for args in operands])
             result["torch_us"] = 1e6 * theirs
-        except RuntimeError as error:  # there may be no such kernel of torch's for these sizes
+        except (RuntimeError, TypeError, ValueError) as error:  # torch may have no such kernel
             result["torch_error"] = str(error)[:200]
     return result

@@ -1,0 +1,314 @@
+"""Sections of ``bench/gpu_bench.py``: beside transformers, in batches, at long contexts, in memory.
+
+Each takes a ``Lab``, the dictionary that it fills and the time by which it has to end.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from gpu.frame import Found, limited
+from gpu.lab import Lab, label
+from gpu.models import Loaded
+from gpu.moved import kv_bytes, round_bytes
+from gpu.timing import decode, in_turns, peak_of, synchronize
+from layerskip.ops.build import kernels_folder
+from layerskip.params import NumDraftTokens
+
+EAGER_GOALS = {"Llama-3.2-1B": 3.0, "Llama-3.1-8B": 1.3}  # plain over transformers' generate
+NEVER_SLOWER = 0.97  # of plain decoding
+FIRST_TOKEN_GOAL = 1.02  # of transformers' time
+DRAFTED = 4
+COMPILE_SECONDS = 90.0
+EXIT_SETTINGS = {  # transformers' early exit, as ``layerskip compare`` tunes it on real prompts
+    "num_assistant_tokens": DRAFTED,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.0,
+}
+MODES: tuple[NumDraftTokens, ...] = (0, DRAFTED, "auto")
+NAMES = {0: "off", DRAFTED: "on", "auto": "auto"}
+CHAIN = 64  # small kernels one after another
+
+
+def beside_transformers(lab: Lab, found: Found, until: float) -> None:
+    """Whole calls, prompt included: ours, and transformers' ways to decode the same weights."""
+
+    def measure(loaded: Loaded, entry: Found, end: float) -> None:
+        lab.usual(loaded)
+        with borrowed(lab, loaded) as model:
+            entry |= race(lab, loaded, model, end)
+
+    lab.each(found, until, measure)
+
+
+WAYS: dict[str, dict[str, Any]] = {  # of transformers
+    "transformers": {},
+    "transformers, early exit": {"assistant_early_exit": 0},
+    "transformers, static cache, compiled": {"cache_implementation": "static"},
+}
+
+
+def race(lab: Lab, loaded: Loaded, model: PreTrainedModel, until: float) -> Found:
+    """Every mode in turns on one prompt."""
+    ids, tokens = lab.prompt(loaded, lab.extent.prompt), lab.extent.tokens
+    emitted: dict[str, Sequence[int]] = {}
+    rates: dict[str, float] = {}
+
+    def ours(name: str, drafted: NumDraftTokens) -> float:
+        synchronize()
+        began = time.perf_counter()
+        (out,) = loaded.lm.generate(
+            [ids], max_new_tokens=tokens, num_draft_tokens=drafted, ignore_eos=True
+        )
+        synchronize()
+        emitted[name], rates[name] = out.token_ids, out.stats.acceptance_rate
+        return (time.perf_counter() - began) / tokens
+
+    def theirs(name: str) -> float:
+        extra = dict(WAYS[name])
+        if "assistant_early_exit" in extra:
+            extra["assistant_early_exit"] = loaded.model.exit_layer
+        with limited(min(COMPILE_SECONDS, max(until - time.monotonic(), 1.0))):
+            emitted[name], seconds = generated(model, ids, tokens, extra)
+        return seconds / tokens
+
+    kinds: dict[str, Callable[[], float]] = {NAMES[k]: lambda k=k: ours(NAMES[k], k) for k in MODES}
+    kinds |= {name: lambda n=name: theirs(n) for name in WAYS}
+    run = in_turns(kinds, until, repeats=lab.extent.repeats)
+    found: Found = {"unit": "ms per token, prompt included"}
+    for name in kinds:
+        same = agreement(emitted.get(name, ()), emitted.get("off", ()))
+        found[name] = run.summary(name, 1e3) | {"tokens_as_off": same}
+    gained = run.ratio("transformers", "off")
+    goal = EAGER_GOALS.get(loaded.model.name)
+    return found | {
+        "off_over_transformers": lab.against(gained, goal) if goal else gained,
+        "auto_over_transformers": run.ratio("transformers", "auto"),
+        "complete": run.complete,
+        **label(loaded, rates.get("on", float("nan"))),
+    }
+
+
+@contextmanager
+def borrowed(lab: Lab, loaded: Loaded) -> Iterator[PreTrainedModel]:
+    """The same weights as a model of transformers, given back afterwards."""
+    yield loaded.model.make(lab.device, loaded.eps)
+    torch.compiler.reset()
+    gc.collect()
+    if lab.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def generated(
+    model: PreTrainedModel, ids: Sequence[int], tokens: int, extra: dict[str, Any]
+) -> tuple[list[int], float]:
+    """Transformers' greedy tokens, and the seconds of the call."""
+    prompt = torch.tensor([ids], device=model.device)
+    if "assistant_early_exit" in extra:  # read from the model's own generation config only
+        for name, value in EXIT_SETTINGS.items():
+            setattr(model.generation_config, name, value)
+    synchronize()
+    began = time.perf_counter()
+    out = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        **extra,
+    )
+    synchronize()
+    seconds = time.perf_counter() - began
+    return out[0, len(ids) :].tolist(), seconds
+
+
+def agreement(one: Sequence[int], other: Sequence[int]) -> int:
+    """Leading tokens that are the same."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def batches(lab: Lab, found: Found, until: float) -> None:
+    """Tokens a second of ragged batches: speculation off, on and automatic."""
+    tokens = max(2, lab.extent.tokens // 2)
+
+    def measure(loaded: Loaded, entry: Found, end: float) -> None:
+        lab.usual(loaded)
+        start = time.monotonic()
+        for i, batch in enumerate(lab.extent.batches):
+            if time.monotonic() > end:
+                entry[f"batch {batch}"] = {"left_out": "there was no time for it"}
+                continue
+            prompts = [
+                lab.prompt(loaded, lab.extent.prompt - row % (lab.extent.prompt // 2), row)
+                for row in range(batch)
+            ]
+            part = start + (end - start) * (i + 1) / len(lab.extent.batches)
+            entry[f"batch {batch}"] = by_mode(lab, loaded, prompts, tokens, part)
+
+    lab.each(found, until, measure)
+
+
+def by_mode(
+    lab: Lab, loaded: Loaded, prompts: Sequence[Sequence[int]], tokens: int, until: float
+) -> Found:
+    """Off, on and automatic on the same prompts together."""
+    rates: dict[str, float] = {}
+
+    def seconds(drafted: NumDraftTokens) -> float:
+        run = decode(loaded.lm, prompts, drafted, tokens)
+        rates[NAMES[drafted]] = run.acceptance_rate
+        return run.seconds_per_token
+
+    kinds = {NAMES[k]: lambda k=k: seconds(k) for k in MODES}
+    run = in_turns(kinds, until, repeats=lab.extent.repeats)
+    context = sum(map(len, prompts)) / len(prompts) + tokens / 2
+    step = round_bytes(loaded.model, 0, context=context, batch=len(prompts))
+    per_token = step / len(prompts)
+    result: Found = {name: run.summary(name, 1e3) for name in kinds}
+    return result | {
+        "unit": "ms per token of all sequences together",
+        "tokens_per_second": {name: 1.0 / run.median(name) for name in kinds},
+        "off_share_of_copy": per_token / lab.copy / run.median("off"),
+        "on_over_off": run.ratio("off", "on"),
+        "auto_over_off": lab.against(run.ratio("off", "auto"), NEVER_SLOWER),
+        "complete": run.complete,
+        **label(loaded, rates.get("on", float("nan"))),
+    }
+
+
+def contexts(lab: Lab, found: Found, until: float) -> None:
+    """Plain and speculative decoding behind prompts of several lengths."""
+    tokens = max(2, lab.extent.tokens // 2)
+
+    def measure(loaded: Loaded, entry: Found, end: float) -> None:
+        lab.usual(loaded)
+        start = time.monotonic()
+        for i, context in enumerate(lab.extent.contexts):
+            if time.monotonic() > end:
+                entry[f"context {context}"] = {"left_out": "there was no time for it"}
+                continue
+            part = start + (end - start) * (i + 1) / len(lab.extent.contexts)
+            ids = [lab.prompt(loaded, context)]
+            entry[f"context {context}"] = by_mode(lab, loaded, ids, tokens, part)
+
+    lab.each(found, until, measure)
+
+
+def memory(lab: Lab, found: Found, until: float) -> None:
+    """Peak bytes of a call above the weights, off and on; bytes of the cache."""
+    tokens = lab.extent.tokens - DRAFTED - 2  # with drafts, too, in the same block of slots
+
+    def measure(loaded: Loaded, entry: Found, end: float) -> None:
+        lab.usual(loaded)
+        ids = lab.prompt(loaded, lab.extent.prompt)
+        for drafted in (0, DRAFTED):
+            first: Found = {}
+            again: Found = {}
+            for call in (first, again):  # what only the first one allocates, it keeps
+                with peak_of(lab.device, call):
+                    (out,) = loaded.lm.generate(
+                        [ids], max_new_tokens=tokens, num_draft_tokens=drafted, ignore_eos=True
+                    )
+            entry[NAMES[drafted]] = again | {
+                "kept_by_first_call": first["kept_bytes"],
+                "kv_cache_bytes": out.stats.kv_cache_bytes,
+            }
+        off, on = entry["off"], entry["on"]
+        slot = kv_bytes(loaded.model, loaded.model.layers)
+        more = (on["kv_cache_bytes"] - off["kv_cache_bytes"]) / slot
+        entry["slots_more_for_drafts"] = lab.against(more, DRAFTED + 1, at_least=False)
+        if on["peak_bytes"] is not None:
+            entry["peak_bytes_more"] = on["peak_bytes"] - off["peak_bytes"]
+
+    lab.each(found, until, measure)
+
+
+def first_tokens(lab: Lab, found: Found, until: float) -> None:
+    """Time to the first token, ours over transformers'."""
+
+    def measure(loaded: Loaded, entry: Found, end: float) -> None:
+        with borrowed(lab, loaded) as model:
+            start = time.monotonic()
+            for i, length in enumerate(lab.extent.prefills):
+                part = start + (end - start) * (i + 1) / len(lab.extent.prefills)
+                entry[f"prompt {length}"] = first_token(lab, loaded, model, length, part)
+
+    lab.each(found, until, measure)
+
+
+def first_token(
+    lab: Lab, loaded: Loaded, model: PreTrainedModel, length: int, until: float
+) -> Found:
+    """Of one length of prompt."""
+    ids = lab.prompt(loaded, length)
+    kinds: dict[str, Callable[[], float]] = {
+        "ours": lambda: decode(loaded.lm, [ids], 0, 1).first_seconds,
+        "transformers": lambda: generated(model, ids, 1, {})[1],
+    }
+    run = in_turns(kinds, until, repeats=lab.extent.repeats)
+    ratio = run.ratio("ours", "transformers")
+    return {
+        "ours_ms": run.summary("ours", 1e3),
+        "transformers_ms": run.summary("transformers", 1e3),
+        "ratio": lab.against(ratio, FIRST_TOKEN_GOAL, at_least=False),
+        "complete": run.complete,
+    }
+
+
+def launches(lab: Lab, found: Found, until: float) -> None:
+    """What is lost between kernels, and whether the next one could start before one ends.
+
+    A plain token's time less that of its bytes, and a chain of kernels with next to no work as a
+    graph replays them: their product with the launches of a token is what overlapping can save.
+    """
+    x = torch.ones(1, 64, dtype=torch.bfloat16, device=lab.device)
+    weight = torch.ones(64, dtype=torch.bfloat16, device=lab.device)
+    chain = [lambda: lab.backend.ops.rms_norm(x, weight, eps=1e-6)] * CHAIN
+    missing = missing_for_overlap()
+    found |= {
+        "small_kernel_us": 1e6 * lab.backend.seconds(chain),
+        "programmatic_dependent_launch": {"measured": False, "missing": missing},
+    }
+
+    def measure(loaded: Loaded, entry: Found, end: float) -> None:
+        ids, tokens = [lab.prompt(loaded, lab.extent.prompt)], lab.extent.tokens
+        run = in_turns(
+            {"plain": lambda: decode(loaded.lm, ids, 0, tokens).seconds_per_token},
+            end,
+            repeats=lab.extent.repeats,
+        )
+        moved = round_bytes(loaded.model, 0, context=lab.extent.prompt + tokens / 2)
+        gap = run.median("plain") - moved / lab.copy
+        entry |= {
+            "plain_ms_per_token": run.summary("plain", 1e3),
+            "us_beyond_bytes": 1e6 * gap,
+            "us_beyond_bytes_a_layer": 1e6 * gap / loaded.model.layers,
+        }
+
+    lab.each(found, until, measure)
+
+
+def missing_for_overlap() -> list[str]:
+    """What programmatic dependent launch needs and these sources have not."""
+    folder = kernels_folder()
+    sources = "".join(
+        file.read_text(encoding="utf-8") for file in [*folder.glob("*.cu"), *folder.glob("*.cuh")]
+    )
+    launcher = (folder.parent / "layerskip" / "ops" / "launch.py").read_text(encoding="utf-8")
+    needed = {
+        "kernels: griddepcontrol.wait before the first read of what another kernel wrote": (
+            "griddepcontrol.wait" in sources
+        ),
+        "kernels: griddepcontrol.launch_dependents": "griddepcontrol.launch" in sources,
+        "launcher: cuLaunchKernelEx with the attribute of programmatic stream serialization": (
+            "cuLaunchKernelEx" in launcher
+        ),
+        "launcher: a switch, so that both ways can be measured": False,
+    }
+    return [what for what, there in needed.items() if not there]
