@@ -29,6 +29,8 @@ from layerskip.skeleton import Skeleton, share_twin
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from layerskip.model import DecoderStack
+
 NO_BLOCK = "cannot have a block: the model has attention code of its own"
 Finish = Callable[[Tensor, Projection], Tensor]
 
@@ -300,6 +302,36 @@ class AdaptedHead:
 
     def _plain(self, x: Tensor) -> Tensor:
         return F.linear(x, self._head.weight, self._head.bias)
+
+
+def check_adapter(adapter: ExitAdapter, stack: "DecoderStack") -> None:
+    """Raise unless drafts of a stack can run an adapter: ``ValueError`` with the reason."""
+    reason = adapter.misfit(stack.twin) or _refusal(adapter, stack)
+    if reason is not None:
+        raise ValueError(f"the exit adapter {reason}")
+
+
+def _refusal(adapter: ExitAdapter, stack: "DecoderStack") -> str | None:
+    """Half a sentence that says why drafts of its own model cannot run it."""
+    weight, shape = next(adapter.parameters()), adapter.shape
+    if (weight.dtype, weight.device) != (stack.dtype, stack.device):
+        return (
+            f"is in {weight.dtype} on {weight.device}, the model in {stack.dtype} on "
+            f"{stack.device}; give adapter.to(model.device, model.dtype)"
+        )
+    if stack.why_whole_head is not None:
+        return f"cannot add to the head: {stack.why_whole_head}"
+    if not shape.block_width:
+        return None
+    if stack.one_row:
+        return NO_BLOCK
+    own = (stack.num_kv_heads * stack.group, stack.num_kv_heads, stack.head_dim)
+    if own != (shape.num_heads, shape.num_kv_heads, shape.head_dim):
+        return (
+            f"has a block of {shape.num_heads} heads over {shape.num_kv_heads} of "
+            f"{shape.head_dim}; the model's cache is for {own[0]} over {own[1]} of {own[2]}"
+        )
+    return None
 
 
 def _head(model: "PreTrainedModel") -> nn.Linear:

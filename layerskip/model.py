@@ -27,7 +27,7 @@ from layerskip.exactness import (
     probe,
     rows_agree,
 )
-from layerskip.exit_adapter import NO_BLOCK, AdaptedHead, ExitAdapter
+from layerskip.exit_adapter import AdaptedHead, ExitAdapter, check_adapter
 from layerskip.families import position_limit
 from layerskip.plan import DraftPlan
 from layerskip.skeleton import Skeleton, share_twin
@@ -90,36 +90,9 @@ class DecoderStack:
         at_start = (torch.get_num_threads(), self.exactness.row_quantum)
         self._proven[at_start] = self.exactness.holds  # not proven again in the first round
         if adapter is not None:
-            self._attach(adapter)
-
-    def _attach(self, adapter: ExitAdapter) -> None:
-        reason = adapter.misfit(self.twin) or self._refusal(adapter)
-        if reason is not None:
-            raise ValueError(f"the exit adapter {reason}")
-        self.adapter = adapter
-        self.windows = (*self.windows, self._widest_window)
-
-    def _refusal(self, adapter: ExitAdapter) -> str | None:
-        """Half a sentence that says why drafts of this model cannot run an adapter of it."""
-        weight, shape = next(adapter.parameters()), adapter.shape
-        if (weight.dtype, weight.device) != (self.dtype, self.device):
-            return (
-                f"is in {weight.dtype} on {weight.device}, the model in {self.dtype} on "
-                f"{self.device}; give adapter.to(model.device, model.dtype)"
-            )
-        if self.why_whole_head is not None:
-            return f"cannot add to the head: {self.why_whole_head}"
-        if not shape.block_width:
-            return None
-        if self.one_row:
-            return NO_BLOCK
-        own = (self.num_kv_heads * self.group, self.num_kv_heads, self.head_dim)
-        if own != (shape.num_heads, shape.num_kv_heads, shape.head_dim):
-            return (
-                f"has a block of {shape.num_heads} heads over {shape.num_kv_heads} of "
-                f"{shape.head_dim}; the model's cache is for {own[0]} over {own[1]} of {own[2]}"
-            )
-        return None
+            check_adapter(adapter, self)
+            self.adapter = adapter
+            self.windows = (*self.windows, self._widest_window)
 
     @property
     def _widest_window(self) -> int | None:
