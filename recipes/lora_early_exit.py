@@ -22,7 +22,8 @@ from typing import Any, cast
 from accelerate import Accelerator
 from checkpoints import StopRequest, checkpoints
 from data import Corpus, Samples, load, prompts
-from early_exit_trainer import Settings, Trainer, in_evaluation, train
+from early_exit_settings import Settings
+from early_exit_trainer import Trainer, in_evaluation, train
 from evaluation import Measurement, evaluate_exits, measure
 from packing import check_apart, pack
 from rich.console import Console

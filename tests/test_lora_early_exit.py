@@ -34,8 +34,8 @@ from layerskip import SelfSpeculativeLM
 REPO = Path(__file__).parents[1]
 RECIPES = REPO / "recipes"
 MODULES = (
-    *("checkpoints", "data", "early_exit_model", "early_exit_trainer", "evaluation"),
-    *("lora_early_exit", "memory", "packing", "run_log", "settings", "table"),
+    *("checkpoints", "data", "early_exit_model", "early_exit_settings", "early_exit_trainer"),
+    *("evaluation", "lora_early_exit", "memory", "packing", "run_log", "settings", "table"),
 )
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 
@@ -82,7 +82,7 @@ def some_settings(recipe: SimpleNamespace, **changes: Any) -> Any:
         "layer_dropout": 0.5,
         "chunk_tokens": 20,
     }
-    return recipe.early_exit_trainer.Settings(**base | changes)
+    return recipe.early_exit_settings.Settings(**base | changes)
 
 
 @pytest.fixture(scope="module")
@@ -238,13 +238,13 @@ def test_a_key_that_nobody_reads_is_refused(recipe: SimpleNamespace, key: str) -
     """torchtune's own commands set ``layer_dropout.scale=exp``, which nothing reads."""
     with pytest.raises(ValueError, match="there is no setting"):
         recipe.settings.read(
-            recipe.early_exit_trainer.Settings, RECIPES / "lora_early_exit.yaml", [key]
+            recipe.early_exit_settings.Settings, RECIPES / "lora_early_exit.yaml", [key]
         )
 
 
 def test_every_documented_schedule_and_key_works(recipe: SimpleNamespace) -> None:
     """Two documented values of torchtune's end in a KeyError."""
-    settings = recipe.early_exit_trainer.Settings
+    settings = recipe.early_exit_settings.Settings
     shipped = recipe.settings.read(settings, RECIPES / "lora_early_exit.yaml", ["data=x"])
     assert shipped.curriculum == "rotational"
     written = (RECIPES / "lora_early_exit.yaml").read_text(encoding="utf-8")
