@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from adapter_trainer import Settings, Trainer
+from adapter_settings import Settings
+from adapter_trainer import Trainer
 from draft_training import Backbone, acceptance
 from evaluation import Measurement, best_exit, evaluate_exits, measure_speeds, named
 from packing import Packed, document_mask

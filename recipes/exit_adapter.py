@@ -14,18 +14,20 @@ checkpoint, to the weights that an uninterrupted run would have.
 import gc
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import adapter_measure
 import torch
 from accelerate import Accelerator
-from adapter_trainer import Settings, Trainer, weights_hash
+from adapter_settings import Settings
+from adapter_trainer import Trainer, weights_hash
 from checkpoints import StopRequest, checkpoints
 from continuations import beginnings, num_prompts, written
-from data import UNTRAINED, Corpus, Sample, load, prompts
+from data import UNTRAINED, Corpus, Sample, Samples, load, prompts
 from early_exit_trainer import train
 from evaluation import measure
 from lora_early_exit import load_model, source_folder
@@ -143,20 +145,33 @@ def read_texts(settings: Settings, model: Any, tokenizer: Any, console: Console)
             held_out_share=settings.held_out_share,
             allow_prompts=own,
         )
-        held_out = [*other.train, *other.held_out]
-        known = {sample.ids for sample in held_out}
-        samples = [s for s in (*corpus.train, *corpus.held_out) if s.ids not in known]
-        corpus = Corpus(samples, held_out, (*corpus.bad, *other.bad))
-    train = [s for s in corpus.train if settings.text and learns(s)]
-    held_out = [s for s in corpus.held_out if learns(s)]
+        known = {s.ids for s in chain(other.train, other.held_out)}
+        every = chain(corpus.train, corpus.held_out)
+        corpus = Corpus(
+            gathered(s for s in every if s.ids not in known),
+            gathered(chain(other.train, other.held_out)),
+            (*corpus.bad, *other.bad),
+        )
+    train = gathered(s for s in corpus.train if settings.text and learns(s))
+    held_out = gathered(s for s in corpus.held_out if learns(s))
     if own:
         lm = SelfSpeculativeLM(model, tokenizer)
-        train += continued(settings, lm, corpus.train, console)
+        for sample in continued(settings, lm, corpus.train, console):
+            train.append(sample)
         bare = [s.ids for s in corpus.held_out if not learns(s)][: settings.final_prompts]
-        held_out += follow(settings, lm, bare, HELD_OUT_SEED, console)
+        for sample in follow(settings, lm, bare, HELD_OUT_SEED, console):
+            held_out.append(sample)
     pad = tokenizer.eos_token_id or 0
     sides = [pack(side, settings.seq_len, pad_id=pad) for side in (train, held_out)]
     return Texts(Corpus(train, held_out, corpus.bad), *sides)
+
+
+def gathered(samples: Iterable[Sample]) -> Samples:
+    """Samples in flat arrays."""
+    found = Samples()
+    for sample in samples:
+        found.append(sample)
+    return found
 
 
 def learns(sample: Sample) -> bool:

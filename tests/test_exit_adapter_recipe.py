@@ -31,7 +31,14 @@ REPO = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def recipe() -> Iterator[SimpleNamespace]:
-    names = ("adapter_measure", "adapter_trainer", "continuations", "data", "draft_training")
+    names = (
+        "adapter_measure",
+        "adapter_settings",
+        "adapter_trainer",
+        "continuations",
+        "data",
+        "draft_training",
+    )
     with imported([*names, "exit_adapter", "packing", "checkpoints"]) as modules:
         yield modules
 
@@ -66,7 +73,7 @@ def some_settings(recipe: SimpleNamespace, **changes: Any) -> Any:
         "rollout_tokens": 2,
         "survival_tokens": 3,
     }
-    return recipe.adapter_trainer.Settings(**base | changes)
+    return recipe.adapter_settings.Settings(**base | changes)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,9 @@ from layerskip.bootstrap import bootstrap_interval
 RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))  # the recipes' modules import each other by bare names
 
+import adapter_settings  # noqa: E402
 import adapter_trainer  # noqa: E402
+import early_exit_settings  # noqa: E402
 import early_exit_trainer  # noqa: E402
 from early_exit_model import add_lora  # noqa: E402
 from packing import Batches, Packed  # noqa: E402
@@ -92,8 +94,8 @@ def steps_of(
     common |= {"seq_len": work.seq_len, "steps": 10_000}
     model = load()
     packed = rows_of(work, model.config.vocab_size, 4)
-    lora = early_exit_trainer.Settings(**common, exits=work.exits, rank=work.rank)
-    adapter = adapter_trainer.Settings(**common, exit_layer=work.exit_layer)
+    lora = early_exit_settings.Settings(**common, exits=work.exits, rank=work.rank)
+    adapter = adapter_settings.Settings(**common, exit_layer=work.exit_layer)
     accelerator = Accelerator(mixed_precision=work.mixed_precision)
     return {
         "lora_early_exit": early_exit_trainer.Trainer(lora, model, packed, accelerator).step,
