@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip import hf
+from layerskip.adapter_file import read_adapter
+from layerskip.adapter_shape import AdapterShape
 from layerskip.batch import Batch, RowSettings, StreamStep, as_grammar, seeded
 from layerskip.cache import CachedText
 from layerskip.checkpoint import (
@@ -30,6 +33,7 @@ from layerskip.controller import Controller
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
+from layerskip.exit_adapter import ExitAdapter
 from layerskip.grammar_xgrammar import XGrammarBackend
 from layerskip.lookup import LookupStore
 from layerskip.outputs import GenerationOutput, Round
@@ -43,7 +47,7 @@ from layerskip.params import (
     check_num_draft_tokens,
     check_sampling,
 )
-from layerskip.plan import DraftPlan, PlanFile
+from layerskip.plan import DraftPlan, PlanFile, ranges
 from layerskip.policy import Policy
 from layerskip.profiling import fitting_cost, warn_of_another_checkpoint
 from layerskip.rounds import open_bench
@@ -92,11 +96,14 @@ class SelfSpeculativeLM:
         packed: whether our kernels decode, over packed weights. None: on a GPU, if they can
             (``stack_choice`` says why not). False: never. True: or an error with the reason; on a
             CPU the kernels' definitions run, for tests.
+        exit_adapter: what was trained for one exit of this model; drafts that leave there run it,
+            and nothing else does. ``plan`` is that exit, or None, which then means it.
 
     Raises:
         UnsupportedModelError: the model does not fit, with the reason; it is left as it was.
         ValueError: the plan is for another depth, a weight is not finite, the tokenizer has ids
-            that the model lacks, or ``packed`` is True and cannot be.
+            that the model lacks, ``packed`` is True and cannot be, or the adapter is of another
+            model, exit, dtype or device.
     """
 
     def __init__(
@@ -110,6 +117,7 @@ class SelfSpeculativeLM:
         lookup: bool | LookupStore | None = None,
         policy: Policy | None = None,
         packed: bool | None = None,
+        exit_adapter: ExitAdapter | None = None,
     ) -> None:
         if plan is not None and not isinstance(plan, DraftPlan | PlanFile):
             raise TypeError(
@@ -125,7 +133,19 @@ class SelfSpeculativeLM:
                 "reads one"
             )
         _check_plan_depth(getattr(model, "config", None), None, known.plan)
-        self.stack, self._stack_choice = open_stack(model, exact=exact, packed=packed)
+        if exit_adapter is not None:
+            if not isinstance(exit_adapter, ExitAdapter):
+                raise TypeError(
+                    "exit_adapter must be an ExitAdapter or None, got "
+                    f"{type(exit_adapter).__name__}; ExitAdapter.load(folder, model) reads one"
+                )
+            known = (
+                known if known.plan is not None else replace(known, plan=exit_adapter.shape.plan)
+            )
+            _check_exit(known.plan, exit_adapter.shape)
+        self.stack, self._stack_choice = open_stack(
+            model, exact=exact, packed=packed, adapter=exit_adapter
+        )
         self.tokenizer, self.plan = tokenizer, known.plan
         self._known, self.policy = known, policy
         warn_of_another_checkpoint(known, self.stack)
@@ -164,6 +184,7 @@ class SelfSpeculativeLM:
         lookup: bool | LookupStore | None = None,
         policy: Policy | None = None,
         packed: bool | None = None,
+        exit_adapter: str | Path | None = None,
     ) -> "SelfSpeculativeLM":
         """Load a checkpoint; code from a hub is never run.
 
@@ -178,6 +199,10 @@ class SelfSpeculativeLM:
             device: "cpu", "cuda" or "auto" (CUDA where there is one).
             revision, cache_dir, token, local_files_only: as in transformers.
             exact, lookup, policy, packed: as for the class.
+            exit_adapter: a folder that ``ExitAdapter.save`` wrote, for this checkpoint. Drafts
+                leave at its exit: a plan that says another one is refused. With no plan given, the
+                ``layerskip.json`` beside the adapter counts; if there is none, of the checkpoint's
+                only the draft vocabulary.
         """
         loaded, tokenizer, known, wanted = cls.load_parts(
             model,
@@ -190,6 +215,7 @@ class SelfSpeculativeLM:
             cache_dir=cache_dir,
             token=token,
             local_files_only=local_files_only,
+            exit_adapter=exit_adapter,
         )
         lm = cls(
             loaded,
@@ -200,6 +226,7 @@ class SelfSpeculativeLM:
             lookup=lookup,
             policy=policy,
             packed=packed,
+            exit_adapter=None if exit_adapter is None else ExitAdapter.load(exit_adapter, loaded),
         )
         if lm.plan is None:
             logger.warning("no draft plan is known for %s: only look-ups draft", model)
@@ -220,14 +247,23 @@ class SelfSpeculativeLM:
         cache_dir: str | Path | None = None,
         token: str | None = None,
         local_files_only: bool = False,
+        exit_adapter: str | Path | None = None,
     ) -> tuple[PreTrainedModel, Any, PlanFile, NumDraftTokens]:
-        """What ``from_pretrained`` wraps: model, tokenizer, plan file, number of draft tokens."""
+        """What ``from_pretrained`` wraps: model, tokenizer, plan file, number of draft tokens.
+
+        Of an adapter only the exit is read here; ``ExitAdapter.load`` takes the model.
+        """
         if exit_layer is not None and plan is not None:
             raise ValueError("give exit_layer or plan, not both")
         folder = builtin_folder() if str(model) == BUILTIN else model
+        shape = None if exit_adapter is None else read_adapter(exit_adapter).shape
         if exit_layer is None and plan is None:
             plan = known_plan(folder)
+            if shape is not None and exit_adapter is not None:
+                plan = known_plan(exit_adapter) or _at_exit(plan, shape)
         known = plan if isinstance(plan, PlanFile) else PlanFile(plan)
+        if shape is not None:
+            _check_exit(known.plan, shape, exit_layer)
         loaded, tokenizer = load_checkpoint(
             folder,
             dtype=dtype,
@@ -560,6 +596,31 @@ class SelfSpeculativeLM:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked against the vocabulary and the context."""
         return self._encoder.encode(prompt)
+
+
+def _at_exit(known: PlanFile | None, shape: AdapterShape) -> PlanFile:
+    """A checkpoint's own plan, moved to an adapter's exit: what was measured of the plan goes."""
+    if known is None:
+        return PlanFile(shape.plan)
+    coverage = {k: v for k, v in known.measurements.items() if k == "coverage"}
+    return PlanFile(
+        shape.plan,
+        draft_vocabulary=known.draft_vocabulary,
+        fingerprint=known.fingerprint,
+        measurements=coverage,
+    )
+
+
+def _check_exit(plan: DraftPlan | None, shape: AdapterShape, exit_layer: int | None = None) -> None:
+    """Raise unless drafts leave where an adapter goes on."""
+    where = exit_layer if plan is None else plan.exit_layer
+    if where != shape.exit_layer:
+        skips = plan and plan.exit_layer is None
+        said = f"runs layers {ranges(plan.layers)}" if plan and skips else f"exits after {where}"
+        raise ValueError(
+            f"the exit adapter goes on after layer {shape.exit_layer}, and the plan {said}; give "
+            "that exit, or no plan"
+        )
 
 
 def _check_plan_depth(config: Any, exit_layer: int | None, plan: DraftPlan | None) -> None:

@@ -229,6 +229,11 @@ class Batch:
         return output
 
     @property
+    def num_layers(self) -> int:
+        """Of the model: a returned cache may have one more, for an exit adapter."""
+        return self._stack.num_layers
+
+    @property
     def unfinished(self) -> list[int]:
         """Ids of rows that go on."""
         rows = self._rows.rows.values() if self._rows is not None else ()
@@ -369,6 +374,7 @@ class Batch:
             settings.max_draft_tokens,
             request.request_id,
             settings.labels,
+            settings.return_cache,
         )
 
     def _output(self, row: Row) -> GenerationOutput:
@@ -380,7 +386,6 @@ class Batch:
             cached_tokens=row.cached_tokens,
             kv_cache_bytes=cache.nbytes,
         )
-        held = row.context[: row.length]
         wanted = request.settings.return_cache
         return GenerationOutput(
             text="".join(r.text for r in row.rounds),
@@ -389,7 +394,7 @@ class Batch:
             seed=request.seed,
             stats=stats,
             rounds=tuple(row.rounds),
-            cache=cache.copied(row.slot_row, held, self._stack) if wanted else None,
+            cache=self._rows.copied(row) if wanted else None,
         )
 
 

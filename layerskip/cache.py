@@ -24,8 +24,12 @@ class KVCache:
     """Keys and values of all layers and rows in two tensors.
 
     Attributes:
-        keys, values: ``(layer, row, slot, kv_head, head_dim)``.
+        keys, values: ``(layer, row, slot, kv_head, head_dim)``; an exit adapter's block has the
+            layer after the model's own.
         lengths: ``(row,)`` int32 on the device: committed slots.
+        adapter_lengths: by row, committed slots that hold the block's keys and values. It lags
+            behind ``lengths``: only drafts run the block.
+        model_layers: the layers that full depth writes.
         attended_block: a pass attends to a multiple of this many slots, masked.
     """
 
@@ -40,14 +44,17 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         attended_block: int = SLOT_BLOCK,
+        num_extra_layers: int = 0,
     ) -> None:
         self.attended_block = attended_block
         num_slots = -(-num_slots // attended_block) * attended_block
-        shape = (num_layers, num_rows, num_slots, num_kv_heads, head_dim)
+        shape = (num_layers + num_extra_layers, num_rows, num_slots, num_kv_heads, head_dim)
         # Zeros, not empty: a masked slot's value is multiplied by 0, which NaN would survive.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.adapter_lengths = [0] * num_rows
+        self.model_layers = slice(0, num_layers)
         self.layer_keys = self.keys.unbind(0)
         self.layer_values = self.values.unbind(0)
         self._ramps: dict[tuple[int, int, int | None], Tensor] = {}
@@ -71,7 +78,7 @@ class KVCache:
     def release(self, row: int) -> None:
         """Empty ``row``, so that another sequence can take it."""
         self.sweep(row, 0, self.num_slots)
-        self.lengths[row] = 0
+        self.lengths[row] = self.adapter_lengths[row] = 0
 
     def sweep(self, row: int, start: int, end: int, layers: slice = EVERY_LAYER) -> None:
         """Set keys and values in slots ``[start, end)`` to zero.
@@ -82,7 +89,7 @@ class KVCache:
         self.values[layers, row, start:end] = 0.0
 
     def copied(self, row: int, token_ids: tuple[int, ...], source: object) -> "CachedText":
-        """The committed keys and values of ``row``, which hold ``token_ids``."""
+        """The committed keys and values of ``row``, which hold ``token_ids`` in every layer."""
         held = slice(0, len(token_ids))
         keys, values = self.keys[:, row, held].clone(), self.values[:, row, held].clone()
         return CachedText(token_ids, keys, values, weakref.ref(source))
@@ -91,7 +98,7 @@ class KVCache:
         """Make the first ``num_tokens`` of ``text`` the committed slots of ``row``."""
         self.keys[:, row, :num_tokens] = text.keys[:, :num_tokens]
         self.values[:, row, :num_tokens] = text.values[:, :num_tokens]
-        self.lengths[row] = num_tokens
+        self.lengths[row] = self.adapter_lengths[row] = num_tokens
 
     def grown(self, *, num_rows: int, num_slots: int) -> "KVCache":
         """A larger cache that holds what this one's rows have committed.
@@ -109,13 +116,16 @@ class KVCache:
         larger.keys[:, : self.num_rows, held] = self.keys[:, :, held]
         larger.values[:, : self.num_rows, held] = self.values[:, :, held]
         larger.lengths[: self.num_rows] = self.lengths
+        larger.adapter_lengths[: self.num_rows] = self.adapter_lengths
         return larger
 
     def _resized(self, num_rows: int, num_slots: int) -> "KVCache":
         """An empty cache of the same kind."""
         layers, _, _, heads, dim = self.keys.shape
+        num_layers = self.model_layers.stop
         return KVCache(
-            num_layers=layers,
+            num_layers=num_layers,
+            num_extra_layers=layers - num_layers,
             num_rows=num_rows,
             num_slots=num_slots,
             num_kv_heads=heads,

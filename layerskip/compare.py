@@ -15,6 +15,7 @@ from layerskip.admission import decoder_layers
 from layerskip.api import SelfSpeculativeLM
 from layerskip.bootstrap import bootstrap_interval
 from layerskip.cache import Segment
+from layerskip.model import Head
 from layerskip.outputs import DecodeStats, GenerationOutput
 from layerskip.params import SamplingParams
 from layerskip.prompts import Example
@@ -196,18 +197,19 @@ class Comparison:
         rows = round(k) + 1
         cache = stack.new_cache(num_rows=1, num_slots=context + rows)
         everything = tuple(range(stack.num_layers))
-        draft_layers = plan.layers if plan is not None else everything
+        draft_layers = stack.draft_layers(plan) if plan is not None else everything
+        draft_head = stack.draft_head(plan) if plan is not None else stack.logits
 
-        def bare(layers: Sequence[int], num_tokens: int) -> float:
+        def bare(layers: Sequence[int], num_tokens: int, head: Head = stack.logits) -> float:
             began = time.perf_counter()
             hidden = stack.embed([1] * num_tokens)
             segment = Segment(0, context, num_tokens)
-            stack.logits(stack.run_layers(hidden, layers, cache, [segment]))
+            head(stack.run_layers(hidden, layers, cache, [segment]))
             return time.perf_counter() - began
 
         with torch.inference_mode():
             times = [
-                (bare(draft_layers, 1), bare(everything, rows), bare(everything, 1))
+                (bare(draft_layers, 1, draft_head), bare(everything, rows), bare(everything, 1))
                 for _ in range(repeats + 3)
             ][3:]
         c = statistics.median(draft / plain for draft, _, plain in times)

@@ -23,7 +23,7 @@ from layerskip.outputs import Origin, Round
 from layerskip.params import MAX_NUM_DRAFT_TOKENS, most_draft_tokens
 from layerskip.plan import DraftPlan
 from layerskip.rounds import Workbench
-from layerskip.row import Emission, Row, RowSpec
+from layerskip.row import Emission, ExitStates, Row, RowSpec
 from layerskip.sampling import token_logprobs
 from layerskip.speculation import Attempt, Landing, Speculator
 from layerskip.verification import Verdict, judge
@@ -60,7 +60,8 @@ class Times:
 class Step:
     """One row's finished work of a round, not yet applied; a prefill attempts nothing.
 
-    What has a ``landing`` the device has applied to its own state already.
+    ``exit_states`` are those after the shared layers: of a prompt's chunks, or in one piece of the
+    tokens that verify ran. What has a ``landing`` the device has applied to its own state already.
     """
 
     row: Row
@@ -69,6 +70,7 @@ class Step:
     judged: Judged
     num_committed: int
     record: Round
+    exit_states: Sequence[Tensor] = ()
     landing: Landing | None = None
 
 
@@ -103,6 +105,7 @@ class Decoder:
             head=head,
         )
         self.plan, self.shared_depth = plan, plan.shared_depth if plan is not None else 0
+        self._has_block = drafter is not None and stack.has_block_at(plan)
         self.rounds = None
         if bench is None:
             self.cache = stack.new_cache(num_rows=num_rows, num_slots=num_slots)
@@ -127,6 +130,8 @@ class Decoder:
             if self.rounds is not None:
                 self.rounds.move(self.cache)
         row = Row(self._next_id, slot_row, spec, spec.stream)
+        if self._has_block and (spec.may_draft or spec.returns_cache):
+            row.exit_states = ExitStates()
         if cached is not None:
             row.cached_tokens = row.length = cached.shared_with(spec.prompt)
             self.cache.restore(slot_row, cached, row.length)
@@ -148,6 +153,16 @@ class Decoder:
             self.rounds.leave(row)
         self.cache.release(row.slot_row)
         return self.rows.pop(row_id)
+
+    def copied(self, row: Row) -> CachedText:
+        """A row's committed keys and values, for a later one; it asked for them when it joined."""
+        states, drafter = row.exit_states, self.speculator.drafter
+        if states is not None and drafter is not None:
+            with torch.inference_mode():
+                drafter.catch_up(states, self.cache, row.slot_row, row.length)
+            self.cache.adapter_lengths[row.slot_row] = row.length
+            states.clear()
+        return self.cache.copied(row.slot_row, row.context[: row.length], self.stack)
 
     @torch.inference_mode()
     def step(self) -> list[Round]:
@@ -173,6 +188,8 @@ class Decoder:
 
     def _apply(self, step: Step) -> None:
         row, emission = step.row, step.emission
+        if row.exit_states is not None:
+            self._keep(row.exit_states, step)
         row.length += step.num_committed
         if step.landing is None:
             self._commit(step)
@@ -237,21 +254,40 @@ class Decoder:
             )
         return replace(step, landing=landing)
 
+    def _keep(self, kept: ExitStates, step: Step) -> None:
+        """What the block has seen, and what it has not: of a draft, what went through its passes
+        and was accepted; of a plain round or of looked-up tokens, nothing."""
+        row, seen = step.row, 0
+        if step.attempt is None:
+            kept.prompt += step.exit_states
+            return
+        draft = step.attempt.draft
+        if draft.num_passes:
+            kept.clear()
+            seen = min(step.num_committed, len(draft.shared))
+            self.cache.adapter_lengths[row.slot_row] = row.length + seen
+        if seen < step.num_committed:
+            # Copied: a view would keep all rows of the pass, spare ones too.
+            kept.decoded += [s[seen : step.num_committed].clone() for s in step.exit_states]
+
     def _prefill(self, row: Row) -> Step:
         began = time.perf_counter()
         prompt = row.spec.prompt
-        logits = self.stack.prefill(prompt, self.cache, row.slot_row, start=row.length)[None]
+        states: list[Tensor] | None = None if row.exit_states is None else []
+        logits = self.stack.prefill(
+            prompt, self.cache, row.slot_row, start=row.length, states=states
+        )[None]
         filled = time.perf_counter()
         verdict = judge(row.spec.sampler, logits, len(prompt), context=prompt)
         times = Times(0.0, began, time.perf_counter() - filled, 1)
-        return self._finished(row, None, Judged(logits, verdict), times)
+        return self._finished(row, None, Judged(logits, verdict), times, states or ())
 
     def _round(self, rows: Sequence[Row]) -> list[Step]:
         began = time.perf_counter()
         attempts = self.speculator.attempt(rows, self.cache)
         drafted = time.perf_counter()
         requests, drafts = [a.request for a in attempts], [a.draft for a in attempts]
-        logits = self._verify(requests, drafts)
+        logits, states = self._verify(requests, drafts)
         verified = time.perf_counter()
         judged = [
             Judged(part, judge(r.sampler, part, r.length + 1, d.tokens, d.q, r.context))
@@ -261,8 +297,8 @@ class Decoder:
         self.speculator.observe_seconds(attempts, drafted - began, ended - drafted)
         times = Times(drafted - began, drafted, ended - verified, len(rows))
         return [
-            self._finished(row, attempt, one, times)
-            for row, attempt, one in zip(rows, attempts, judged, strict=True)
+            self._finished(row, attempt, one, times, (after,))
+            for row, attempt, one, after in zip(rows, attempts, judged, states, strict=True)
         ]
 
     def _finished(
@@ -271,6 +307,7 @@ class Decoder:
         attempt: Attempt | None,
         judged: Judged,
         times: Times,
+        exit_states: Sequence[Tensor] = (),
     ) -> Step:
         """Emit the confirmed tokens and the one after them. All but the last are committed,
         and with them the token that was pending, or the prompt."""
@@ -310,17 +347,21 @@ class Decoder:
             sample_seconds=times.sample,
             elapsed_seconds=ended - row.joined,
         )
-        return Step(row, attempt, emission, judged, count if row.rounds else missing, record)
+        committed = count if row.rounds else missing
+        return Step(row, attempt, emission, judged, committed, record, exit_states)
 
     def _exit_layer(self, attempt: Attempt | None) -> int | None:
         if attempt is None or attempt.source != "early_exit" or self.plan is None:
             return None
         return self.plan.exit_layer
 
-    def _verify(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> list[Tensor]:
-        """Each row's logits after the pending token and after each drafted one."""
+    def _verify(
+        self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Each row's logits after the pending token and after each drafted one, and the hidden
+        states of these tokens after the shared layers."""
         self._sweep_drafts(requests, drafts)
-        hidden = self._through_shared_layers(requests, drafts)
+        hidden = shared = self._through_shared_layers(requests, drafts)
         segments = [
             Segment(r.row, r.length, len(d.tokens) + 1)
             for r, d in zip(requests, drafts, strict=True)
@@ -332,35 +373,43 @@ class Decoder:
         for r, d in zip(requests, drafts, strict=True):
             if r.sampler.constraint is not None:
                 r.sampler.constraint.prepare((*r.context, *d.tokens), len(d.tokens) + 1)
+        states = list(shared[: sum(counts)].split(counts))
         if not hidden[: sum(counts)].isfinite().all():
-            parts = [
-                self._one_by_one(r, d) if d.tokens else part
-                for part, r, d in zip(parts, requests, drafts, strict=True)
-            ]
-        return parts
+            for i, (r, d) in enumerate(zip(requests, drafts, strict=True)):
+                if d.tokens:
+                    parts[i], states[i] = self._one_by_one(r, d)
+        return parts, states
 
-    def _one_by_one(self, request: DraftRequest, draft: Draft) -> Tensor:
-        """A row's verify logits without later tokens in the pass, as plain decoding has them.
+    def _one_by_one(self, request: DraftRequest, draft: Draft) -> tuple[Tensor, Tensor]:
+        """What ``_verify`` gives of a row, without later tokens in the pass: as plain decoding
+        has it.
 
         Attention reads what it masks, and 0 times NaN is NaN: one drafted token that the model
         can't take spoils the positions before it, which have to be judged as if it were not there.
         """
-        self.cache.sweep(request.row, request.length, request.length + len(draft.tokens) + 1)
-        rows = []
+        end = request.length + len(draft.tokens) + 1
+        self.cache.sweep(request.row, request.length, end, self.cache.model_layers)
+        rows, states, depth = [], [], self.shared_depth
         for i, token in enumerate((request.pending, *draft.tokens)):
-            segment = Segment(request.row, request.length + i, 1)
-            hidden, layers = self.stack.embed([token]), range(self.stack.num_layers)
-            hidden = self.stack.run_layers(hidden, layers, self.cache, [segment])
+            segments = [Segment(request.row, request.length + i, 1)]
+            hidden, deep = self.stack.embed([token]), range(depth, self.stack.num_layers)
+            hidden = self.stack.run_layers(hidden, range(depth), self.cache, segments)
+            states.append(hidden[:1])
+            hidden = self.stack.run_layers(hidden, deep, self.cache, segments)
             rows.append(self.stack.logits(hidden)[:1])
-        return torch.cat(rows)
+        return torch.cat(rows), torch.cat(states)
 
     def _sweep_drafts(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
-        """Leave nothing of a draft but what verify builds on: the shared layers' slots."""
-        below, above = slice(0, self.shared_depth), slice(self.shared_depth, None)
+        """Leave nothing of a draft but what is built on: the slots of the shared layers, and of
+        the adapter's block."""
+        depth = self.stack.num_layers
+        below, above = slice(0, self.shared_depth), slice(self.shared_depth, depth)
         for r, d in zip(requests, drafts, strict=True):
             end = r.length + MAX_NUM_DRAFT_TOKENS + 1
             self.cache.sweep(r.row, r.length, end, above)
             self.cache.sweep(r.row, r.length + len(d.shared), end, below)
+            if self._has_block:
+                self.cache.sweep(r.row, r.length + len(d.shared), end, slice(depth, None))
 
     def _through_shared_layers(
         self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]

@@ -117,9 +117,10 @@ class DraftHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Final norm and head over ``ids``, in the model's dtype; spare rows last."""
-        return self._logits(hidden, self._project)
+        return self._logits(hidden, self.project)
 
-    def _project(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor) -> Tensor:
+        """The head alone: ``(rows, what it reads)`` -> ``(rows, len(ids))``."""
         if self._extra is None:
             return self._base(x)
         # Two products: one matrix would have to be copied as a whole for every request.

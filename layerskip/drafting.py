@@ -3,12 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from layerskip.cache import KVCache, Segment
 from layerskip.draft_head import DraftHead, greedy_kept, spread
-from layerskip.model import DecoderStack
+from layerskip.model import DecoderStack, Head
 from layerskip.plan import DraftPlan
+from layerskip.row import ExitStates
 from layerskip.sampling import Sampler, greedy_tokens
 
 Guesser = Callable[[Sequence[int], int], Sequence[int]]
@@ -31,6 +33,7 @@ class DraftRequest:
             check them in one pass, which changes no drafted token. None: there is no look-up.
         num_guesses: most of them in one pass.
         own_ids: tokens beyond the draft vocabulary that this row may draft, if there is one.
+        exit_states: of the committed tokens that the adapter's block has yet to see.
     """
 
     row: int
@@ -43,6 +46,7 @@ class DraftRequest:
     guess: Guesser | None = None
     num_guesses: int = 0
     own_ids: frozenset[int] = frozenset()
+    exit_states: ExitStates | None = None
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,17 @@ NO_DRAFT = Draft((), ())
 
 class EarlyExitDrafter:
     """Drafts with ``plan.layers``: in each pass one token of every asking row, and as many more
-    as its look-up guessed right."""
+    as its look-up guessed right.
+
+    The stack's adapter, if it is of the plan's exit, runs after them. Its block may not have seen
+    the last committed tokens: those of plain rounds, the last one of a draft that was accepted as a
+    whole, and before the first draft the prompt. It sees them in the pass that goes on from them.
+    """
 
     def __init__(self, stack: DecoderStack, plan: DraftPlan) -> None:
         self.stack, self.plan = stack, plan
-        self._rest = plan.layers[plan.shared_depth :]
+        self._rest = stack.draft_layers(plan)[plan.shared_depth :]
+        self._heads: tuple[DraftHead | None, Head] = (None, stack.draft_head(plan))
 
     def draft(
         self,
@@ -111,8 +121,8 @@ class EarlyExitDrafter:
         flat = [token for tokens in inputs for token in tokens]
         hidden = self.stack.embed(flat)
         hidden = self.stack.run_layers(hidden, range(self.plan.shared_depth), cache, segments)
-        deep = self.stack.run_layers(hidden, self._rest, cache, segments)
-        logits = (self.stack.logits if head is None else head)(deep)[: len(flat)]
+        deep = self._deepen(hidden, asking, cache, segments)
+        logits = self._head_for(head)(deep)[: len(flat)]
         for g, given in zip(asking, inputs, strict=True):
             g.prepare(given)
         bare = [g for g in asking if g.request.sampler.is_argmax]
@@ -127,6 +137,57 @@ class EarlyExitDrafter:
             else:
                 g.draw(given, hidden[at], logits[at], head)
             done += len(given)
+
+    def _deepen(
+        self,
+        hidden: Tensor,
+        asking: "Sequence[_Growing]",
+        cache: KVCache,
+        segments: Sequence[Segment],
+    ) -> Tensor:
+        """What only the draft runs, over ``hidden`` and what the block has yet to see."""
+        behind = [g.request.exit_states if g.num_passes == 1 else None for g in asking]
+        if not any(states is not None and states.any for states in behind):
+            return self.stack.run_layers(hidden, self._rest, cache, segments)
+        pieces: list[Tensor] = []
+        longer: list[Segment] = []
+        for states, s, tokens in zip(behind, segments, _by_row(hidden, segments), strict=True):
+            late = 0
+            if states is not None:
+                self._catch_up_prompt(states, cache, s.row)
+                late = states.num_decoded
+                pieces += states.decoded
+            pieces.append(tokens)
+            longer.append(Segment(s.row, s.start - late, late + s.count))
+        deep = self.stack.run_layers(torch.cat(pieces), self._rest, cache, longer)
+        rows = zip(_by_row(deep, longer), segments, strict=True)
+        return torch.cat([part[-s.count :] for part, s in rows])
+
+    def _catch_up_prompt(self, states: ExitStates, cache: KVCache, row: int) -> None:
+        start = cache.adapter_lengths[row]
+        for chunk in states.prompt:
+            self.stack.adapt_chunk(chunk, cache, row, start)
+            start += len(chunk)
+
+    def catch_up(self, states: ExitStates, cache: KVCache, row: int, length: int) -> None:
+        """Let the block see all of a row that it has not seen yet, up to slot ``length``."""
+        self._catch_up_prompt(states, cache, row)
+        if states.decoded:
+            count = states.num_decoded
+            segments = [Segment(row, length - count, count)]
+            self.stack.run_layers(torch.cat(states.decoded), self._rest, cache, segments)
+
+    def _head_for(self, part: DraftHead | None) -> Head:
+        """The draft's head over a part of the vocabulary, made once for each."""
+        if self._heads[0] is not part:
+            self._heads = (part, self.stack.draft_head(self.plan, part))
+        return self._heads[1]
+
+
+def _by_row(hidden: Tensor, segments: Sequence[Segment]) -> Sequence[Tensor]:
+    """The pass's tokens, ``(tokens, hidden)`` of each segment; spare rows are left out."""
+    counts = [s.count for s in segments]
+    return hidden[: sum(counts)].split(counts)
 
 
 def _greedy(logits: Tensor, head: DraftHead | None) -> list[int]:

@@ -49,7 +49,12 @@ def write_json(path: str | Path, content: Any, *, indent: int | None = None) -> 
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a UTF-8 file in one move: whoever reads it meets the old content or the new one.
+    """Write a UTF-8 file, as ``write_bytes`` does."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    """Write a file in one move: whoever reads it meets the old content or the new one.
 
     Raises:
         ValueError: the file cannot be written; an older one is left.
@@ -58,8 +63,8 @@ def write_text(path: str | Path, text: str) -> None:
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
         # mkstemp's files are for their owner alone.
         Path(temporary).chmod(0o666 & ~_umask())
         Path(temporary).replace(path)

@@ -16,9 +16,12 @@ from layerskip.cost import CostTable
 from layerskip.plan import DraftPlan
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from layerskip.model import DecoderStack
 
 SAMPLES_PER_AXIS = 16
+NO_ADAPTER = "none"
 SMALLEST_NORMAL = 2.0**-14  # of float16: below it, bfloat16 numbers lose bits there
 # What a config says of how and where a model was loaded, not of what it computes.
 NOT_OF_THE_MODEL = {
@@ -41,22 +44,28 @@ SAID = {
     "threads": "with another number of threads",
     "draft_layers": "with other draft layers",
     "draft_vocabulary": "with another draft vocabulary",
+    "exit_adapter": "with another exit adapter",
     "row_quantum": "with passes padded to another number of rows",
 }
 
 
-@torch.inference_mode()
 def fingerprint(stack: "DecoderStack") -> str:
+    """``fingerprint_of`` the stack's model."""
+    return fingerprint_of(stack.twin)
+
+
+@torch.inference_mode()
+def fingerprint_of(model: "PreTrainedModel") -> str:
     """16 hexadecimal digits of SHA-256 over the config and a grid of samples of every weight.
 
     The same in every process and on every device, and in every dtype that a bfloat16 checkpoint is
     loaded in: samples are rounded to bfloat16. (A float32 one may differ in float16: rounded
     twice.) Training moves it: every tensor is sampled. Takes milliseconds.
     """
-    config = stack.twin.config.to_dict()
+    config = model.config.to_dict()
     kept = {k: v for k, v in config.items() if k not in NOT_OF_THE_MODEL and k[:6] != "_attn_"}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
-    named = sorted(stack.twin.named_parameters())
+    named = sorted(model.named_parameters())
     digest.update("\n".join(f"{name} {tuple(p.shape)}" for name, p in named).encode())
     samples = [_sampled(p) for _, p in named]
     digest.update(torch.cat(samples).cpu().view(torch.int16).numpy().tobytes())
@@ -104,7 +113,13 @@ def cost_key(
         "row_quantum": row_quantum(stack),
         "draft_layers": "none" if plan is None else ",".join(map(str, plan.layers)),
         "draft_vocabulary": _described(draft_vocabulary),
+        "exit_adapter": _adapter(stack, plan),
     }
+
+
+def _adapter(stack: "DecoderStack", plan: DraftPlan | None) -> str:
+    adapter = None if plan is None else stack.adapter_at(plan)
+    return NO_ADAPTER if adapter is None else adapter.fingerprint()
 
 
 def _described(draft_vocabulary: Sequence[int] | None) -> str:
@@ -122,9 +137,10 @@ def mismatch(
 ) -> str | None:
     """One sentence that says what a table was measured with and is not now; None if it fits."""
     now = cost_key(stack, plan, draft_vocabulary)
+    key = {"exit_adapter": NO_ADAPTER, **table.key}  # tables made before there were adapters
     differing = [
-        f"{SAID.get(name, f'with another {name}')} ({table.key.get(name, 'unknown')}, now {value})"
+        f"{SAID.get(name, f'with another {name}')} ({key.get(name, 'unknown')}, now {value})"
         for name, value in now.items()
-        if table.key.get(name) != value
+        if key.get(name) != value
     ]
     return f"the cost table was measured {', '.join(differing)}" if differing else None

@@ -206,7 +206,7 @@ def generate(
         for i, row in enumerate(rows)
     ]
     outputs = _decode(batch, requests, call.streamer)
-    return _returned(call, rows, outputs)
+    return _returned(call, rows, outputs, batch.num_layers)
 
 
 def _decode(batch: Batch, requests: list[RowRequest], streamer: Any) -> list[GenerationOutput]:
@@ -222,7 +222,7 @@ def _decode(batch: Batch, requests: list[RowRequest], streamer: Any) -> list[Gen
 
 
 def _returned(
-    call: Call, rows: Sequence[HostedRow], outputs: Sequence[GenerationOutput]
+    call: Call, rows: Sequence[HostedRow], outputs: Sequence[GenerationOutput], num_layers: int
 ) -> Tensor | GenerateDecoderOnlyOutput:
     config, device = call.generation_config, call.input_ids.device
     longest = max(len(o.token_ids) for o in outputs)
@@ -237,7 +237,7 @@ def _returned(
         for at, name in enumerate(("logits", "scores"))
         if getattr(config, f"output_{name}")
     }
-    cache = _as_dynamic_cache(call, [o.cache for o in outputs])
+    cache = _as_dynamic_cache(call, [o.cache for o in outputs], num_layers)
     return GenerateDecoderOnlyOutput(
         sequences=cast(LongTensor, sequences), past_key_values=cache, **fields
     )
@@ -254,7 +254,9 @@ def _by_step(
     return torch.stack(padded, dim=1).unbind(0)
 
 
-def _as_dynamic_cache(call: Call, texts: Sequence[CachedText | None]) -> DynamicCache | None:
+def _as_dynamic_cache(
+    call: Call, texts: Sequence[CachedText | None], num_layers: int
+) -> DynamicCache | None:
     """Keys and values where transformers' own cache would have them; zeros under padding."""
     cache = call.model_kwargs.get("past_key_values")
     if not isinstance(cache, DynamicCache) or any(t is None for t in texts):
@@ -263,12 +265,13 @@ def _as_dynamic_cache(call: Call, texts: Sequence[CachedText | None]) -> Dynamic
     prompts = [len(p) for p in call.prompts()]
     held = [t for t in texts if t is not None]
     new = max(len(t.token_ids) - n for t, n in zip(held, prompts, strict=True))
-    shape = (held[0].keys.shape[0], len(held), width + new, *held[0].keys.shape[2:])
+    shape = (num_layers, len(held), width + new, *held[0].keys.shape[2:])
     keys, values = held[0].keys.new_zeros(shape), held[0].values.new_zeros(shape)
     for i, (text, length) in enumerate(zip(held, prompts, strict=True)):
         slots = torch.arange(width) if mask is None else mask[i].nonzero()[:, 0].cpu()
         slots = torch.cat([slots, torch.arange(width, width + len(text.token_ids) - length)])
-        keys[:, i, slots], values[:, i, slots] = text.keys, text.values
+        keys[:, i, slots] = text.keys[:num_layers]
+        values[:, i, slots] = text.values[:num_layers]
     for layer, (k, v) in enumerate(zip(keys.transpose(2, 3), values.transpose(2, 3), strict=True)):
         cache.update(k.contiguous(), v.contiguous(), layer)
     return cache

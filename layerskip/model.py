@@ -5,12 +5,12 @@ own modules and config, and whose attention is ours.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -27,8 +27,10 @@ from layerskip.exactness import (
     probe,
     rows_agree,
 )
+from layerskip.exit_adapter import AdaptedHead, ExitAdapter, check_adapter
 from layerskip.families import position_limit
 from layerskip.packing import FAMILIES, pack
+from layerskip.plan import DraftPlan
 from layerskip.skeleton import Skeleton, share_twin
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Head = Callable[[Tensor], Tensor]
 PREFILL_CHUNK = 512
 POSITION_CHUNK = 1024
 
@@ -54,9 +57,13 @@ class DecoderStack:
     Args:
         model: a loaded transformers causal LM, or one inside ``torch.compile`` or PEFT.
         exact: False gives up that a row's bits do not depend on the other rows of a pass.
+        adapter: of one exit of this model; drafts that leave there run it, as if its bridge or
+            block were layer ``num_layers``.
     """
 
-    def __init__(self, model: object, *, exact: bool = True) -> None:
+    def __init__(
+        self, model: object, *, exact: bool = True, adapter: ExitAdapter | None = None
+    ) -> None:
         inner = unwrapped(model)
         check_model(inner)
         owner = cast(PreTrainedModel, inner)
@@ -76,11 +83,58 @@ class DecoderStack:
         self._positions = torch.zeros(1, 0, dtype=torch.int64, device=self.device)
         self._proven: dict[tuple[int, int], bool] = {}
         self._product_rows: dict[int, int] = {}
+        self.adapter: ExitAdapter | None = None
         self.exactness: Exactness
         with torch.inference_mode():
             self.exactness = self._settle(exact)
         at_start = (torch.get_num_threads(), self.exactness.row_quantum)
         self._proven[at_start] = self.exactness.holds  # not proven again in the first round
+        if adapter is not None:
+            check_adapter(adapter, self)
+            self.adapter = adapter
+            self.windows = (*self.windows, self._widest_window)
+
+    @property
+    def _widest_window(self) -> int | None:
+        """What a block sees: as far as the farthest of the model's layers."""
+        windows = [w for w in self.windows if w is not None]
+        return max(windows) if len(windows) == len(self.windows) else None
+
+    @property
+    def num_extra_layers(self) -> int:
+        """Layers of the cache that are not the model's: 1 with an adapter's block."""
+        return 0 if self.adapter is None or self.adapter.block is None else 1
+
+    def adapter_at(self, plan: DraftPlan) -> ExitAdapter | None:
+        """What drafts with this plan run after its layers."""
+        adapter = self.adapter
+        return adapter if adapter and plan.exit_layer == adapter.shape.exit_layer else None
+
+    def has_block_at(self, plan: DraftPlan | None) -> bool:
+        """Whether drafts with this plan read keys and values that full depth does not write."""
+        return plan is not None and self.adapter_at(plan) is not None and self.num_extra_layers > 0
+
+    def draft_layers(self, plan: DraftPlan) -> tuple[int, ...]:
+        """Layers of a draft pass; ``num_layers`` stands for the adapter's bridge or block."""
+        adapter = self.adapter_at(plan)
+        return (*plan.layers, self.num_layers) if adapter and adapter.shape.deepens else plan.layers
+
+    def draft_head(self, plan: DraftPlan, head: DraftHead | None = None) -> Head:
+        """What draws a plan's drafts from its hidden states, adapter included.
+
+        Args:
+            head: over the draft vocabulary; None: the model's own.
+        """
+        adapter = self.adapter_at(plan)
+        if adapter is None:
+            return self.logits if head is None else head
+        own = cast(nn.Linear, self.twin.get_output_embeddings())
+        return AdaptedHead(adapter, own, self.logits, self._at_once, head)
+
+    @property
+    def _at_once(self) -> int | None:
+        """Rows of an adapter's products in a decode pass: nothing was probed at other numbers."""
+        return self.exactness.row_quantum if self.exactness.wanted else None
 
     def _make_forward(self, owner: PreTrainedModel) -> "DenseModel | Skeleton | PackedModel":
         """What runs the layers of the twin."""
@@ -93,7 +147,8 @@ class DecoderStack:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        num_layers = self.num_layers + self.num_extra_layers
+        elements = 2 * num_layers * self.num_kv_heads * self.head_dim
         return elements * torch.finfo(self.dtype).bits // 8
 
     @property
@@ -146,6 +201,7 @@ class DecoderStack:
             dtype=self.dtype,
             device=self.device,
             attended_block=self.exactness.slot_block,
+            num_extra_layers=self.num_extra_layers,
         )
 
     def embed(self, token_ids: Sequence[int]) -> Tensor:
@@ -163,7 +219,7 @@ class DecoderStack:
 
         Args:
             hidden: ``(>= tokens, hidden)``, tokens in the order of the segments, spare rows last.
-            layers: indices, in order.
+            layers: indices, in order; ``num_layers`` is the adapter.
             cache: its slots at the segments' positions are overwritten in those layers.
             segments: at most one per row.
 
@@ -225,7 +281,13 @@ class DecoderStack:
         return why_whole(self)
 
     def prefill(
-        self, token_ids: Sequence[int], cache: KVCache, row: int, *, start: int = 0
+        self,
+        token_ids: Sequence[int],
+        cache: KVCache,
+        row: int,
+        *,
+        start: int = 0,
+        states: list[Tensor] | None = None,
     ) -> Tensor:
         """Write a prompt into ``row`` at full depth; logits of its last position, ``(vocab,)``.
 
@@ -234,17 +296,39 @@ class DecoderStack:
         Args:
             token_ids: the whole prompt.
             start: slots below hold the tokens before it already.
+            states: gets ``(tokens, hidden)`` of each chunk after the adapter's exit.
         """
+        depth = 0 if states is None or self.adapter is None else self.adapter.shape.exit_layer
         for embedded, layout in self._chunks(token_ids, cache, row, start):
-            hidden = self._drive(embedded, range(self.num_layers), layout)
+            hidden = self._drive(embedded, range(depth), layout) if depth else embedded
+            if depth and states is not None:
+                states.append(hidden)
+            hidden = self._drive(hidden, range(depth, self.num_layers), layout)
         return self.logits(hidden[-1:])[0]
+
+    def adapt_chunk(self, states: Tensor, cache: KVCache, row: int, start: int) -> None:
+        """Write the adapter's keys and values of one chunk of a prompt, as ``prefill`` has it.
+
+        Args:
+            states: ``(tokens, hidden)`` after the adapter's exit.
+            start: slot of the first one.
+        """
+        layout = PrefillLayout(
+            cache,
+            Segment(row, start, len(states)),
+            windows=self.windows,
+            all_positions=self._positions_below(start + len(states)),
+        )
+        self._drive(states, (self.num_layers,), layout)
 
     def all_exit_logits(self, token_ids: Sequence[int], exits: Sequence[int]) -> dict[int, Tensor]:
         """Teacher-forced logits of one text after each number of layers in ``exits``.
 
         Returns:
-            For each exit ``(tokens, vocab)`` float32; the hidden states of one pass serve all.
+            For each exit ``(tokens, vocab)`` float32, at the adapter's exit those of its draft;
+            the hidden states of one pass serve all.
         """
+        adapter = self.adapter
         cache = self.new_cache(num_rows=1, num_slots=len(token_ids))
         collected: dict[int, list[Tensor]] = {e: [] for e in exits}
         for embedded, layout in self._chunks(token_ids, cache, 0, 0):
@@ -252,7 +336,12 @@ class DecoderStack:
             for e in sorted(exits):
                 hidden = self._drive(hidden, range(depth, e), layout)
                 depth = e
-                collected[e].append(self.head(hidden).float())
+                if adapter is None or e != adapter.shape.exit_layer:
+                    collected[e].append(self.head(hidden).float())
+                    continue
+                plan = DraftPlan.exiting(num_layers=self.num_layers, exit_layer=e)
+                deep = self._drive(hidden, self.draft_layers(plan)[e:], layout)
+                collected[e].append(self.draft_head(plan)(deep)[: len(deep)].float())
         return {e: torch.cat(parts) for e, parts in collected.items()}
 
     def _chunks(
@@ -296,7 +385,15 @@ class DecoderStack:
 
     def _drive(self, hidden: Tensor, layers: Iterable[int], layout: Layout) -> Tensor:
         """All that runs layers comes through here."""
-        return self._forward.run(hidden, layers, layout)
+        layers = tuple(layers)
+        adapted = layers[-1:] == (self.num_layers,)
+        own = layers[:-1] if adapted else layers
+        if own or not adapted:
+            hidden = self._forward.run(hidden, own, layout)
+        if not adapted:
+            return hidden
+        assert self.adapter is not None
+        return self.adapter.run(hidden, layout, self._at_once if layout.padded else None)
 
     def _padded(self, num_tokens: int) -> int:
         quantum = self.exactness.row_quantum

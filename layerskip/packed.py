@@ -16,6 +16,7 @@ from layerskip.admission import unwrapped
 from layerskip.cache import KVCache, Segment
 from layerskip.draft_head import Projection
 from layerskip.exactness import Exactness
+from layerskip.exit_adapter import ExitAdapter
 from layerskip.model import DecoderStack
 from layerskip.ops.build import KernelBuildError
 from layerskip.ops.catalog import TILE
@@ -225,7 +226,11 @@ def _spread(x: Tensor, at: Tensor, batch: int, seqlen: int) -> Tensor:
 
 
 def open_stack(
-    model: object, *, exact: bool = True, packed: bool | None = None
+    model: object,
+    *,
+    exact: bool = True,
+    packed: bool | None = None,
+    adapter: ExitAdapter | None = None,
 ) -> tuple[DecoderStack, str]:
     """The stack that decodes a model, and one sentence for ``info`` on which and why.
 
@@ -234,19 +239,22 @@ def open_stack(
         exact: of the general stack; the packed one always is.
         packed: None: the packed stack on a GPU, if it can run the model. False: never. True:
             always, on a CPU too, where the operations' definitions stand for the kernels.
+        adapter: for drafts; only the general stack runs it.
 
     Raises:
         UnsupportedModelError: the model does not fit any stack.
         ValueError: ``packed`` is True and the model cannot be, with the reason.
     """
     reason = why_general(model, packed)
+    if reason is None and adapter is not None:
+        reason = "the kernels have no exit adapter"
     if reason is None:
         stack = PackedStack(model)
         kernels = "our kernels" if stack.device.type == "cuda" else "our kernels' definitions"
         return stack, f"packed: {kernels} run every decode pass"
     if packed:
         raise ValueError(f"packed is True, but {reason}; leave it out for the general stack")
-    return DecoderStack(model, exact=exact), f"general: {reason}"
+    return DecoderStack(model, exact=exact, adapter=adapter), f"general: {reason}"
 
 
 def why_general(model: object, packed: bool | None = None) -> str | None:

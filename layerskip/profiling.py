@@ -12,6 +12,7 @@ from torch import Tensor
 
 from layerskip.cache import Segment
 from layerskip.cost import CostTable, Curve
+from layerskip.draft_head import DraftHead
 from layerskip.exactness import MAX_PASS_ROWS
 from layerskip.fingerprint import cost_key, fingerprint, mismatch, row_quantum
 from layerskip.model import DecoderStack
@@ -35,7 +36,6 @@ FREE = Curve((1,), (0,), ((0.0,),))
 
 Point = tuple[str, int, int]  # kind of pass, rows, context
 Timing = tuple[float, float]  # seconds that went by, and that this thread was at work
-Head = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,21 @@ class Passes:
 
     Args:
         stack: runs them.
-        plan: layers of a draft pass.
-        head: the draft's, ``(rows, hidden)`` -> ``(rows, draft vocabulary)``.
+        plan: layers of a draft pass; the stack's adapter runs after them.
+        head: over the draft vocabulary; None: the model's own.
         largest: rows and context of the largest pass.
     """
 
     def __init__(
-        self, stack: DecoderStack, plan: DraftPlan | None, head: Head, largest: tuple[int, int]
+        self,
+        stack: DecoderStack,
+        plan: DraftPlan | None,
+        head: DraftHead | None,
+        largest: tuple[int, int],
     ) -> None:
-        self.stack, self.head = stack, head
-        self.draft_layers = plan.layers if plan is not None else ()
+        self.stack = stack
+        self.head = stack.logits if plan is None else stack.draft_head(plan, head)
+        self.draft_layers = stack.draft_layers(plan) if plan is not None else ()
         self.drafts_in_a_row = DRAFTS_IN_A_ROW
         self.cache = stack.new_cache(num_rows=1, num_slots=sum(largest))
         self.many = stack.new_cache(num_rows=NUM_SEQUENCES, num_slots=NUM_SEQUENCES)
@@ -156,7 +161,7 @@ def measure_cost(
     plan: DraftPlan | None,
     *,
     draft_vocabulary: Sequence[int] | None = None,
-    head: Head | None = None,
+    head: DraftHead | None = None,
     seconds: float = 20.0,
     quick: bool = False,
     on_progress: Callable[[float], None] = lambda share: None,
@@ -172,7 +177,7 @@ def measure_cost(
         plan: draft layers. None: drafts run no layer and no head and cost nothing, as looked-up
             ones do.
         draft_vocabulary: ids that the draft's head knows, None for all; goes into the key.
-        head: the draft's own, ``(rows, hidden)`` -> ``(rows, vocab)`` logits; None: the model's.
+        head: the draft's, over its vocabulary; None: the model's own.
         seconds: upper bound, unless the few passes that a table needs at least take longer.
         quick: a coarse table in about half a second, or from a handful of passes.
         on_progress: called with the share done, 0 to 1.
@@ -186,7 +191,7 @@ def measure_cost(
     bearable = min(seconds, QUICK_MOST) if quick else seconds / 2
     candidates = grids(stack, quick=quick)
     largest = max(candidates[0].rows), max(candidates[0].contexts)
-    passes = Passes(stack, plan, head or stack.logits, largest)
+    passes = Passes(stack, plan, head, largest)
     grid, least = _affordable(passes, candidates, bearable), candidates[-1]
     first: dict[Point, Timing] = {}
     if grid is not least:
@@ -316,7 +321,7 @@ def fitting_cost(
     saved: CostTable | None = None,
     *,
     draft_vocabulary: Sequence[int] | None = None,
-    head: Head | None = None,
+    head: DraftHead | None = None,
 ) -> CostTable:
     """The saved table if it is of this model, plan and machine; else a quick one, with a warning.
 

@@ -32,6 +32,7 @@ class RowSpec:
             emitted tokens.
         max_draft_tokens: whatever ``num_draft_tokens`` says, no round drafts more.
         request_id, labels: what its rounds are marked with.
+        returns_cache: whether its keys and values are wanted in the end.
     """
 
     prompt: tuple[int, ...]
@@ -46,6 +47,37 @@ class RowSpec:
     max_draft_tokens: int = MAX_NUM_DRAFT_TOKENS
     request_id: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
+    returns_cache: bool = False
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether any round can draft."""
+        return self.num_draft_tokens != 0 and self.max_draft_tokens != 0
+
+
+@dataclass(eq=False)
+class ExitStates:
+    """Hidden states after the exit, of the committed tokens that an adapter's block has not seen.
+
+    Attributes:
+        prompt: of each chunk of the prompt, ``(tokens, hidden)``.
+        decoded: of what follows it, in pieces of the same form.
+    """
+
+    prompt: list[Tensor] = field(default_factory=list)
+    decoded: list[Tensor] = field(default_factory=list)
+
+    @property
+    def any(self) -> bool:
+        return bool(self.prompt or self.decoded)
+
+    @property
+    def num_decoded(self) -> int:
+        return sum(map(len, self.decoded))
+
+    def clear(self) -> None:
+        """The block has seen them."""
+        self.prompt, self.decoded = [], []
 
 
 @dataclass(frozen=True)
@@ -72,6 +104,7 @@ class Row:
         state: the controller's, of a row that leaves the number of draft tokens to it.
         index: of prompt and output, for look-ups; made in the first round that drafts.
         own_ids: tokens of prompt and output that the draft vocabulary lacks, if there is one.
+        exit_states: what an adapter's block has yet to see; None: this row never runs it.
         joined: when, by ``time.perf_counter``.
     """
 
@@ -87,6 +120,7 @@ class Row:
     state: RowState | None = None
     index: TokenIndex | None = None
     own_ids: frozenset[int] = frozenset()
+    exit_states: ExitStates | None = None
     joined: float = field(default_factory=time.perf_counter)
 
     @property

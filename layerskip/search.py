@@ -142,8 +142,11 @@ def search(
         on_progress: called with steps done, steps, and what comes next.
 
     Raises:
-        ValueError: no usable text; or the journal is of another search.
+        ValueError: no usable text; the journal is of another search; or the model was wrapped with
+            an exit adapter, which belongs to one exit only.
     """
+    if lm.stack.adapter is not None:
+        raise ValueError("search looks at plain exits: wrap the model without its exit adapter")
     settings = settings or SearchSettings()
     subject = cost_key(lm.stack, None) | {
         "prompts": _digest([[e.prompt, e.continuation] for e in examples]),

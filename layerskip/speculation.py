@@ -243,6 +243,7 @@ class Speculator:
             _guesser(row),
             width,
             row.own_ids,
+            row.exit_states,
         )
 
     def _drafts(

@@ -227,6 +227,12 @@ class TimedStack:
     def logits(self, hidden: int) -> None:
         self.clock.now += 2
 
+    def draft_layers(self, plan: Any) -> Sequence[int]:
+        return plan.layers
+
+    def draft_head(self, plan: Any) -> Any:
+        return self.logits
+
 
 def predict(monkeypatch: pytest.MonkeyPatch, stats: DecodeStats, layers: Sequence[int]) -> Theory:
     clock = Clock()

@@ -12,6 +12,7 @@ import layerskip
 
 PACKAGE = Path(layerskip.__file__).parent
 VALUES = {
+    "adapter_shape",
     "cost",
     "errors",
     "families",
@@ -37,12 +38,12 @@ VALUES = {
 }
 # From the bottom up: a module may import what stands in the lines before its own.
 ENGINE = [
-    {"cache", "constraint", "estimates", "graphs"},
+    {"adapter_file", "cache", "constraint", "estimates", "fingerprint", "graphs"},
     {"grammar_xgrammar", "sampling"},
     {"draft_head"},
     {"exactness", "dense", "admission", "guest", "verification", "processors", "row", "controller"},
-    {"packing", "skeleton"},
-    {"packed_forward"},
+    {"exit_block", "packing", "skeleton"},
+    {"exit_adapter", "packed_forward"},
     {"model"},
     {"drafting", "packed"},
     {"seats", "speculation"},

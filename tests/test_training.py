@@ -9,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 from toys import make_model
 
+from layerskip.training.confidence import calibration_error, fit_temperature
 from layerskip.training.dropout import LayerDropout, dropping
 from layerskip.training.losses import (
     consistency_loss,
@@ -18,6 +20,7 @@ from layerskip.training.losses import (
     early_exit_losses,
     exit_loss,
     losses_by_exit,
+    sliding_survival,
     survival,
     total_variation,
 )
@@ -72,7 +75,7 @@ def test_gradient_pulls_the_exit_and_never_the_target(distil: float) -> None:
     target.requires_grad_()
     exit_loss(draft, target, labels, distil=distil).backward()
     q, p = draft.detach().softmax(-1), target.detach().softmax(-1)
-    one_hot = torch.nn.functional.one_hot(labels, VOCAB).float()
+    one_hot = F.one_hot(labels, VOCAB).float()
     expected = (distil * (q - p) + (1 - distil) * (q - one_hot)) / TOKENS
     assert target.grad is None
     torch.testing.assert_close(draft.grad, expected, rtol=1e-4, atol=1e-6)
@@ -434,3 +437,58 @@ def test_samples_that_dropped_does_not_know_are_refused() -> None:
         dropping(layers, dropped[:1], torch.tensor([[0, 1]])),
     ):
         pass
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 9])
+def test_sliding_survival_adds_up_the_drafts_that_arrive(most: int) -> None:
+    accepted = [0.5, 0.8, 0.25, 1.0, 0.6, 0.9]
+    documents = [0, 0, 0, 1, 1, 1]
+    expected = []
+    for at in range(len(accepted)):
+        starts = [s for s in range(at + 1) if at - s < most and documents[s] == documents[at]]
+        expected.append(sum(math.prod(accepted[s:at]) for s in starts))
+    rows = torch.tensor([accepted, accepted]), torch.tensor([documents, documents])
+    found = sliding_survival(*rows, most=most)
+    for row in found:
+        assert row.tolist() == pytest.approx(expected)
+
+
+def test_a_draft_may_be_judged_by_chances_instead_of_tokens() -> None:
+    draft, target, labels = some_logits()
+    certain = F.one_hot(labels, VOCAB).float()
+    one, other = (draft_loss(draft, target, by, cross_entropy=0.5) for by in (labels, certain))
+    assert one.item() == pytest.approx(other.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("truth", [0.5, 1.0, 1.7])
+def test_the_temperature_that_was_taken_off_is_found(truth: float) -> None:
+    target = torch.randn(300, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
+    pairs = [(part * truth, part) for part in target.split(100)]
+    assert fit_temperature(pairs) == pytest.approx(truth, rel=2e-3)
+
+
+def test_the_temperature_is_by_maximum_likelihood() -> None:
+    generator = torch.Generator().manual_seed(2)
+    target = torch.randn(400, VOCAB, generator=generator) * 2
+    draft = 1.2 * (target + torch.randn(400, VOCAB, generator=generator))
+    found = fit_temperature([(draft, target)])
+
+    def likelihood(temperature: float) -> float:
+        return (target.softmax(-1) * (draft / temperature).log_softmax(-1)).sum(-1).mean().item()
+
+    assert found > 1.1
+    assert likelihood(found) > max(likelihood(found * 1.02), likelihood(found / 1.02))
+
+
+def test_a_temperature_needs_tokens() -> None:
+    with pytest.raises(ValueError, match=r"^a temperature is fitted on held-out tokens, got none$"):
+        fit_temperature([])
+
+
+def test_calibration_error_by_hand() -> None:
+    confidence = torch.tensor([0.95, 1.0, 0.12, 0.18])
+    right = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    # Two bins of two tokens: |0.975 - 0.5| and |0.15 - 0.5|, half of the tokens each.
+    expected = 0.5 * 0.475 + 0.5 * 0.35
+    assert calibration_error(confidence, right, num_bins=10) == pytest.approx(expected)
+    assert calibration_error(right, right) == 0.0

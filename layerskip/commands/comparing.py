@@ -132,6 +132,7 @@ def _comparison(args: argparse.Namespace, sampling: "SamplingParams", tokens: in
 
     from layerskip.api import SelfSpeculativeLM
     from layerskip.compare import Comparison
+    from layerskip.exit_adapter import ExitAdapter
 
     if not sampling.greedy and sampling.seed is None:
         sampling = replace(sampling, seed=0)
@@ -142,6 +143,7 @@ def _comparison(args: argparse.Namespace, sampling: "SamplingParams", tokens: in
         num_draft_tokens=args.num_draft_tokens,
         dtype=args.dtype,
         device=args.device,
+        exit_adapter=args.exit_adapter,
     )
     lm = SelfSpeculativeLM(
         model,
@@ -150,6 +152,7 @@ def _comparison(args: argparse.Namespace, sampling: "SamplingParams", tokens: in
         num_draft_tokens=num_draft_tokens,
         exact=args.exact,
         lookup=args.lookup,
+        exit_adapter=ExitAdapter.load(args.exit_adapter, model) if args.exit_adapter else None,
     )
     return Comparison(model, lm, sampling=sampling, max_new_tokens=tokens)
 

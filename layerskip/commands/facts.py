@@ -77,6 +77,7 @@ def _plan_facts(args: argparse.Namespace, lm: "SelfSpeculativeLM") -> dict[str, 
         "plan_from": _source(args, lm),
         "draft_layers": list(lm.plan.layers) if lm.plan else None,
         "shared_depth": lm.plan.shared_depth if lm.plan else None,
+        "exit_adapter": _adapter(lm),
         "draft_vocabulary": _vocabulary(lm),
         "num_draft_tokens": lm.num_draft_tokens,
         "cost_table": _cost(lm),
@@ -90,12 +91,29 @@ def _source(args: argparse.Namespace, lm: "SelfSpeculativeLM") -> str:
         return str(args.plan)
     if args.exit_layer is not None:
         return "--exit-layer"
+    if args.exit_adapter:
+        return "--exit-adapter"
     if lm.plan is None:
         return "nowhere: only look-ups draft"
     folder = builtin_folder() if args.model == BUILTIN else Path(args.model)
     if (folder / PLAN_FILE).is_file():
         return f"{PLAN_FILE} of the checkpoint"
     return "the first of the trained exits that its config names"
+
+
+def _adapter(lm: "SelfSpeculativeLM") -> str:
+    adapter = lm.stack.adapter
+    if adapter is None:
+        return "none"
+    shape, count = adapter.shape, sum(p.numel() for p in adapter.parameters())
+    parts = ["norm"] if shape.norm else []
+    parts += [f"head rank {shape.head_rank}"] if shape.head_rank else []
+    parts += [f"bridge rank {shape.bridge_rank}"] if shape.bridge_rank else []
+    parts += [f"block of width {shape.block_width}"] if shape.block_width else []
+    return (
+        f"after layer {shape.exit_layer}: {', '.join(parts)}; {count} parameters, "
+        f"temperature {adapter.temperature:g}"
+    )
 
 
 def _vocabulary(lm: "SelfSpeculativeLM") -> str:

@@ -30,6 +30,9 @@ def model_options(command: argparse.ArgumentParser, *, plans: bool = True) -> No
         plan = command.add_mutually_exclusive_group()
         plan.add_argument("--exit-layer", type=int, help="draft with this many leading layers")
         plan.add_argument("--plan", help="draft with the plan in this JSON file")
+        command.add_argument(
+            "--exit-adapter", metavar="DIR", help="draft at the exit that this folder's is of"
+        )
     command.add_argument("--dtype", help="bfloat16, float16, float32; default: the checkpoint's")
     command.add_argument("--device", default="auto", help="cpu, cuda or auto")
     command.add_argument(
@@ -118,4 +121,5 @@ def load(args: argparse.Namespace) -> "SelfSpeculativeLM":
         exact=args.exact,
         lookup=args.lookup,
         policy=chosen_policy(args),
+        exit_adapter=args.exit_adapter,
     )

@@ -98,7 +98,7 @@ def draft_loss(
     Args:
         draft_logits: ``(tokens, vocab)``.
         target_logits: ``(tokens, vocab)``, detached.
-        labels: ``(tokens,)`` int64, the tokens that follow.
+        labels: ``(tokens,)`` int64, the tokens that follow; or ``(tokens, vocab)``, their chances.
         weights: ``(tokens,)``, such as ``survival`` gives.
         cross_entropy: share of the second term, in [0, 1].
 
@@ -127,6 +127,30 @@ def survival(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     accepted = torch.minimum(q, p).sum(-1)
     before = torch.cat([torch.ones_like(accepted[..., :1]), accepted[..., :-1]], dim=-1)
     return before.cumprod(-1)
+
+
+@torch.no_grad()
+def sliding_survival(accepted: Tensor, documents: Tensor, *, most: int) -> Tensor:
+    """How many drafts get as far as each position, if one was begun at every position.
+
+    ``1 + a[j-1] + a[j-1] a[j-2] + ...`` with ``most`` terms: a draft begun m positions before
+    arrives if the m tokens in between are accepted. What weighs a text's positions when a draft
+    may begin anywhere; ``survival`` is for one whose beginning is known.
+
+    Args:
+        accepted: ``(..., positions)``, the chance that each position's draft is accepted.
+        documents: the same shape, int64; drafts end where a document ends.
+        most: tokens of a draft, 1 or more.
+
+    Returns:
+        ``(..., positions)`` float32, from 1 to ``most``.
+    """
+    weights, arrives = torch.ones_like(accepted), torch.ones_like(accepted)
+    for back in range(1, min(most, accepted.shape[-1])):
+        same = documents[..., back:] == documents[..., :-back]
+        arrives = arrives[..., 1:] * accepted[..., :-back] * same
+        weights[..., back:] += arrives
+    return weights
 
 
 def early_exit_losses(

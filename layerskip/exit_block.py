@@ -1,0 +1,156 @@
+"""The parts of an exit adapter that read hidden states: low-rank maps, and a transformer block."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from layerskip.adapter_shape import AdapterShape
+from layerskip.cache import Layout
+from layerskip.dense import Rope, product, rms_norm, rotate
+
+ROPE_CHUNK = 1024
+EPSILON = 1e-6
+
+
+def by_rows(run: Callable[[Tensor], Tensor], x: Tensor, at_once: int | None) -> Tensor:
+    """``run`` over ``(rows, width)``, at most ``at_once`` rows at a time: how many rows torch
+    multiplies together decides a row's bits."""
+    if at_once is None or len(x) <= at_once:
+        return run(x)
+    return torch.cat([run(part) for part in x.split(at_once)])
+
+
+class LowRank(nn.Module):
+    """``x -> up (down x)``; ``up`` is zero before training."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.empty(rank, inputs))
+        self.up = nn.Parameter(torch.zeros(outputs, rank))
+
+    @torch.no_grad()
+    def draw(self, generator: torch.Generator) -> None:
+        """New values of ``down``."""
+        self.down.copy_(_drawn(self.down, generator))
+
+    def forward(self, x: Tensor, up: Tensor | None = None) -> Tensor:
+        """``(..., inputs)`` -> ``(..., outputs)``.
+
+        Args:
+            up: some rows of ``self.up``, in its place.
+        """
+        return F.linear(F.linear(x, self.down), self.up if up is None else up)
+
+
+class ExitBlock(nn.Module):
+    """Attention and a gated MLP, each behind an RMS norm, each added to the hidden states.
+
+    Zero output maps make it the identity before training.
+    """
+
+    def __init__(self, shape: AdapterShape) -> None:
+        super().__init__()
+        hidden, width, dim = shape.hidden_size, shape.block_width, shape.head_dim
+        self.shape = shape
+        heads = shape.num_heads + 2 * shape.num_kv_heads
+        self.attention_norm = nn.Parameter(torch.ones(hidden))
+        self.qkv = nn.Parameter(torch.empty(heads * dim, hidden))
+        self.out = nn.Parameter(torch.zeros(hidden, shape.num_heads * dim))
+        self.mlp_norm = nn.Parameter(torch.ones(hidden))
+        self.gate_up = nn.Parameter(torch.empty(2 * width, hidden))
+        self.down = nn.Parameter(torch.zeros(hidden, width))
+        empty = torch.zeros(0)
+        self._tables: Rope = (empty, empty)
+
+    @torch.no_grad()
+    def draw(self, generator: torch.Generator) -> None:
+        """New values of what reads the hidden states."""
+        for weight in (self.qkv, self.gate_up):
+            weight.copy_(_drawn(weight, generator))
+
+    def sequences(self, states: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor:
+        """For training: ``(batch, seqlen, hidden)`` -> the same; arguments as of
+        ``ExitAdapter.hidden``."""
+        if positions is None:
+            positions = torch.arange(states.shape[1], device=states.device)[None]
+        qk, value = self._heads(states, len(states))
+        qk = self._turn(qk, self._rope(positions, qk.dtype))
+        query, key = qk.split([self.shape.num_heads, self.shape.num_kv_heads], dim=-2)
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype),
+            is_causal=mask is None,
+            scale=self.shape.head_dim**-0.5,
+            enable_gqa=True,
+        )
+        return self._after(states, mixed.transpose(1, 2), len(states))
+
+    def rows(self, hidden: Tensor, layout: Layout, layer: int, at_once: int | None) -> Tensor:
+        """For decoding: ``(rows, hidden)`` -> the same.
+
+        Args:
+            layer: of the cache, that its keys and values are in.
+            at_once: rows of one product; None: all.
+        """
+        at_once = at_once or len(hidden)
+        qk, value = self._heads(hidden, at_once)
+        cos, sin = self._rope_below(layout.num_visible + layout.num_rows, hidden)
+        at = layout.positions[0]
+        qk = self._turn(qk, (cos[at], sin[at]))
+        heads = self.shape.num_heads
+        layout.append(qk[:, heads:], value, layer)
+        mixed = layout.attend(qk[:, :heads], layer, self.shape.head_dim**-0.5)
+        return self._after(hidden, mixed, at_once)
+
+    def _heads(self, x: Tensor, at_once: int) -> tuple[Tensor, Tensor]:
+        """Queries and keys together, and values: ``(..., heads, head_dim)`` each."""
+        shape = self.shape
+        qkv = product(rms_norm(x, self.attention_norm, EPSILON), self.qkv, None, at_once)
+        heads = qkv.unflatten(-1, (-1, shape.head_dim))
+        qk, value = heads.split([shape.num_heads + shape.num_kv_heads, shape.num_kv_heads], dim=-2)
+        return qk, value
+
+    def _after(self, x: Tensor, mixed: Tensor, at_once: int) -> Tensor:
+        """What attention found is added, and the MLP follows."""
+        x = x + product(mixed.flatten(-2), self.out, None, at_once)
+        normed = rms_norm(x, self.mlp_norm, EPSILON)
+        gate, up = product(normed, self.gate_up, None, at_once).chunk(2, dim=-1)
+        return x + product(F.silu(gate) * up, self.down, None, at_once)
+
+    def _turn(self, heads: Tensor, rope: Rope) -> Tensor:
+        """Rotary embedding of each head's first pairs, as many as there are frequencies."""
+        turned = 2 * len(self.shape.frequencies)
+        if turned == self.shape.head_dim:
+            return rotate(heads, rope)
+        if not turned:
+            return heads
+        return torch.cat([rotate(heads[..., :turned], rope), heads[..., turned:]], dim=-1)
+
+    def _rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
+        """``(...)`` positions -> tables ``(..., 1, 2 * pairs)``, the sine's first half negated."""
+        frequencies = torch.tensor(self.shape.frequencies, device=positions.device)
+        angles = positions[..., None].float() * frequencies
+        cos, sin = (
+            f(angles)[..., None, :] * self.shape.rope_scaling for f in (torch.cos, torch.sin)
+        )
+        return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
+
+    def _rope_below(self, num_positions: int, like: Tensor) -> Rope:
+        """Tables for positions below ``num_positions``, kept and made anew when more are needed."""
+        tables = self._tables
+        fits = tables[0].dtype == like.dtype and tables[0].device == like.device
+        if not fits or len(tables[0]) < num_positions:
+            count = -(-num_positions // ROPE_CHUNK) * ROPE_CHUNK
+            tables = self._rope(torch.arange(count, device=like.device), like.dtype)
+            self._tables = tables  # one assignment: another thread reads old tables or new ones
+        return tables
+
+
+def _drawn(weight: Tensor, generator: torch.Generator) -> Tensor:
+    """Normal numbers of a size that keeps the variance of what is multiplied with them."""
+    return torch.randn(weight.shape, generator=generator) / math.sqrt(weight.shape[-1])
