@@ -105,18 +105,21 @@ def test_logits_are_those_of_transformers(monkeypatch, family):
     close(whole / scale, expected / scale)
     stack.prefill(TEXT[:9], cache, 0)
     segments = [Segment(0, 9, 3), Segment(2, 50, 7)]
+    cache.keys[:, 1] = 1.0  # of a row that takes no part
     hidden = stack.embed([*TEXT[9:12], *TEXT[50:57]])
     hidden = stack.run_layers(hidden, range(2), cache, segments)
     logits = stack.logits(stack.run_layers(hidden, range(2, NUM_LAYERS), cache, segments))
     close(logits / scale, torch.cat([expected[9:12], expected[50:57]]) / scale)
-    assert torch.count_nonzero(cache.keys[:, 1]) == 0
+    assert (cache.keys[:, 1] == 1.0).all()
 
 
 class NoQuestions(TorchDispatchMode):
     """Raises where the host reads the device; an operation is a whole for it."""
 
+    questions = frozenset({"item", "_local_scalar_dense", "is_nonzero", "nonzero"})
+
     def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
-        assert func.overloadpacket.__name__ not in {"_local_scalar_dense", "nonzero", "is_nonzero"}
+        assert func.overloadpacket.__name__ not in self.questions  # inference mode asks by "item"
         return func(*args, **(kwargs or {}))
 
 
