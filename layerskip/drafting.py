@@ -87,6 +87,7 @@ class EarlyExitDrafter:
     def __init__(self, stack: DecoderStack, plan: DraftPlan) -> None:
         self.stack, self.plan = stack, plan
         self._rest = stack.draft_layers(plan)[plan.shared_depth :]
+        self._adapter = stack.adapter_at(plan)
         self._heads: tuple[DraftHead | None, Head] = (None, stack.draft_head(plan))
 
     def draft(
@@ -178,10 +179,13 @@ class EarlyExitDrafter:
             self.stack.run_layers(torch.cat(states.decoded), self._rest, cache, segments)
 
     def _head_for(self, part: DraftHead | None) -> Head:
-        """The draft's head over a part of the vocabulary, made once for each."""
-        if self._heads[0] is not part:
-            self._heads = (part, self.stack.draft_head(self.plan, part))
-        return self._heads[1]
+        """The draft's head over a part of the vocabulary; an adapted one is made once for each."""
+        if self._adapter is None:
+            return self.stack.logits if part is None else part
+        heads = self._heads  # read once: other threads draft with other parts
+        if heads[0] is not part:
+            heads = self._heads = (part, self.stack.draft_head(self.plan, part))
+        return heads[1]
 
 
 def _by_row(hidden: Tensor, segments: Sequence[Segment]) -> Sequence[Tensor]:

@@ -24,7 +24,8 @@ from layerskip.model import DecoderStack
 from layerskip.profiling import measure_cost
 
 PLAN = PLANS["exit"]
-FAMILIES = ["gpt2", "gptj", "gemma2", "cohere", "phi", "gpt_neox", "opt", "granite", "mixtral"]
+FAMILIES = ["gpt2", "gptj", "gemma2"]
+SLOW_FAMILIES = ["cohere", "phi", "gpt_neox", "opt", "granite", "mixtral"]
 
 
 def states_of(model, ids: list[int], exit_layer: int = EXIT) -> Tensor:
@@ -70,6 +71,14 @@ def test_every_parameter_of_it_can_be_trained(kind):
     assert all(p.grad is not None and p.grad.any() for p in adapter.parameters())
 
 
+def test_logits_are_divided_by_the_temperature(toy):
+    adapter, hidden = make_adapter(toy()), torch.randn(3, 64)
+    assert adapter.temperature == 1.25
+    warm = adapter.logits(hidden, finishing(toy()), toy().lm_head)
+    adapter.temperature = 1.0
+    torch.testing.assert_close(warm * 1.25, adapter.logits(hidden, finishing(toy()), toy().lm_head))
+
+
 def test_what_a_block_may_see(toy):
     """Causal without a mask; a mask of documents with positions of their own keeps them apart."""
     adapter, states = make_adapter(toy()), states_of(toy(), random_ids(12))
@@ -89,7 +98,9 @@ def test_what_a_block_may_see(toy):
     assert not torch.allclose(stretched, whole, atol=1e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW_FAMILIES)]
+)
 def test_other_families(family):
     """Their own norm, and what comes after their head, are kept around the adapter's part; drafts
     are those of the training form, and the text is the model's."""
@@ -117,7 +128,9 @@ def test_a_model_with_attention_of_its_own_has_no_block():
 
 def test_a_fingerprint_of_the_model_is_that_of_its_stack(toy):
     for model in (toy(), make_toy("mixtral"), make_toy("gpt2")):
-        assert ExitAdapter.create(model, 1).backbone == fingerprint(DecoderStack(model))
+        assert ExitAdapter.create(model, 1).backbone == fingerprint(
+            DecoderStack(model, exact=False)
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
