@@ -1,7 +1,7 @@
 # Everything runs in .venv, which is made on first use and again when the pins change.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint bench table kernels gpu-check gpu-bench clean
+.PHONY: help demo test test-slow lint bench bench-full table kernels gpu-check gpu-bench clean
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
@@ -37,8 +37,27 @@ lint: $(TOOLS)  ## formatting, lint and types
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
-bench: $(TOOLS)  ## the benchmarks
-	@$(BIN)/python -m pytest bench --benchmark-only
+# A run writes beside the result files, and replaces one only when it is whole.
+RESULTS := bench/results
+PART := .cache/bench
+CELLS := $(BIN)/python -m pytest bench --benchmark-only -q
+bench: $(TOOLS)  ## the benchmarks, twelve cells: 15 minutes; JSON, plots, the README's tables
+	@mkdir -p $(PART)
+	@$(CELLS) --benchmark-json=$(PART)/bench.json $(ARGS)
+	@mv $(PART)/bench.json $(RESULTS)/bench.json
+	@$(BIN)/python bench/plots.py
+	@$(BIN)/python bench/readme.py
+
+bench-full: $(TOOLS)  ## the whole matrix, exactness and scaling: hours; goes on where it was stopped
+	@mkdir -p $(PART) runs
+	@$(CELLS) --matrix full --resume runs/bench-full.jsonl \
+		--benchmark-json=$(PART)/bench-full.json $(ARGS)
+	@$(BIN)/python bench/exactness_table.py --resume runs/bench-exactness.jsonl
+	@$(BIN)/python bench/scaling.py
+	@mv $(PART)/bench-full.json $(RESULTS)/bench-full.json
+	@rm -f runs/bench-full.jsonl runs/bench-exactness.jsonl
+	@$(BIN)/python bench/plots.py
+	@$(BIN)/python bench/readme.py
 
 table: $(TOOLS)  ## write the README's table of architectures again
 	@$(BIN)/python tests/test_architectures.py

@@ -19,7 +19,6 @@ Every mode must emit plain decoding's tokens, or the script stops.
 """
 
 import argparse
-import datetime
 import random
 import statistics
 import time
@@ -28,9 +27,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import transformers
 from bad_drafters import Corrupted, Random, install
-from paired import Clock, Decoded, circumstances, decode, forget, ratios, wrapped, write
+from paired import (
+    Clock,
+    Decoded,
+    circumstances,
+    dated,
+    decode,
+    forget,
+    quiet,
+    ratios,
+    wrapped,
+    write,
+)
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -322,12 +331,9 @@ def main() -> None:
     parser.add_argument(
         "--rows", type=int, default=ROWS, help=f"of the ramp at its height ({ROWS})"
     )
-    today = datetime.datetime.now(datetime.UTC).date()
-    default = Path(__file__).parent / "results" / f"{today}-never-slower.json"
-    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--out", type=Path, default=dated("never-slower"))
     options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet()
     names = [n.strip() for n in options.cases.split(";")] if options.cases else list(SETUPS)
     unknown = [n for n in names if n not in SETUPS]
     if unknown:

@@ -1,10 +1,12 @@
 """What the wall-clock measurements share: one decoding and its clocks, ratios to plain, reports."""
 
+import datetime
 import json
 import math
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from layerskip import DecodeStats, Grammar, Round, SamplingParams, SelfSpeculati
 from layerskip.bootstrap import bootstrap_interval
 from layerskip.controller import Controller
 from layerskip.cost import CostTable
+from layerskip.fingerprint import device_name
 from layerskip.params import NumDraftTokens
 from layerskip.plan import DraftPlan, PlanFile
 
@@ -130,9 +133,23 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
+def quiet() -> None:
+    """Transformers says nothing between our lines."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def dated(name: str) -> Path:
+    """Today's file of results."""
+    today = datetime.datetime.now(datetime.UTC).date()
+    return Path(__file__).parent / "results" / f"{today}-{name}.json"
+
+
 def circumstances() -> dict[str, Any]:
     """Where and with what it was measured; the load says whether the wall clock means much."""
     return {
+        "commit": commit(),
+        "machine": device_name(torch.device("cpu")),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "load": [round(load, 1) for load in os.getloadavg()],
@@ -143,6 +160,18 @@ def circumstances() -> dict[str, Any]:
             "transformers": transformers.__version__,
         },
     }
+
+
+def commit() -> str:
+    """What is checked out, with a + if files differ from it."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):  # not a checkout
+        return "unknown"
+    return done.stdout.strip()
 
 
 def write(path: Path, document: dict[str, Any]) -> None:

@@ -16,7 +16,6 @@ both clocks in any case.
 """
 
 import argparse
-import datetime
 import hashlib
 import json
 import random
@@ -31,7 +30,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from paired import Clock, circumstances, write
+from paired import Clock, circumstances, dated, write
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -208,9 +207,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--policies", default="off,fixed:4,auto")
     parser.add_argument("--profile-seconds", type=float, default=15.0, help="of each turn (15)")
     parser.add_argument("--lookup", action="store_true", help="let the decoder look tokens up")
-    today = datetime.datetime.now(datetime.UTC).date()
-    default = Path(__file__).parent / "results" / f"{today}-simulation.json"
-    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--out", type=Path, default=dated("simulation"))
     parser.add_argument("--keep-runs", type=Path, help="folder for table and runs")
     options = parser.parse_args()
     options.concurrency = [int(n) for n in options.concurrency.split(",")]

@@ -17,7 +17,6 @@ round, by this thread's CPU time inside ``Constraint``, in calls of their own.
 import argparse
 import collections
 import contextlib
-import datetime
 import json
 import random
 import re
@@ -31,14 +30,15 @@ from typing import Any
 import jsonschema
 import referencing.exceptions
 import torch
-import transformers
 import xgrammar
 from paired import (
     Clock,
     Decoded,
     circumstances,
+    dated,
     decode,
     geometric_mean,
+    quiet,
     ratios,
     total,
     wrapped,
@@ -366,12 +366,9 @@ def main() -> None:
     parser.add_argument("--timed", type=int, default=40, help="of them compared in speed (40)")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens of a schema (96)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    today = datetime.datetime.now(datetime.UTC).date()
-    default = Path(__file__).parent / "results" / f"{today}-structured.json"
-    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--out", type=Path, default=dated("structured"))
     options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet()
     console, documents = Console(width=120), []
     for temperature in options.temperatures:
         sampling = SamplingParams(temperature=temperature, seed=0 if temperature else None)

@@ -15,7 +15,6 @@ is ever right, while the model is as sure of its own as always (bench/bad_drafte
 """
 
 import argparse
-import datetime
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -23,14 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import transformers
 from bad_drafters import Corrupted, install
+from figures import by_position, prediction
 from paired import (
     Clock,
     Decoded,
     circumstances,
+    dated,
     decode,
     geometric_mean,
+    quiet,
     ratios,
     total,
     wrapped,
@@ -39,18 +40,17 @@ from paired import (
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from tasks import TASKS, examples_of, spread
 
-from layerskip import DecodeStats, Round, SamplingParams, SelfSpeculativeLM
-from layerskip.checkpoint import held_out_modules
+from layerskip import DecodeStats, SamplingParams, SelfSpeculativeLM
 from layerskip.compare import Comparison, repeated_share
 from layerskip.cost import CostTable
-from layerskip.params import MAX_AUTO_DRAFT_TOKENS, NumDraftTokens
-from layerskip.prompts import Example, held_out_code, read_prompts
+from layerskip.params import NumDraftTokens
+from layerskip.prompts import Example, read_prompts
 
 FIXED = (2, 3, 4, 5, 7)
 LOOKED_UP = 10
 THEIRS = ("hf-early-exit", "hf-early-exit-default", "hf-prompt-lookup")
-COPIED_CHARACTERS = 1200
 GOAL = 0.03
 
 
@@ -77,24 +77,6 @@ class Setting:
     repeats: int
     max_repeated: float
     theirs: bool
-
-
-def copying(examples: Sequence[Example]) -> list[Example]:
-    """A function, then the same function asked for again with its first line given."""
-    asked = []
-    for e in examples:
-        start = e.prompt.rfind("\n", 0, max(0, e.prompt.rfind("def "))) + 1
-        function = (e.prompt[start:] + e.continuation).rstrip()
-        first = function.split("\n", 1)[0]
-        if len(function) <= COPIED_CHARACTERS and function.count("\n") > 2:
-            asked.append(Example(f"{function}\n\n\n{first}\n"))
-    return asked
-
-
-def spread(prompts: Sequence[list[int]], limit: int) -> list[list[int]]:
-    """``limit`` of them, evenly from all: files are sorted by kind. Then the others, as spares."""
-    step = max(1, len(prompts) // limit)
-    return [p for offset in range(step) for p in prompts[offset::step]]
 
 
 def modes_of(name: str, setting: Setting, bad: list[Corrupted]) -> list[Mode]:
@@ -254,44 +236,6 @@ class Workload:
         return {"best": best, **ratios(of[name], of[best])}
 
 
-def by_position(rounds: Sequence[Round]) -> list[float]:
-    """Share of the first, second, ... drafted token that is accepted after accepted ones.
-
-    The rounds that a text ends in are left out: they may be cut before what was accepted.
-    """
-    shares = []
-    whole = [r for r in rounds if r.finish_reason is None]
-    for i in range(MAX_AUTO_DRAFT_TOKENS):
-        judged = [r for r in whole if r.num_draft_tokens > i and r.num_accepted_tokens >= i]
-        if not judged:
-            break
-        shares.append(sum(r.num_accepted_tokens > i for r in judged) / len(judged))
-    return shares
-
-
-def prediction(
-    rounds: Sequence[Round], stats: DecodeStats, cost: CostTable, context: float
-) -> dict[str, Any]:
-    """Speed-up by the cost table; c and v are means over the passes that were made."""
-    plain, drafted, verified, passes = cost.verify_pass(1, context), 0.0, 0.0, 0
-    for r in rounds:
-        verified += cost.verify_pass(r.num_draft_tokens + 1, context)
-        if r.num_draft_passes:
-            passes += r.num_draft_passes
-            # Of an early exit's round, all but one of the positions are the draft's.
-            each = max(1, round((r.positions - 1) / r.num_draft_passes))
-            drafted += r.num_draft_passes * cost.draft_pass(each, context)
-    count = max(1, len(rounds))
-    c, v = drafted / max(1, passes) / plain, verified / count / plain
-    return {
-        "draft_passes_per_round": passes / count,
-        "c": c,
-        "v": v,
-        "beta": v - 1.0,
-        "predicted_speedup": stats.mean_accepted_length / (passes / count * c + v),
-    }
-
-
 def speed_table(document: dict[str, Any]) -> Table:
     """As people read it."""
     title = (
@@ -351,8 +295,7 @@ def texts_of(name: str, files: dict[str, str], wanted: int) -> list[Example]:
     """At least so many prompts where there are as many."""
     if name in files:
         return read_prompts(files[name])
-    code = held_out_code(held_out_modules(), 8 * wanted)
-    return copying(code) if name == "copying" else code
+    return examples_of(name if name in TASKS else "code", 8 * wanted)
 
 
 def verdicts(documents: Sequence[dict[str, Any]], console: Console) -> None:
@@ -386,12 +329,9 @@ def main() -> None:
     parser.add_argument("--max-repeated", type=float, default=0.2, help="8-grams, greedy (0.2)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--no-theirs", action="store_true", help="leave transformers' modes out")
-    today = datetime.datetime.now(datetime.UTC).date()
-    default = Path(__file__).parent / "results" / f"{today}-workloads.json"
-    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--out", type=Path, default=dated("workloads"))
     options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet()
     files = dict(pair.split("=", 1) for pair in options.prompts)
     names = (options.workloads or ",".join(["code", *files, "copying", "adversarial"])).split(",")
     setting = setting_of(options)

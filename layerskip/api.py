@@ -22,7 +22,13 @@ from layerskip.adapter_file import read_adapter
 from layerskip.adapter_shape import AdapterShape
 from layerskip.batch import Batch, RowSettings, StreamStep, as_grammar, seeded
 from layerskip.cache import CachedText
-from layerskip.checkpoint import BUILTIN, builtin_folder, known_plan, load_checkpoint
+from layerskip.checkpoint import (
+    BUILTIN,
+    builtin_folder,
+    known_plan,
+    load_checkpoint,
+    trained_exits,
+)
 from layerskip.controller import Controller
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
@@ -30,8 +36,8 @@ from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
 from layerskip.exit_adapter import ExitAdapter
 from layerskip.grammar_xgrammar import XGrammarBackend
 from layerskip.lookup import LookupStore
-from layerskip.model import DecoderStack
 from layerskip.outputs import GenerationOutput, Round
+from layerskip.packed import open_stack
 from layerskip.params import (
     AUTO,
     NumDraftTokens,
@@ -44,6 +50,7 @@ from layerskip.params import (
 from layerskip.plan import DraftPlan, PlanFile, ranges
 from layerskip.policy import Policy
 from layerskip.profiling import fitting_cost, warn_of_another_checkpoint
+from layerskip.rounds import open_bench
 from layerskip.sampling import Processor
 from layerskip.vocabulary import CoverageMeter
 
@@ -78,19 +85,25 @@ class SelfSpeculativeLM:
             second at the first use unless the plan file brings them. 0: plain decoding. A number:
             so many tokens a round.
         lookup: whether tokens are looked up in a row's prompt and output, to draft them or to save
-            draft passes; a ``LookupStore`` is searched, too, and gets every finished text.
+            draft passes; a ``LookupStore`` is searched, too, and gets every finished text. The host
+            does that between a round's passes. None: unless there is a plan to draft by and the
+            device runs rounds by itself (``rounds_choice``).
         exact: True keeps every row's bits whatever it is decoded with, so that drafts and batches
             never change a token. False is faster where that costs (on a CPU, batches and float32:
             bench/LOG.md), and lets last bits, and now and then a token, depend on both.
         policy: what was decided for kinds of requests (``layerskip report`` writes one); by their
             ``labels`` and length of prompt. A request that names a number has that.
+        packed: whether our kernels decode, over packed weights. None: on a GPU, if they can
+            (``stack_choice`` says why not). False: never. True: or an error with the reason; on a
+            CPU the kernels' definitions run, for tests.
         exit_adapter: what was trained for one exit of this model; drafts that leave there run it,
             and nothing else does. ``plan`` is that exit, or None, which then means it.
 
     Raises:
         UnsupportedModelError: the model does not fit, with the reason; it is left as it was.
         ValueError: the plan is for another depth, a weight is not finite, the tokenizer has ids
-            that the model lacks, or the adapter is of another model, exit, dtype or device.
+            that the model lacks, ``packed`` is True and cannot be, or the adapter is of another
+            model, exit, dtype or device.
     """
 
     def __init__(
@@ -101,8 +114,9 @@ class SelfSpeculativeLM:
         *,
         num_draft_tokens: NumDraftTokens = AUTO,
         exact: bool = True,
-        lookup: bool | LookupStore = True,
+        lookup: bool | LookupStore | None = None,
         policy: Policy | None = None,
+        packed: bool | None = None,
         exit_adapter: ExitAdapter | None = None,
     ) -> None:
         if plan is not None and not isinstance(plan, DraftPlan | PlanFile):
@@ -111,8 +125,8 @@ class SelfSpeculativeLM:
             )
         known = plan if isinstance(plan, PlanFile) else PlanFile(plan)
         check_num_draft_tokens(num_draft_tokens)
-        if not isinstance(lookup, bool | LookupStore):
-            raise TypeError(f"lookup must be a bool or a LookupStore, got {lookup!r}")
+        if not isinstance(lookup, bool | LookupStore | None):
+            raise TypeError(f"lookup must be a bool, a LookupStore or None, got {lookup!r}")
         if policy is not None and not isinstance(policy, Policy):
             raise TypeError(
                 f"policy must be a Policy or None, got {type(policy).__name__}; Policy.load(path) "
@@ -129,12 +143,13 @@ class SelfSpeculativeLM:
                 known if known.plan is not None else replace(known, plan=exit_adapter.shape.plan)
             )
             _check_exit(known.plan, exit_adapter.shape)
-        self.stack = DecoderStack(model, exact=exact, adapter=exit_adapter)
+        self.stack, self._stack_choice = open_stack(
+            model, exact=exact, packed=packed, adapter=exit_adapter
+        )
         self.tokenizer, self.plan = tokenizer, known.plan
         self._known, self.policy = known, policy
         warn_of_another_checkpoint(known, self.stack)
         self.num_draft_tokens = num_draft_tokens
-        self._looks_up = lookup is not False
         self._store = lookup if isinstance(lookup, LookupStore) else None
         self._encoder = PromptEncoder(
             tokenizer, vocab_size=self.stack.vocab_size, max_positions=self.stack.max_positions
@@ -145,6 +160,9 @@ class SelfSpeculativeLM:
         self._eos_ids = _eos_ids(model)
         self._drafter = EarlyExitDrafter(self.stack, self.plan) if self.plan is not None else None
         self._head, self.coverage_meter = self._trimmed(known)
+        self._bench, self._rounds_choice = open_bench(self.stack, self.plan, self._head)
+        by_itself = self._bench is not None and self.plan is not None
+        self._looks_up = lookup is not False and not (lookup is None and by_itself)
         self._controller: Controller | None = None
         self._lock = threading.Lock()
 
@@ -163,8 +181,9 @@ class SelfSpeculativeLM:
         token: str | None = None,
         local_files_only: bool = False,
         exact: bool = True,
-        lookup: bool | LookupStore = True,
+        lookup: bool | LookupStore | None = None,
         policy: Policy | None = None,
+        packed: bool | None = None,
         exit_adapter: str | Path | None = None,
     ) -> "SelfSpeculativeLM":
         """Load a checkpoint; code from a hub is never run.
@@ -173,12 +192,13 @@ class SelfSpeculativeLM:
             model: a folder, a hub id, or "builtin" for the checkpoint inside the package.
             exit_layer: draft with this many leading layers.
             plan: or with this plan, or plan file (``layerskip search`` writes one). With neither,
-                the one in the folder's ``layerskip.json``; if there is none, only look-ups draft.
+                the one in the folder's ``layerskip.json``; if there is none, the first of the exits
+                that its config says were trained (``early_exit_layers``); else only look-ups draft.
             num_draft_tokens: as for the class; None takes the plan file's, "auto" as a rule.
             dtype: "bfloat16", "float16", "float32" or None for the checkpoint's own.
             device: "cpu", "cuda" or "auto" (CUDA where there is one).
             revision, cache_dir, token, local_files_only: as in transformers.
-            exact, lookup, policy: as for the class.
+            exact, lookup, policy, packed: as for the class.
             exit_adapter: a folder that ``ExitAdapter.save`` wrote, for this checkpoint. Drafts
                 leave at its exit: a plan that says another one is refused. With no plan given, the
                 ``layerskip.json`` beside the adapter counts; if there is none, of the checkpoint's
@@ -205,6 +225,7 @@ class SelfSpeculativeLM:
             exact=exact,
             lookup=lookup,
             policy=policy,
+            packed=packed,
             exit_adapter=None if exit_adapter is None else ExitAdapter.load(exit_adapter, loaded),
         )
         if lm.plan is None:
@@ -256,6 +277,11 @@ class SelfSpeculativeLM:
         if exit_layer is not None:
             depth = loaded.config.num_hidden_layers
             known = PlanFile(DraftPlan.exiting(num_layers=depth, exit_layer=exit_layer))
+        exits = trained_exits(loaded.config, known)
+        if plan is None and exit_layer is None and exits:
+            known = PlanFile(
+                DraftPlan.exiting(num_layers=loaded.config.num_hidden_layers, exit_layer=exits[0])
+            )
         wanted = known.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         return loaded, tokenizer, known, wanted
 
@@ -265,9 +291,24 @@ class SelfSpeculativeLM:
         return self.stack.exactness.reason
 
     @property
+    def stack_choice(self) -> str:
+        """One sentence: which of the two stacks decodes, packed or general, and why."""
+        return self._stack_choice
+
+    @property
+    def rounds_choice(self) -> str:
+        """One sentence: who runs the rounds, the device by itself or the host, and why."""
+        return self._rounds_choice
+
+    @property
     def plan_file(self) -> PlanFile:
         """The plan, and what is known of it."""
         return self._known
+
+    @property
+    def trained_exits(self) -> tuple[int, ...]:
+        """Exit layers that the checkpoint says it was trained for; often none."""
+        return trained_exits(self.stack.twin.config, self._known)
 
     @property
     def draft_head(self) -> DraftHead | None:
@@ -487,6 +528,7 @@ class SelfSpeculativeLM:
             looks_up=self._looks_up,
             store=self._store,
             head=self._head,
+            bench=self._bench,
             meter=self.coverage_meter,
             grammars=self._grammars,
             policy=self.policy,

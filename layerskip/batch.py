@@ -36,6 +36,7 @@ from layerskip.params import (
 from layerskip.plan import DraftPlan
 from layerskip.policy import Policy
 from layerskip.processors import processors_of
+from layerskip.rounds import Workbench
 from layerskip.row import Row, RowSpec
 from layerskip.sampling import Processor, Sampler
 from layerskip.text import TextStream
@@ -142,6 +143,7 @@ class Batch:
         looks_up: bool,
         store: LookupStore | None,
         head: DraftHead | None,
+        bench: Workbench | None,
         meter: CoverageMeter | None,
         grammars: XGrammarBackend | None,
         policy: Policy | None,
@@ -151,6 +153,7 @@ class Batch:
         self._stack, self._drafter, self._plan = stack, drafter, plan
         self._controller, self._looks_up, self._store = controller, looks_up, store
         self._head, self._meter, self._alarmed = head, meter, False
+        self._bench = bench
         self._encoder, self._settings = encoder, settings
         self._rows: Decoder | None = None
         self._requests: dict[int, RowRequest] = {}
@@ -325,6 +328,7 @@ class Batch:
             looks_up=self._looks_up,
             store=self._store,
             head=self._head,
+            bench=self._bench,
             num_rows=len(requests),
             num_slots=max(r.num_slots for r in requests),
         )

@@ -101,25 +101,39 @@ class KVCache:
         self.lengths[row] = self.adapter_lengths[row] = num_tokens
 
     def grown(self, *, num_rows: int, num_slots: int) -> "KVCache":
-        """A larger cache that holds what this one holds."""
+        """A larger cache that holds what this one's rows have committed.
+
+        What has to grow at least doubles: rows that join one after another copy what is committed
+        once each, on average. Where memory has no room for that, it grows as far as it was asked.
+        """
+        asked = max(num_rows, self.num_rows), max(num_slots, self.num_slots)
+        roomy = _doubled(self.num_rows, num_rows), _doubled(self.num_slots, num_slots)
+        try:
+            larger = self._resized(*roomy)
+        except torch.OutOfMemoryError:
+            larger = self._resized(*asked)
+        held = slice(0, max(0, int(self.lengths.max())))
+        larger.keys[:, : self.num_rows, held] = self.keys[:, :, held]
+        larger.values[:, : self.num_rows, held] = self.values[:, :, held]
+        larger.lengths[: self.num_rows] = self.lengths
+        larger.adapter_lengths[: self.num_rows] = self.adapter_lengths
+        return larger
+
+    def _resized(self, num_rows: int, num_slots: int) -> "KVCache":
+        """An empty cache of the same kind."""
         layers, _, _, heads, dim = self.keys.shape
         num_layers = self.model_layers.stop
-        larger = KVCache(
+        return KVCache(
             num_layers=num_layers,
             num_extra_layers=layers - num_layers,
-            num_rows=max(num_rows, self.num_rows),
-            num_slots=max(num_slots, self.num_slots),
+            num_rows=num_rows,
+            num_slots=num_slots,
             num_kv_heads=heads,
             head_dim=dim,
             dtype=self.keys.dtype,
             device=self.keys.device,
             attended_block=self.attended_block,
         )
-        larger.keys[:, : self.num_rows, : self.num_slots] = self.keys
-        larger.values[:, : self.num_rows, : self.num_slots] = self.values
-        larger.lengths[: self.num_rows] = self.lengths
-        larger.adapter_lengths[: self.num_rows] = self.adapter_lengths
-        return larger
 
     def causal_rows(self, start: int, tile: int, group: int, window: int | None) -> Tensor:
         """Mask ``(group * tile, slots)`` of ``tile`` positions from ``start``: a view, no work.
@@ -138,6 +152,10 @@ class KVCache:
         end = min(self.num_slots, -(-(start + tile) // block) * block)
         first = self.num_slots - start
         return self._ramps[key][:, first : first + end]
+
+
+def _doubled(have: int, wanted: int) -> int:
+    return have if wanted <= have else max(wanted, 2 * have)
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,13 +357,17 @@ class PrefillLayout:
         self.num_tokens = self.num_rows = self.product_rows = segment.count
         self.end = self.num_visible = segment.start + segment.count
         self.positions = all_positions[:, self.start : self.end]
-        slots = torch.arange(self.end, device=cache.keys.device)
-        behind = self.positions[0][:, None] - slots
-        self.masks = {}
-        for w in set(windows):
-            visible = behind >= 0 if w is None else (behind >= 0) & (behind < w)
-            mask = torch.zeros(visible.shape, dtype=cache.keys.dtype, device=cache.keys.device)
-            self.masks[w] = mask.masked_fill_(~visible, float("-inf"))[None, None]
+        self._masks: dict[int | None, Tensor] = {}
+
+    def _mask(self, window: int | None) -> Tensor:
+        """``(1, 1, num_tokens, end)``, made when a layer first asks: not every attention does."""
+        if window not in self._masks:
+            keys = self.cache.keys
+            behind = self.positions[0][:, None] - torch.arange(self.end, device=keys.device)
+            visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+            mask = torch.zeros(visible.shape, dtype=keys.dtype, device=keys.device)
+            self._masks[window] = mask.masked_fill_(~visible, float("-inf"))[None, None]
+        return self._masks[window]
 
     def append(self, key: Tensor, value: Tensor, layer: int) -> None:
         """Write new keys and values, ``(num_tokens, kv_head, head_dim)``."""
@@ -368,7 +390,7 @@ class PrefillLayout:
     ) -> Tensor:
         """``(num_tokens, head, head_dim)`` -> the same, over the cache."""
         k, v = self.seen(layer)
-        mask, extra = self.masks[self.windows[layer]], (softmax_scale, softcap, sinks)
+        mask, extra = self._mask(self.windows[layer]), (softmax_scale, softcap, sinks)
         return prefill_attention(query[None], k[None], v[None], mask, *extra)[0]
 
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from layerskip.admission import refusal
 from layerskip.errors import UnsupportedModelError
+from layerskip.files import read_json
 from layerskip.model import pack_model
 from layerskip.plan import PlanFile
 
@@ -52,6 +53,7 @@ def pick_dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:
 
 def load_config(folder: str | Path, **hub: Any) -> Any:
     """The checkpoint's config; one clear sentence if there is none or it is not supported."""
+    folder = _weights_of(folder)
     path = Path(folder)
     looks_local = path.is_absolute() or str(folder).startswith(".") or path.exists()
     if looks_local and not (path / "config.json").is_file():
@@ -62,6 +64,28 @@ def load_config(folder: str | Path, **hub: Any) -> Any:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         first = str(error).strip().split("\n")[0]
         raise ValueError(f"model {str(folder)!r} cannot be loaded: {first}") from None
+
+
+def _weights_of(folder: str | Path) -> str | Path:
+    """The checkpoint that an adapter's folder names; any other folder itself."""
+    adapter = Path(folder) / "adapter_config.json"
+    if not adapter.is_file() or (Path(folder) / "config.json").is_file():
+        return folder
+    base = read_json(adapter, "adapter's config").get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ValueError(
+            f"{adapter} does not say of which checkpoint it is; load both with peft, and wrap them"
+        )
+    return base
+
+
+def trained_exits(config: Any, plan: PlanFile) -> tuple[int, ...]:
+    """Exit layers that a checkpoint was trained for, by its config or its plan file; often none."""
+    found = getattr(config, "early_exit_layers", None) or plan.measurements.get("trained_exits")
+    depth = config.num_hidden_layers
+    if not isinstance(found, list | tuple):
+        return ()
+    return tuple(sorted({e for e in found if type(e) is int and 0 < e < depth}))
 
 
 def load_checkpoint(

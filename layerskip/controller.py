@@ -292,16 +292,19 @@ class Controller:
         confidences: Sequence[float] = (),
         *,
         num_passes: int,
+        num_drafted: int | None = None,
     ) -> None:
         """A round with an early exit's draft.
 
         Args:
             choice: that asked for it.
             accepted: of the judged tokens: those that were accepted, and the first that was not.
-            confidences: of the drafted tokens.
+            confidences: of the drafted tokens, if they are known.
             num_passes: that drafted them.
+            num_drafted: tokens; None: as many as ``confidences``.
         """
-        seconds = choice.gained(sum(accepted), len(confidences), num_passes)
+        drafted = len(confidences) if num_drafted is None else num_drafted
+        seconds = choice.gained(sum(accepted), drafted, num_passes)
         if choice.plain_seconds > 0.0:
             plain = self.verify_seconds(1, context, greedy=state.greedy)
             state.settle(seconds / choice.plain_seconds, seconds / plain)

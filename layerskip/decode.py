@@ -6,8 +6,9 @@ committed. ``k = 0`` is plain decoding through the same code.
 """
 
 import time
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,10 +22,13 @@ from layerskip.model import DecoderStack
 from layerskip.outputs import Origin, Round
 from layerskip.params import MAX_NUM_DRAFT_TOKENS, most_draft_tokens
 from layerskip.plan import DraftPlan
+from layerskip.rounds import Workbench
 from layerskip.row import Emission, ExitStates, Row, RowSpec
 from layerskip.sampling import token_logprobs
-from layerskip.speculation import Attempt, Speculator
+from layerskip.speculation import Attempt, Landing, Speculator
 from layerskip.verification import Verdict, judge
+
+NO_LOGITS = torch.empty(0)
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Step:
     """One row's finished work of a round, not yet applied; a prefill attempts nothing.
 
     ``exit_states`` are those after the shared layers: of a prompt's chunks, or in one piece of the
-    tokens that verify ran.
+    tokens that verify ran. What has a ``landing`` the device has applied to its own state already.
     """
 
     row: Row
@@ -66,11 +70,16 @@ class Step:
     judged: Judged
     num_committed: int
     record: Round
-    exit_states: Sequence[Tensor]
+    exit_states: Sequence[Tensor] = ()
+    landing: Landing | None = None
 
 
 class Decoder:
-    """Rows decoding together over one cache. Rows join and leave between rounds."""
+    """Rows decoding together over one cache. Rows join and leave between rounds.
+
+    With a ``bench``, rounds that the device can run by itself are run so; the others, and all
+    prefills, are driven from here. Tokens, records and cache are the same.
+    """
 
     def __init__(
         self,
@@ -82,6 +91,7 @@ class Decoder:
         looks_up: bool = False,
         store: LookupStore | None = None,
         head: DraftHead | None = None,
+        bench: Workbench | None = None,
         num_rows: int = 1,
         num_slots: int = 1,
     ) -> None:
@@ -91,12 +101,18 @@ class Decoder:
             controller,
             looks_up=looks_up,
             store=store,
-            free_rows=stack.exactness.row_quantum,
+            free_rows=stack.free_rows,
             head=head,
         )
         self.plan, self.shared_depth = plan, plan.shared_depth if plan is not None else 0
         self._has_block = drafter is not None and stack.has_block_at(plan)
-        self.cache = stack.new_cache(num_rows=num_rows, num_slots=num_slots)
+        self.rounds = None
+        if bench is None:
+            self.cache = stack.new_cache(num_rows=num_rows, num_slots=num_slots)
+        else:
+            self.rounds = bench.take(num_rows=num_rows, num_slots=num_slots)
+            self.cache = self.rounds.cache
+            weakref.finalize(self, bench.give_back, self.rounds).atexit = False
         self.rows: dict[int, Row] = {}
         self._next_id = 0
 
@@ -111,6 +127,8 @@ class Decoder:
         slots = len(spec.prompt) + spec.limit + most_draft_tokens(spec.num_draft_tokens)
         if slot_row >= self.cache.num_rows or slots > self.cache.num_slots:
             self.cache = self.cache.grown(num_rows=slot_row + 1, num_slots=slots)
+            if self.rounds is not None:
+                self.rounds.move(self.cache)
         row = Row(self._next_id, slot_row, spec, spec.stream)
         if self._has_block and (spec.may_draft or spec.returns_cache):
             row.exit_states = ExitStates()
@@ -131,6 +149,8 @@ class Decoder:
     def leave(self, row_id: int) -> Row:
         """Give a row's slots back, finished or not."""
         row = self.row(row_id)
+        if self.rounds is not None:
+            self.rounds.leave(row)
         self.cache.release(row.slot_row)
         return self.rows.pop(row_id)
 
@@ -154,8 +174,14 @@ class Decoder:
         new = [row for row in going if not row.token_ids]
         decoding = [row for row in going if row.token_ids]
         steps = [self._prefill(row) for row in new]
+        if decoding and self.rounds is not None:
+            # A prefill's token is known when this step ends: its row joins the round after that.
+            steps += self._land(decoding, ahead=not new)
+            decoding = self._left_to_host(decoding, steps)
         if decoding:
             steps += self._round(decoding)
+        if self.rounds is not None:
+            self.rounds.landed()
         for step in steps:
             self._apply(step)
         return [step.record for step in steps]
@@ -164,11 +190,9 @@ class Decoder:
         row, emission = step.row, step.emission
         if row.exit_states is not None:
             self._keep(row.exit_states, step)
-        self.cache.commit(row.slot_row, step.num_committed)
         row.length += step.num_committed
-        num_rejected = step.record.num_draft_tokens + 1 - step.num_committed
-        if num_rejected > 0:  # of a prefill nothing is
-            self.cache.sweep(row.slot_row, row.length, row.length + num_rejected)
+        if step.landing is None:
+            self._commit(step)
         row.token_ids.extend(emission.token_ids)
         row.stream, row.finish_reason = emission.stream, emission.finish_reason
         row.rounds.append(step.record)
@@ -178,10 +202,57 @@ class Decoder:
         else:
             num_matches = step.judged.verdict.num_matches
             self.speculator.observe(row, step.attempt, emission.token_ids, num_matches)
+        if step.landing is not None and self.rounds is not None:
+            self.rounds.settle(step.landing)
         if row.spec.sink is not None:
             count, scores = len(emission.token_ids), step.judged.verdict.scores
             logits = step.judged.logits[:count].float()
             row.spec.sink(logits, logits if scores is None else scores[:count])
+
+    def _commit(self, step: Step) -> None:
+        row = step.row
+        self.cache.commit(row.slot_row, step.num_committed)
+        num_rejected = step.record.num_draft_tokens + 1 - step.num_committed
+        if num_rejected > 0:  # of a prefill nothing is
+            self.cache.sweep(row.slot_row, row.length, row.length + num_rejected)
+
+    def _land(self, rows: Sequence[Row], *, ahead: bool) -> list[Step]:
+        """What the oldest round that the device ran by itself did for these rows; the one after it
+        is on its way by then."""
+        assert self.rounds is not None
+        began = time.perf_counter()
+        landings = self.rounds.advance(rows, self.speculator, ahead=ahead)
+        if not landings:
+            return []
+        attempts = [self.speculator.attempted(one) for one in landings]
+        read = time.perf_counter()
+        seconds = max(read - began, landings[0].seconds)
+        draft = self.speculator.observe_round_seconds(attempts, seconds)
+        times = Times(draft, read - (seconds - draft), 0.0, landings[0].num_rows)
+        return [
+            self._landed(landing, attempt, times)
+            for landing, attempt in zip(landings, attempts, strict=True)
+        ]
+
+    def _left_to_host(self, rows: Sequence[Row], steps: Sequence[Step]) -> list[Row]:
+        """Rows that the device neither had in this round nor has in the next one."""
+        assert self.rounds is not None
+        done = {step.row.id for step in steps}
+        left = [row for row in rows if row.id not in done and not self.rounds.flies(row)]
+        for row in left:
+            self.rounds.leave(row)
+        return left
+
+    def _landed(self, landing: Landing, attempt: Attempt, times: Times) -> Step:
+        judged = Judged(NO_LOGITS, Verdict(landing.tokens, None))
+        step = self._finished(landing.row, attempt, judged, times)
+        count, sent = len(step.emission.token_ids), landing.num_sent
+        if count > sent or (count < sent and step.emission.finish_reason != "stop"):
+            raise RuntimeError(
+                f"the device emitted {sent} tokens where {count} were due: this is an error of "
+                "layerskip; please report it"
+            )
+        return replace(step, landing=landing)
 
     def _keep(self, kept: ExitStates, step: Step) -> None:
         """What the block has seen, and what it has not: of a draft, what went through its passes
@@ -236,7 +307,7 @@ class Decoder:
         attempt: Attempt | None,
         judged: Judged,
         times: Times,
-        exit_states: Sequence[Tensor],
+        exit_states: Sequence[Tensor] = (),
     ) -> Step:
         """Emit the confirmed tokens and the one after them. All but the last are committed,
         and with them the token that was pending, or the prompt."""

@@ -22,50 +22,35 @@ ROPE_CHUNK = 1024
 Rope = tuple[Tensor, Tensor]
 
 
-def fits(layer: nn.Module) -> bool:
-    """Whether ``DenseLayer`` computes what this layer computes."""
-    if type(layer).__name__ not in {f"{family}DecoderLayer" for family in FAMILIES}:
+def fits(layer: nn.Module, families: Sequence[str] = FAMILIES) -> bool:
+    """Whether a layer is as transformers made it, of one of these families, with a SiLU gate.
+
+    Those of ``FAMILIES`` are what ``DenseLayer`` computes.
+    """
+    if type(layer).__name__ not in {f"{family}DecoderLayer" for family in families}:
         return False
-    known = {"Linear", "SiLUActivation", "SiLU"}
+    known = {"Dropout", "Linear", "SiLUActivation", "SiLU"}
     ours = ("DecoderLayer", "Attention", "MLP", "RMSNorm")
-    known |= {f"{family}{part}" for family in FAMILIES for part in ours}
-    parts = list(layer.modules())
-    # torch has no public way to ask.
-    hooks = [h for m in parts for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]  # noqa: SLF001
-    # Transformers leaves some behind once it was asked for hidden states; they only look.
-    hooked = any(getattr(h, "__module__", None) != CAPTURING for h in hooks)
-    plain = all(type(p) is nn.Parameter for p in layer.parameters())
-    return (
-        not hooked
-        and plain
-        and all(
-            type(m).__name__ in known
-            and type(m).__module__.startswith(("torch.", "transformers."))
-            and (not isinstance(m, nn.Linear) or type(m) is nn.Linear)
-            for m in parts
-        )
+    known |= {f"{family}{part}" for family in families for part in ours}
+    return unhooked(layer) and all(
+        type(m).__name__ in known
+        and type(m).__module__.startswith(("torch.", "transformers."))
+        and (not isinstance(m, nn.Linear) or type(m) is nn.Linear)
+        for m in layer.modules()
     )
 
 
-def pack(layer: Any) -> None:
-    """Move the weights of projections that read the same input side by side in memory.
-
-    Parameters keep their names and values and become views, so nothing is stored twice. Only for
-    a model that we loaded ourselves: a guest's tensors are left where they are.
-    """
-    attention, mlp = layer.self_attn, layer.mlp
-    for group in (
-        (attention.q_proj, attention.k_proj, attention.v_proj),
-        (mlp.gate_proj, mlp.up_proj),
-    ):
-        for name in ("weight", "bias"):
-            parameters = [getattr(linear, name) for linear in group]
-            if parameters[0] is not None:
-                packed = torch.cat([p.data for p in parameters])
-                for p, part in zip(
-                    parameters, packed.split([len(p) for p in parameters]), strict=True
-                ):
-                    p.data = part
+def unhooked(module: nn.Module) -> bool:
+    """Whether a module has plain parameters, and nobody watches it or what is in it."""
+    # torch has no public way to ask.
+    hooks = [
+        hook
+        for m in module.modules()
+        for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())  # noqa: SLF001
+    ]
+    # Transformers leaves some behind once it was asked for hidden states; they only look.
+    hooked = any(getattr(hook, "__module__", None) != CAPTURING for hook in hooks)
+    return not hooked and all(type(p) is nn.Parameter for p in module.parameters())
 
 
 class Projections:
@@ -73,9 +58,9 @@ class Projections:
 
     def __init__(self, *linears: nn.Linear) -> None:
         self.linears = linears
-        self.packed = _joined([linear.weight for linear in linears])
+        self.packed = joined([linear.weight for linear in linears])
         biases = [linear.bias for linear in linears]
-        self.bias = None if biases[0] is None else _joined(biases)
+        self.bias = None if biases[0] is None else joined(biases)
         if biases[0] is not None and self.bias is None:
             self.packed = None
 
@@ -86,7 +71,7 @@ class Projections:
         return torch.cat([product(x, m.weight, m.bias, at_once) for m in self.linears], dim=-1)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+def joined(parts: Sequence[Tensor]) -> Tensor | None:
     """One view over tensors that follow each other in one storage, or None."""
     for left, right in pairwise(parts):
         follows = left.data_ptr() + left.nbytes == right.data_ptr()
@@ -187,9 +172,9 @@ class DenseModel:
         self.num_kv_heads, self.head_dim = first.num_kv_heads, first.head_dim
         self.group = first.num_heads // first.num_kv_heads
         self.widths = {model.config.intermediate_size}
-        self.windows = _windows(model.config)
+        self.windows = windows_of(model.config)
         how = "packed" if first.qkv.packed is not None else "where they lie"
-        self.backend = f"dense layers by torch, weights {how} (no kernel of ours yet)"
+        self.backend = f"dense layers by torch, weights {how}"
         weight = self._body.embed_tokens.weight
         self._like = weight.new_zeros(1, 1, 1)
         empty = weight.new_zeros(0)
@@ -226,7 +211,7 @@ class DenseModel:
         return rope
 
 
-def _windows(config: Any) -> tuple[int | None, ...]:
+def windows_of(config: Any) -> tuple[int | None, ...]:
     """Each layer's sliding window, None where it sees everything."""
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)

@@ -7,7 +7,7 @@ own modules and config, and whose attention is ours.
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from layerskip.admission import check_model, decoder_layers, unwrapped
 from layerskip.cache import KVCache, Layout, PassLayout, PrefillLayout, Segment
-from layerskip.dense import DenseModel, fits, pack
+from layerskip.dense import DenseModel, fits
 from layerskip.draft_head import DraftHead, Projection, head_over, why_whole
 from layerskip.exactness import (
     MAX_PASS_ROWS,
@@ -29,8 +29,12 @@ from layerskip.exactness import (
 )
 from layerskip.exit_adapter import AdaptedHead, ExitAdapter, check_adapter
 from layerskip.families import position_limit
+from layerskip.packing import FAMILIES, pack
 from layerskip.plan import DraftPlan
 from layerskip.skeleton import Skeleton, share_twin
+
+if TYPE_CHECKING:
+    from layerskip.packed_forward import PackedModel
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +46,7 @@ POSITION_CHUNK = 1024
 def pack_model(model: PreTrainedModel) -> None:
     """Re-home a model's weights for speed; only one that we loaded ourselves. Values stay."""
     layers = decoder_layers(model)
-    if all(fits(layer) for layer in layers):
+    if all(fits(layer, FAMILIES) for layer in layers):
         for layer in layers:
             pack(layer)
 
@@ -66,12 +70,8 @@ class DecoderStack:
         self.twin = share_twin(owner)
         self._weights = list(self.twin.parameters())
         self._places = _places(self._weights)
-        self._forward: DenseModel | Skeleton
-        if all(fits(layer) for layer in decoder_layers(self.twin)):
-            self._forward = DenseModel(self.twin)
-        else:
-            self._forward = Skeleton(self.twin, owner.config._attn_implementation)  # noqa: SLF001
-        forward, config = self._forward, self.twin.config
+        self._forward = forward = self._make_forward(owner)
+        config = self.twin.config
         self.backend = forward.backend
         self.num_layers: int = config.num_hidden_layers
         self.num_kv_heads, self.head_dim = forward.num_kv_heads, forward.head_dim
@@ -86,7 +86,7 @@ class DecoderStack:
         self.adapter: ExitAdapter | None = None
         self.exactness: Exactness
         with torch.inference_mode():
-            self.exactness = probe(self) if exact else SWITCHED_OFF
+            self.exactness = self._settle(exact)
         at_start = (torch.get_num_threads(), self.exactness.row_quantum)
         self._proven[at_start] = self.exactness.holds  # not proven again in the first round
         if adapter is not None:
@@ -136,6 +136,15 @@ class DecoderStack:
         """Rows of an adapter's products in a decode pass: nothing was probed at other numbers."""
         return self.exactness.row_quantum if self.exactness.wanted else None
 
+    def _make_forward(self, owner: PreTrainedModel) -> "DenseModel | Skeleton | PackedModel":
+        """What runs the layers of the twin."""
+        if all(fits(layer) for layer in decoder_layers(self.twin)):
+            return DenseModel(self.twin)
+        return Skeleton(self.twin, owner.config._attn_implementation)  # noqa: SLF001
+
+    def _settle(self, exact: bool) -> Exactness:
+        return probe(self) if exact else SWITCHED_OFF
+
     @property
     def kv_bytes_per_token(self) -> int:
         num_layers = self.num_layers + self.num_extra_layers
@@ -151,6 +160,16 @@ class DecoderStack:
     def product_rows(self) -> int:
         """Most rows of a decode pass that a linear map takes at once, with this thread's cores."""
         return self._product_rows.get(torch.get_num_threads(), MAX_PASS_ROWS)
+
+    @property
+    def free_rows(self) -> int:
+        """Rows of a decode pass that cost no more than one."""
+        return self.exactness.row_quantum
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Most tokens of a prompt that go through the layers at once; chunks end at multiples."""
+        return PREFILL_CHUNK
 
     @property
     def probed_layers(self) -> tuple[int, ...]:
@@ -329,9 +348,9 @@ class DecoderStack:
         self, token_ids: Sequence[int], cache: KVCache, row: int, start: int
     ) -> Iterator[tuple[Tensor, PrefillLayout]]:
         """Embedded pieces of a prompt from ``start`` on, and where each goes."""
-        ids = torch.tensor(token_ids, device=self.device)
+        ids, chunk = torch.tensor(token_ids, device=self.device), self.prefill_chunk
         while start < len(token_ids):
-            end = min(len(token_ids), (start // PREFILL_CHUNK + 1) * PREFILL_CHUNK)
+            end = min(len(token_ids), (start // chunk + 1) * chunk)
             layout = PrefillLayout(
                 cache,
                 Segment(row, start, end - start),

@@ -177,7 +177,8 @@ class Sampler:
             scores = self.constraint.masked(scores, context)
         if self.params.greedy:
             return scores
-        return keep_mask(scores / self.params.temperature, self.params)
+        # By a tensor: a GPU multiplies by a number's reciprocal, which ``lm_head_argmax`` does not.
+        return keep_mask(scores / scores.new_full((1,), self.params.temperature), self.params)
 
     def _processed(self, ids: Tensor, scores: Tensor) -> Tensor:
         expected = tuple(scores.shape)
@@ -196,7 +197,8 @@ class Sampler:
         if self.params.greedy:
             return scores.argmax(-1).tolist()
         noise = torch.stack([self.noise(position + i) for i in range(scores.shape[0])])
-        return (scores.log_softmax(-1) + noise.to(scores.device)).argmax(-1).tolist()
+        # As ``lm_head_argmax`` does: to normalise the scores first would round them differently.
+        return (scores + noise.to(scores.device)).argmax(-1).tolist()
 
     def pick(self, logits: Tensor, position: int, context: Sequence[int] = ()) -> list[int]:
         """Next tokens of consecutive positions; ties go to the lowest id.

@@ -71,7 +71,7 @@ class Tried:
 
     Attributes:
         plan: its layers.
-        found_by: "exit", "similarity" or "refinement".
+        found_by: "exit", "trained exit" (the checkpoint says so), "similarity" or "refinement".
         counts: along the texts.
         c: a drafted token's pass in units of a plain one.
         num_draft_tokens: the best number; 0 if none beats plain decoding.
@@ -233,7 +233,8 @@ class _Search:
         )
         for layer, counts in enumerate(found, 1):
             plan = DraftPlan.exiting(num_layers=self.depth, exit_layer=layer)
-            self._note(plan, "exit", counts)
+            trained = layer in self.lm.trained_exits
+            self._note(plan, "trained exit" if trained else "exit", counts)
 
     def _skip_sets(self) -> list[DraftPlan]:
         """Of every size, by similarity; the smallest, which leave most room, first."""

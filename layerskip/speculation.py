@@ -1,7 +1,7 @@
 """What each row drafts in a round, and what is learnt from how it went."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,6 +27,7 @@ class Attempt:
         draft: the tokens.
         guess: what was looked up before the round.
         stopper: what the draft's confidence was held against.
+        probing: whether the controller tried what it had given up.
     """
 
     request: DraftRequest
@@ -34,6 +35,7 @@ class Attempt:
     draft: Draft
     guess: Guess
     stopper: Stopper | None
+    probing: bool = False
 
     @property
     def source(self) -> Drafter:
@@ -48,6 +50,31 @@ class Attempt:
         if self.stopper is not None and self.stopper.stopped:
             return self.stopper.stopped
         return "number" if len(self.draft.tokens) >= self.choice.num_draft_tokens else "end"
+
+
+@dataclass(frozen=True, eq=False)
+class Landing:
+    """What a round did for one row, as the host reads it.
+
+    Attributes:
+        row: as it was when the round was launched.
+        choice: that asked for the draft.
+        draft: drafted tokens.
+        tokens: confirmed ones and the one after them, before any cut.
+        num_sent: tokens that the device emitted, after its own cut.
+        probing: whether the draft was the controller's probe.
+        seconds: that the round took on the device; 0 where it ran while it was launched.
+        num_rows: that emitted in it.
+    """
+
+    row: Row
+    choice: Choice
+    draft: tuple[int, ...]
+    tokens: list[int]
+    num_sent: int
+    probing: bool
+    seconds: float
+    num_rows: int
 
 
 class Speculator:
@@ -103,10 +130,39 @@ class Speculator:
             for row, c, s in zip(rows, choices, stoppers, strict=True)
         ]
         drafts = self._drafts(requests, choices, guesses, stoppers, cache)
+        probing = [row.state is not None and row.state.probing for row in rows]
         return [
             Attempt(*parts)
-            for parts in zip(requests, choices, drafts, guesses, stoppers, strict=True)
+            for parts in zip(requests, choices, drafts, guesses, stoppers, probing, strict=True)
         ]
+
+    def counted(self, rows: Sequence[Row]) -> list[tuple[Choice, int]]:
+        """For rounds whose drafts have their length before they begin, and are early exits: each
+        row's choice, and how many tokens it would draft if its limit were far."""
+        counted = []
+        for row, choice in zip(rows, self._choices(rows, [NO_GUESS] * len(rows)), strict=True):
+            wanted = row.spec.num_draft_tokens
+            most = 0 if wanted == AUTO else most_draft_tokens(wanted)
+            most = min(most, row.spec.max_draft_tokens) if self.drafter is not None else 0
+            if row.state is None:
+                counted.append((choice, most))
+                continue
+            # No confidence ends the draft: it has the tokens that pay on the whole.
+            count = min(choice.num_draft_tokens, row.state.last or 1)
+            counted.append((replace(choice, num_draft_tokens=count), count))
+        return counted
+
+    def attempted(self, landing: Landing) -> Attempt:
+        """The draft of a round that is over, each token by a pass of its own."""
+        row, tokens = landing.row, landing.draft
+        # When it was launched the row's limit looked farther by a round.
+        count = min(landing.choice.num_draft_tokens, _room(row))
+        choice = replace(landing.choice, num_draft_tokens=count)
+        request = self._request(row, choice, None, 0)
+        # Together, draft and verify ran every token through the first layer once: it is counted
+        # with verify, which does so without a draft.
+        draft = Draft(tokens, (), num_passes=len(tokens))
+        return Attempt(request, choice, draft, NO_GUESS, None, landing.probing)
 
     def _guess(self, row: Row) -> Guess:
         room, wanted = _room(row), row.spec.num_draft_tokens
@@ -244,20 +300,41 @@ class Speculator:
         """What a round took, for the cost table."""
         if self.controller is None:
             return
+        draft, verify = self._expected(attempts, self.controller)
+        self.controller.observe_draft_seconds(draft_seconds, draft)
+        self.controller.observe_verify_seconds(verify_seconds, verify)
+
+    def observe_round_seconds(self, attempts: Sequence[Attempt], seconds: float) -> float:
+        """The same of a round whose phases no clock could tell apart.
+
+        Returns:
+            What its draft is thought to have taken of it: by the cost table, or where there is
+            none by the layers that were run.
+        """
+        if self.controller is None:
+            longest = max(a.draft.num_passes for a in attempts)
+            plan = self.drafter.plan if self.drafter is not None else None
+            run = longest * len(plan.layers) if plan is not None else 0
+            return seconds * run / (run + plan.num_layers) if plan is not None else 0.0
+        draft, verify = self._expected(attempts, self.controller)
+        self.controller.observe_verify_seconds(seconds, draft + verify)
+        return seconds * draft / (draft + verify)
+
+    def _expected(self, attempts: Sequence[Attempt], controller: Controller) -> tuple[float, float]:
+        """Seconds of a round's draft and verify passes by the cost table."""
         context = max(a.request.length for a in attempts)
         passes = [a.draft.num_passes for a in attempts]
         greedy = all(a.request.sampler.is_argmax for a in attempts)
         draft = sum(
-            self.controller.draft_seconds(sum(n > i for n in passes), context, greedy=greedy)
+            controller.draft_seconds(sum(n > i for n in passes), context, greedy=greedy)
             for i in range(max(passes))
         )
         tokens = sum(len(a.draft.tokens) + 1 for a in attempts)
         longest = max(len(a.draft.tokens) for a in attempts) + 1
-        verify = self.controller.verify_seconds(
+        verify = controller.verify_seconds(
             tokens, context, rows=len(attempts), longest=longest, greedy=greedy
         )
-        self.controller.observe_draft_seconds(draft_seconds, draft)
-        self.controller.observe_verify_seconds(verify_seconds, verify)
+        return draft, verify
 
     def began(self, row: Row) -> None:
         """After a row's prefill: its draft may take the tokens of its prompt, and the first one."""
@@ -282,18 +359,22 @@ class Speculator:
         right = judged(guess.tokens, emitted)
         row.state.add_lookup(guess.match_length, right, stored=guess.stored)
         drafted = len(attempt.draft.tokens)
-        if stopper is None or not drafted:
+        if attempt.source != "early_exit":
             self.controller.observe_plain(row.state, attempt.choice, row.length)
             return
         accepted = [True] * num_matches + [False] * (num_matches < drafted)
+        # A round that is on its way already may be of another kind than the one that is judged.
+        latest, row.state.probing = row.state.probing, attempt.probing
         self.controller.observe_draft(
             row.state,
             attempt.choice,
             row.length,
             accepted,
-            stopper.confidences,
+            stopper.confidences if stopper is not None else (),
             num_passes=attempt.draft.num_passes,
+            num_drafted=drafted,
         )
+        row.state.probing = latest
 
 
 def _guesser(row: Row) -> Guesser | None:

@@ -1,10 +1,7 @@
-"""The benchmarks run, at a tiny size, and write what they promise."""
+"""The scripts of bench/ run, at a tiny size, and write what they promise."""
 
-import importlib
 import itertools
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,91 +9,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from benching import bench_modules
 from toys import NUM_LAYERS, PLANS, make_model, random_ids
 
 from layerskip import DraftPlan, Round, SamplingParams, SelfSpeculativeLM, api
 from layerskip.cost import CostTable, Curve
 from layerskip.plan import PlanFile
 from layerskip.prompts import Example
-
-REPO = Path(__file__).parents[1]
-MODES = [("test_plain", {})]
-MODES += [
-    ("test_self_speculative", {"exit_layer": e, "num_draft_tokens": k})
-    for e in (1, 2, 3)
-    for k in (2, 4, 6)
-]
-MODES += [("test_transformers", {"mode": m}) for m in ("hf", "hf-early-exit", "hf-prompt-lookup")]
-MODES += [
-    (f"test_{name}_batch", {"batch_size": n})
-    for name in ("plain", "self_speculative")
-    for n in (1, 4, 8)
-]
-KEYS = {
-    "acceptance_rate",
-    "mean_accepted_length",
-    "c",
-    "v",
-    "theory_speedup",
-    "identical_to_plain",
-    "repeated_8gram_share",
-    "prompts",
-    "tokens",
-    "tokens_per_second",
-    "threads",
-    "dtype",
-    "device",
-    "versions",
-}
-
-
-@pytest.fixture(scope="module")
-def benchmarks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """``pytest bench --smoke``, as it writes its JSON."""
-    path = tmp_path_factory.mktemp("bench") / "out.json"
-    command = [sys.executable, "-m", "pytest", "bench", "--smoke", "--benchmark-only", "-q"]
-    done = subprocess.run(
-        [*command, f"--benchmark-json={path}", "-p", "no:cacheprovider", "--device", "cpu"],
-        cwd=REPO,
-        # A worker of pytest-xdist would have its benchmarks switched off.
-        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(path.read_text(encoding="utf-8"))["benchmarks"]
-
-
-def test_every_way_of_decoding_is_benchmarked(benchmarks: list[dict[str, Any]]) -> None:
-    found = [(b["name"].split("[")[0], b["params"] or {}) for b in benchmarks]
-    assert sorted(found, key=str) == sorted(MODES, key=str)
-
-
-def test_every_time_stands_beside_its_figures(benchmarks: list[dict[str, Any]]) -> None:
-    for b in benchmarks:
-        info = b["extra_info"]
-        assert set(info) == KEYS
-        assert 0 < info["tokens"] <= 16
-        assert info["tokens_per_second"] == pytest.approx(info["tokens"] / b["stats"]["median"])
-        assert {"layerskip", "python", "torch", "transformers"} == set(info["versions"])
-        if not b["name"].startswith("test_transformers"):
-            assert info["identical_to_plain"] == 1.0
-
-
-def test_drafting_modes_carry_acceptance_and_prediction(benchmarks: list[dict[str, Any]]) -> None:
-    for b in benchmarks:
-        info = b["extra_info"]
-        drafts = b["name"].startswith("test_self_speculative")
-        assert (info["acceptance_rate"] is not None) == drafts
-        if drafts:
-            assert 0.0 <= info["acceptance_rate"] <= 1.0
-            assert info["mean_accepted_length"] >= 1.0
-        if b["name"].startswith("test_self_speculative["):
-            assert 0.0 < info["c"] < 1.0
-            assert info["theory_speedup"] > 0.0 < info["v"]
 
 
 def curve(*seconds: float) -> Curve:
@@ -109,20 +28,19 @@ SCRIPTS = (
     "bad_drafters",
     "paired",
     "exit_on_line",
+    "figures",
     "never_slower",
     "recording_cost",
     "structured",
+    "tasks",
     "workloads",
 )
 
 
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[SimpleNamespace]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(REPO / "bench"))
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in SCRIPTS})
-    for name in SCRIPTS:
-        del sys.modules[name]
+    with bench_modules(*SCRIPTS) as modules:
+        yield modules
 
 
 @pytest.fixture
@@ -341,14 +259,14 @@ def record(drafted: int, accepted: int, *, ends: bool = False) -> Round:
 
 def test_acceptance_by_position_counts_what_was_judged(scripts: SimpleNamespace) -> None:
     rounds = [record(3, 3), record(3, 1), record(2, 2), record(0, 0), record(3, 0, ends=True)]
-    found = scripts.workloads.by_position(rounds)
+    found = scripts.figures.by_position(rounds)
     assert found == pytest.approx([3 / 3, 2 / 3, 1 / 1])
 
 
 def test_prediction_is_the_formula_over_the_table(scripts: SimpleNamespace) -> None:
     rounds = [record(3, 3), record(7, 1), record(0, 0)]
     stats = SimpleNamespace(mean_accepted_length=7 / 3)
-    found = scripts.workloads.prediction(rounds, stats, COST, 0)
+    found = scripts.figures.prediction(rounds, stats, COST, 0)
     c, v = 0.2 / 0.5, sum(COST.verify_pass(n, 0) for n in (4, 8, 1)) / 3 / 0.5
     assert (found["c"], found["v"], found["beta"]) == pytest.approx((c, v, v - 1.0))
     assert found["draft_passes_per_round"] == pytest.approx(10 / 3)
@@ -358,13 +276,13 @@ def test_prediction_is_the_formula_over_the_table(scripts: SimpleNamespace) -> N
 def test_copying_asks_for_the_same_function_again(scripts: SimpleNamespace) -> None:
     body = "        a = x\n        b = a\n        return b\n"
     example = Example("import os\n\nclass A:\n    def f(self, x):\n", body)
-    (asked,) = scripts.workloads.copying([example, Example("def g():\n", "    pass\n")])
+    (asked,) = scripts.tasks.copying([example, Example("def g():\n", "    pass\n")])
     assert asked.prompt == f"    def f(self, x):\n{body.rstrip()}\n\n\n    def f(self, x):\n"
 
 
 def test_prompts_are_taken_from_all_over_a_file(scripts: SimpleNamespace) -> None:
     prompts = [[i] for i in range(11)]
-    found = scripts.workloads.spread(prompts, 3)
+    found = scripts.tasks.spread(prompts, 3)
     assert found[:4] == [[0], [3], [6], [9]]
     assert sorted(found) == prompts
 

@@ -72,16 +72,45 @@ def test_growing_keeps_what_was_held(rows, slots, more_rows, more_slots):
     for row in range(rows):
         cache.commit(row, 10 + row)
     larger = cache.grown(num_rows=more_rows, num_slots=more_slots)
-    assert larger.num_rows == max(rows, more_rows)
+    assert larger.num_rows == (rows if more_rows <= rows else max(more_rows, 2 * rows))
     assert larger.num_slots >= max(slots, more_slots)
     assert larger.num_slots % 128 == 0
     assert larger.attended_block == 128
     expected = [10 + row for row in range(rows)] + [0] * (larger.num_rows - rows)
     assert larger.lengths.tolist() == expected
+    held = min(9 + rows, cache.num_slots)
     for old, new in ((cache.keys, larger.keys), (cache.values, larger.values)):
-        assert torch.equal(new[:, :rows, : cache.num_slots], old)
+        assert torch.equal(new[:, :rows, :held], old[:, :, :held])
         assert torch.count_nonzero(new[:, rows:]) == 0  # a NaN there would survive any mask
-        assert torch.count_nonzero(new[:, :, cache.num_slots :]) == 0
+        assert torch.count_nonzero(new[:, :, held:]) == 0
+
+
+@pytest.mark.parametrize("longer", [0, 7])
+def test_rows_that_join_one_by_one_copy_their_history_about_once(longer):
+    """As many bytes as there are in the end; growing by one would copy 16 times as many."""
+    cache, length, copied = make_cache(attended_block=8), 20, 0
+    for row in range(32):
+        slots = length + longer * row
+        if row >= cache.num_rows or slots > cache.num_slots:
+            copied += int(cache.lengths.sum())
+            cache = cache.grown(num_rows=row + 1, num_slots=slots)
+        cache.commit(row, slots)
+    ways = 2 if longer else 1  # rows and slots double each for itself
+    assert copied <= ways * int(cache.lengths.sum())
+    assert cache.num_rows == 32
+
+
+def test_without_room_to_double_a_cache_grows_as_far_as_asked(monkeypatch):
+    cache, resized = make_cache(num_rows=4, num_slots=64, attended_block=64), KVCache._resized
+
+    def limited(self, num_rows, num_slots):
+        if num_rows * num_slots > 5 * 64:
+            raise torch.OutOfMemoryError
+        return resized(self, num_rows, num_slots)
+
+    monkeypatch.setattr(KVCache, "_resized", limited)
+    larger = cache.grown(num_rows=5, num_slots=60)
+    assert (larger.num_rows, larger.num_slots) == (5, 64)
 
 
 def test_a_cache_is_two_tensors():

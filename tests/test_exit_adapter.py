@@ -275,7 +275,7 @@ def test_a_cost_table_is_of_the_adapter(toy, monkeypatch):
     stack = DecoderStack(toy(), adapter=adapter)
     passes = count_runs(monkeypatch)
     table = measure_cost(stack, PLAN, quick=True)
-    assert passes
+    assert passes  # how many depends on what else the machine does
     assert mismatch(table, stack, PLAN) is None
     assert "with another exit adapter" in mismatch(table, plain, PLAN)
     old = {k: v for k, v in cost_key(plain, PLAN).items() if k != "exit_adapter"}

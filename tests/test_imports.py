@@ -38,15 +38,17 @@ VALUES = {
 }
 # From the bottom up: a module may import what stands in the lines before its own.
 ENGINE = [
-    {"adapter_file", "cache", "constraint", "estimates", "fingerprint"},
+    {"adapter_file", "cache", "constraint", "estimates", "fingerprint", "graphs"},
     {"grammar_xgrammar", "sampling"},
     {"draft_head"},
     {"exactness", "dense", "admission", "guest", "verification", "processors", "row", "controller"},
-    {"skeleton", "exit_block"},
-    {"exit_adapter"},
+    {"exit_block", "packing", "skeleton"},
+    {"exit_adapter", "packed_forward"},
     {"model"},
-    {"drafting"},
-    {"speculation"},
+    {"drafting", "packed"},
+    {"seats", "speculation"},
+    {"device_round"},
+    {"rounds"},
     {"decode"},
 ]
 

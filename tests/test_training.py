@@ -9,14 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 from toys import make_model
 
+from layerskip.training.confidence import calibration_error, fit_temperature
 from layerskip.training.dropout import LayerDropout, dropping
 from layerskip.training.losses import (
     consistency_loss,
     draft_loss,
     early_exit_losses,
     exit_loss,
+    losses_by_exit,
+    sliding_survival,
     survival,
     total_variation,
 )
@@ -71,7 +75,7 @@ def test_gradient_pulls_the_exit_and_never_the_target(distil: float) -> None:
     target.requires_grad_()
     exit_loss(draft, target, labels, distil=distil).backward()
     q, p = draft.detach().softmax(-1), target.detach().softmax(-1)
-    one_hot = torch.nn.functional.one_hot(labels, VOCAB).float()
+    one_hot = F.one_hot(labels, VOCAB).float()
     expected = (distil * (q - p) + (1 - distil) * (q - one_hot)) / TOKENS
     assert target.grad is None
     torch.testing.assert_close(draft.grad, expected, rtol=1e-4, atol=1e-6)
@@ -232,10 +236,68 @@ def test_logits_of_one_chunk_exist_at_once() -> None:
 
 def test_losses_without_labels_or_states_are_refused() -> None:
     states = {1: torch.zeros(2, 3)}
-    with pytest.raises(ValueError, match=r"scales name exit layer 2; hidden states are of \[1\]"):
+    with pytest.raises(ValueError, match=r"exit layer 2 has no hidden states; they are of \[1\]"):
         early_exit_losses(states, lambda h: h, torch.tensor([0, 1]), {2: 1.0})
     with pytest.raises(ValueError, match="no label counts"):
         early_exit_losses(states, lambda h: h, torch.tensor([-100, -100]), {1: 1.0})
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 100])
+def test_exits_are_compared_with_full_depth_in_chunks_as_at_once(chunk_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    head = torch.randn(VOCAB, 3, generator=generator, requires_grad=True)
+    hidden = {e: torch.randn(TOKENS, 3, generator=generator, requires_grad=True) for e in (1, 4)}
+    labels = torch.tensor([3, -100, 0, 10, 7])
+    losses = losses_by_exit(
+        hidden,
+        lambda h: h @ head.T,
+        labels,
+        (1, 4),
+        distil=0.7,
+        consistency=0.5,
+        chunk_tokens=chunk_tokens,
+    )
+    kept = labels != -100
+    draft, target = (hidden[e][kept] @ head.T for e in (1, 4))
+    early = exit_loss(draft, target, labels[kept], distil=0.7)
+    early = early + 0.5 * consistency_loss(target, draft)
+    assert losses[1].item() == pytest.approx(early.item(), rel=1e-5)
+    full = torch.nn.functional.cross_entropy(target, labels[kept])
+    assert losses[4].item() == pytest.approx(full.item(), rel=1e-5)
+    expected = torch.autograd.grad(early, [head, hidden[1], hidden[4]])
+    losses[1].backward()
+    for got, wanted in zip((head.grad, hidden[1].grad, hidden[4].grad), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_an_exit_alone_leaves_full_depth_alone() -> None:
+    hidden = {e: torch.randn(TOKENS, VOCAB, requires_grad=True) for e in (1, 2)}
+    labels = torch.arange(TOKENS)
+    losses_by_exit(hidden, lambda h: h, labels, (1,), distil=0.5)[1].backward()
+    assert hidden[1].grad is not None
+    assert hidden[2].grad is None
+
+
+def test_parts_of_a_step_add_up_to_the_step_however_labels_are_spread() -> None:
+    states, labels = torch.randn(8, VOCAB), torch.tensor([1, -100, -100, -100, 2, 3, 4, 5])
+    whole = losses_by_exit({1: states}, lambda h: h, labels, (1,))[1]
+    halves = zip(states.split(4), labels.split(4), strict=True)
+    parts = [losses_by_exit({1: h}, lambda h: h, y, (1,), num_labels=5)[1] for h, y in halves]
+    assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-6)
+    empty = torch.full((4,), -100)  # a micro-batch may be all prompt
+    for distil in (0.0, 0.5):
+        hidden = {1: states[:4], 2: states[4:]}
+        losses = losses_by_exit(hidden, lambda h: h, empty, (1, 2), num_labels=5, distil=distil)
+        assert losses[1].item() == losses[2].item() == 0.0
+
+
+def test_chosen_exits_have_their_curricula() -> None:
+    chosen = (1, 2, 4)
+    turns = [enabled_exits("rotational", s, 9, 16, every=2, exits=chosen) for s in range(3)]
+    assert turns == [(1, 4, 16), (2, 16), (1, 4, 16)]
+    joined = [enabled_exits("gradual", s, 80, 16, exits=chosen) for s in (0, 10, 20, 30, 79)]
+    assert joined == [(16,), (4, 16), (2, 4, 16), (1, 2, 4, 16), (1, 2, 4, 16)]
+    assert enabled_exits("none", 0, 80, 16, exits=(2, 16)) == (2, 16)
 
 
 def test_every_exit_has_its_turn_in_a_rotation() -> None:
@@ -279,6 +341,8 @@ def test_scales_add_up_to_one_and_shallow_exits_keep_their_share(
     [
         (lambda: enabled_exits("spiral", 0, 10, 4), "curriculum must be one of none, rotational"),
         (lambda: enabled_exits("gradual", -1, 10, 4), "step must be"),
+        (lambda: enabled_exits("none", 0, 10, 4, exits=[2, 1]), r"exits must ascend, got \[2, 1\]"),
+        (lambda: enabled_exits("none", 0, 10, 4, exits=[5]), "an exit layer must be"),
         (lambda: exit_loss_scales([1, 2], 4), "hold full depth"),
         (lambda: exit_loss_scales([4, 4], 4), "distinct"),
         (lambda: exit_loss_scales([0, 4], 4), "an exit layer must be"),
@@ -373,3 +437,58 @@ def test_samples_that_dropped_does_not_know_are_refused() -> None:
         dropping(layers, dropped[:1], torch.tensor([[0, 1]])),
     ):
         pass
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 9])
+def test_sliding_survival_adds_up_the_drafts_that_arrive(most: int) -> None:
+    accepted = [0.5, 0.8, 0.25, 1.0, 0.6, 0.9]
+    documents = [0, 0, 0, 1, 1, 1]
+    expected = []
+    for at in range(len(accepted)):
+        starts = [s for s in range(at + 1) if at - s < most and documents[s] == documents[at]]
+        expected.append(sum(math.prod(accepted[s:at]) for s in starts))
+    rows = torch.tensor([accepted, accepted]), torch.tensor([documents, documents])
+    found = sliding_survival(*rows, most=most)
+    for row in found:
+        assert row.tolist() == pytest.approx(expected)
+
+
+def test_a_draft_may_be_judged_by_chances_instead_of_tokens() -> None:
+    draft, target, labels = some_logits()
+    certain = F.one_hot(labels, VOCAB).float()
+    one, other = (draft_loss(draft, target, by, cross_entropy=0.5) for by in (labels, certain))
+    assert one.item() == pytest.approx(other.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("truth", [0.5, 1.0, 1.7])
+def test_the_temperature_that_was_taken_off_is_found(truth: float) -> None:
+    target = torch.randn(300, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
+    pairs = [(part * truth, part) for part in target.split(100)]
+    assert fit_temperature(pairs) == pytest.approx(truth, rel=2e-3)
+
+
+def test_the_temperature_is_by_maximum_likelihood() -> None:
+    generator = torch.Generator().manual_seed(2)
+    target = torch.randn(400, VOCAB, generator=generator) * 2
+    draft = 1.2 * (target + torch.randn(400, VOCAB, generator=generator))
+    found = fit_temperature([(draft, target)])
+
+    def likelihood(temperature: float) -> float:
+        return (target.softmax(-1) * (draft / temperature).log_softmax(-1)).sum(-1).mean().item()
+
+    assert found > 1.1
+    assert likelihood(found) > max(likelihood(found * 1.02), likelihood(found / 1.02))
+
+
+def test_a_temperature_needs_tokens() -> None:
+    with pytest.raises(ValueError, match=r"^a temperature is fitted on held-out tokens, got none$"):
+        fit_temperature([])
+
+
+def test_calibration_error_by_hand() -> None:
+    confidence = torch.tensor([0.95, 1.0, 0.12, 0.18])
+    right = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    # Two bins of two tokens: |0.975 - 0.5| and |0.15 - 0.5|, half of the tokens each.
+    expected = 0.5 * 0.475 + 0.5 * 0.35
+    assert calibration_error(confidence, right, num_bins=10) == pytest.approx(expected)
+    assert calibration_error(right, right) == 0.0

@@ -1,6 +1,7 @@
 """``layerskip info``: what a checkpoint is, what came with its plan, and which paths run."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -42,6 +43,7 @@ def run_info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "architecture": stack.twin.config.model_type,
         "num_layers": stack.num_layers,
         "exit_layers": f"1 to {stack.num_layers - 1}",
+        "trained_exits": list(lm.trained_exits) or "the checkpoint does not say",
         **_plan_facts(args, lm),
         "vocab_size": stack.vocab_size,
         "max_positions": stack.max_positions,
@@ -52,8 +54,10 @@ def run_info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "kv_cache_bytes_per_token": stack.kv_bytes_per_token,
         "bit_identical": stack.exactness.holds,
         "exactness": lm.exactness,
+        "stack": lm.stack_choice,
+        "rounds": lm.rounds_choice,
         "backend": stack.backend,
-        "kernels": description(gpu) + "; decoding does not use them yet",
+        "kernels": description(gpu),
         "version": __version__,
     }
     console.print(_facts_table(document))
@@ -81,7 +85,7 @@ def _plan_facts(args: argparse.Namespace, lm: "SelfSpeculativeLM") -> dict[str, 
 
 
 def _source(args: argparse.Namespace, lm: "SelfSpeculativeLM") -> str:
-    from layerskip.checkpoint import PLAN_FILE
+    from layerskip.checkpoint import BUILTIN, PLAN_FILE, builtin_folder
 
     if args.plan:
         return str(args.plan)
@@ -89,7 +93,12 @@ def _source(args: argparse.Namespace, lm: "SelfSpeculativeLM") -> str:
         return "--exit-layer"
     if args.exit_adapter:
         return "--exit-adapter"
-    return f"{PLAN_FILE} of the checkpoint" if lm.plan else "nowhere: only look-ups draft"
+    if lm.plan is None:
+        return "nowhere: only look-ups draft"
+    folder = builtin_folder() if args.model == BUILTIN else Path(args.model)
+    if (folder / PLAN_FILE).is_file():
+        return f"{PLAN_FILE} of the checkpoint"
+    return "the first of the trained exits that its config names"
 
 
 def _adapter(lm: "SelfSpeculativeLM") -> str:

@@ -44,8 +44,9 @@ def model_options(command: argparse.ArgumentParser, *, plans: bool = True) -> No
     command.add_argument(
         "--lookup",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="whether tokens are looked up in prompt and output (the default)",
+        default=None,
+        help="whether tokens are looked up in prompt and output (the default where the host "
+        "drives rounds)",
     )
     command.add_argument("--json", action="store_true", help="one JSON document as last line")
 

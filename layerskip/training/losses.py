@@ -1,6 +1,6 @@
 """Early-exit losses."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ def draft_loss(
     Args:
         draft_logits: ``(tokens, vocab)``.
         target_logits: ``(tokens, vocab)``, detached.
-        labels: ``(tokens,)`` int64, the tokens that follow.
+        labels: ``(tokens,)`` int64, the tokens that follow; or ``(tokens, vocab)``, their chances.
         weights: ``(tokens,)``, such as ``survival`` gives.
         cross_entropy: share of the second term, in [0, 1].
 
@@ -129,6 +129,30 @@ def survival(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     return before.cumprod(-1)
 
 
+@torch.no_grad()
+def sliding_survival(accepted: Tensor, documents: Tensor, *, most: int) -> Tensor:
+    """How many drafts get as far as each position, if one was begun at every position.
+
+    ``1 + a[j-1] + a[j-1] a[j-2] + ...`` with ``most`` terms: a draft begun m positions before
+    arrives if the m tokens in between are accepted. What weighs a text's positions when a draft
+    may begin anywhere; ``survival`` is for one whose beginning is known.
+
+    Args:
+        accepted: ``(..., positions)``, the chance that each position's draft is accepted.
+        documents: the same shape, int64; drafts end where a document ends.
+        most: tokens of a draft, 1 or more.
+
+    Returns:
+        ``(..., positions)`` float32, from 1 to ``most``.
+    """
+    weights, arrives = torch.ones_like(accepted), torch.ones_like(accepted)
+    for back in range(1, min(most, accepted.shape[-1])):
+        same = documents[..., back:] == documents[..., :-back]
+        arrives = arrives[..., 1:] * accepted[..., :-back] * same
+        weights[..., back:] += arrives
+    return weights
+
+
 def early_exit_losses(
     hidden: Mapping[int, Tensor],
     head: Callable[[Tensor], Tensor],
@@ -139,18 +163,14 @@ def early_exit_losses(
 ) -> Tensor:
     """Cross-entropy through the shared head at several depths, weighted and added up.
 
-    Logits are made for ``chunk_tokens`` tokens of one exit at a time, and again in the backward
-    pass: of a vocabulary of 128,256, all exits' logits of a few thousand tokens would not fit.
+    ``sum_e scales[e] * CE(head(hidden[e]), labels)``, in the chunks of ``losses_by_exit``, whose
+    arguments it has.
 
     Args:
-        hidden: by exit layer, ``(tokens, width)`` after so many layers.
-        head: final norm and output embedding, ``(n, width)`` to ``(n, vocab)``.
-        labels: ``(tokens,)`` int64 next-token ids; -100 is left out.
         scales: by exit layer, what its mean is multiplied with; one without a scale is left out.
-        chunk_tokens: tokens whose logits exist at once.
 
     Returns:
-        A float32 scalar in nats per token: ``sum_e scales[e] * CE(head(hidden[e]), labels)``.
+        A float32 scalar in nats per token.
 
     Raises:
         ValueError: a scale is of an exit whose hidden states are not there, or no label counts.
@@ -158,26 +178,87 @@ def early_exit_losses(
     References:
         LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710), equation 4.
     """
-    missing = sorted(set(scales) - set(hidden))
-    if missing:
-        raise ValueError(
-            f"scales name exit layer {missing[0]}; hidden states are of {sorted(hidden)}"
-        )
-    count = int((labels != -100).sum())
-    if count == 0:
-        raise ValueError("no label counts: all are -100")
-
-    def summed(states: Tensor, wanted: Tensor) -> Tensor:
-        return F.cross_entropy(head(states).float(), wanted, ignore_index=-100, reduction="sum")
-
+    losses = losses_by_exit(hidden, head, labels, tuple(scales), chunk_tokens=chunk_tokens)
     total = torch.zeros((), device=labels.device)
     for layer, scale in scales.items():
-        parts = zip(hidden[layer].split(chunk_tokens), labels.split(chunk_tokens), strict=True)
-        for states, wanted in parts:
-            loss = checkpoint(summed, states, wanted, use_reentrant=False)
-            assert isinstance(loss, Tensor)
-            total = total + scale / count * loss
+        total = total + scale * losses[layer]
     return total
+
+
+def losses_by_exit(
+    hidden: Mapping[int, Tensor],
+    head: Callable[[Tensor], Tensor],
+    labels: Tensor,
+    exits: Sequence[int],
+    *,
+    distil: float = 0.0,
+    consistency: float = 0.0,
+    num_labels: int | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> dict[int, Tensor]:
+    """The loss of each exit through the shared head, and of full depth, the deepest of ``hidden``.
+
+    Full depth has its cross-entropy. An exit has ``exit_loss`` and, with a weight of
+    ``consistency``, ``consistency_loss``. Logits are made for ``chunk_tokens`` tokens of one exit
+    at a time (and of full depth beside it, where they are compared), and again in the backward
+    pass: of a vocabulary of 128,256, all exits' logits of a few thousand tokens would not fit.
+
+    Args:
+        hidden: by exit layer, ``(tokens, width)`` after so many layers.
+        head: final norm and output embedding, ``(n, width)`` to ``(n, vocab)``.
+        labels: ``(tokens,)`` int64 next-token ids; -100 is left out.
+        exits: those whose losses are wanted; full depth among them or not.
+        distil: share of KL from full depth in an exit's loss, in [0, 1]; full depth is detached.
+        consistency: weight of full depth's pull towards each exit, the exit being detached.
+        num_labels: what sums are divided by; None: the labels that count. Where a step is cut into
+            micro-batches and among processes, those of the whole step: then the parts add up to
+            what one batch would have given, however unevenly labels are spread.
+        chunk_tokens: tokens whose logits exist at once.
+
+    Returns:
+        By exit layer, a float32 scalar in nats per token.
+
+    Raises:
+        ValueError: an exit has no hidden states, or no label counts.
+    """
+    missing = sorted(set(exits) - set(hidden))
+    if missing:
+        raise ValueError(
+            f"exit layer {missing[0]} has no hidden states; they are of {sorted(hidden)}"
+        )
+    count = int((labels != -100).sum()) if num_labels is None else num_labels
+    if count == 0:
+        raise ValueError("no label counts: all are -100")
+    deepest = max(hidden)
+
+    def alone(states: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(head(states).float(), wanted, ignore_index=-100, reduction="sum")
+
+    def beside(states: Tensor, full: Tensor, wanted: Tensor) -> Tensor:
+        counts = wanted != -100
+        if not counts.any():
+            return states.sum() * 0.0
+        exit_logits, target_logits = head(states[counts]), head(full[counts])
+        loss = exit_loss(exit_logits, target_logits, wanted[counts], distil=distil)
+        if consistency:
+            loss = loss + consistency * consistency_loss(target_logits, exit_logits)
+        return loss * int(counts.sum())
+
+    losses: dict[int, Tensor] = {}
+    full = hidden[deepest] if consistency else hidden[deepest].detach()
+    for layer in exits:
+        total = torch.zeros((), device=labels.device)
+        inputs: tuple[Tensor, ...] = (hidden[layer], labels)
+        compared = layer != deepest and (distil > 0.0 or consistency > 0.0)
+        if compared:
+            inputs = (hidden[layer], full, labels)
+        parts = zip(*(tensor.split(chunk_tokens) for tensor in inputs), strict=True)
+        for part in parts:
+            loss = checkpoint(beside if compared else alone, *part, use_reentrant=False)
+            assert isinstance(loss, Tensor)
+            total = total + loss / count
+        losses[layer] = total
+    return losses
 
 
 def _averaged(values: Tensor, weights: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Literal
 
 from layerskip.params import check_integer, check_number
@@ -31,7 +32,13 @@ def warmup_stable_decay(progress: float, *, warmup: float = 0.02, decay_from: fl
 
 
 def enabled_exits(
-    curriculum: Curriculum, step: int, num_steps: int, num_layers: int, *, every: int = 4
+    curriculum: Curriculum,
+    step: int,
+    num_steps: int,
+    num_layers: int,
+    *,
+    every: int = 4,
+    exits: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """Exit layers whose loss counts at a step, from the shallowest on; full depth always does.
 
@@ -40,8 +47,8 @@ def enabled_exits(
     - "none": every exit at every step.
     - "rotational": every ``every``-th exit, another set at each step, so that after ``every`` steps
       all had their turn.
-    - "gradual": from the deepest down to the first, one more every ``num_steps / (2 num_layers)``
-      steps: all of them from half of the run on.
+    - "gradual": from the deepest down to the first, one more every ``num_steps / 2`` divided by
+      their number steps: all of them from half of the run on.
 
     Args:
         curriculum: one of the three.
@@ -50,6 +57,8 @@ def enabled_exits(
         num_layers: depth of the model; its exits are 1 to ``num_layers``, the last of them full
             depth.
         every: of the rotational curriculum, ``R`` in the paper.
+        exits: those that are trained, ascending, in [1, ``num_layers``]; None: all. Full depth is
+            one of them, named or not.
 
     References:
         LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710), section 3.2.
@@ -60,13 +69,24 @@ def enabled_exits(
     check_integer("num_steps", num_steps, 1)
     check_integer("num_layers", num_layers, 1)
     check_integer("every", every, 1)
-    exits = range(1, num_layers + 1)
+    trained = _trained_exits(exits, num_layers)
     if curriculum == "rotational":
-        return tuple(e for e in exits if e == num_layers or (e - 1) % every == step % every)
+        turn = step % every
+        return tuple(e for i, e in enumerate(trained) if e == num_layers or i % every == turn)
     if curriculum == "gradual":
-        count = 1 + 2 * num_layers * step // num_steps
-        return tuple(exits[max(0, num_layers - count) :])
-    return tuple(exits)
+        count = 1 + 2 * len(trained) * step // num_steps
+        return trained[max(0, len(trained) - count) :]
+    return trained
+
+
+def _trained_exits(exits: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
+    if exits is None:
+        return tuple(range(1, num_layers + 1))
+    for layer in exits:
+        check_integer("an exit layer", layer, 1, num_layers)
+    if any(a >= b for a, b in pairwise(exits)):
+        raise ValueError(f"exits must ascend, got {list(exits)}")
+    return tuple(sorted({*exits, num_layers}))
 
 
 def exit_loss_scales(

@@ -1,13 +1,13 @@
 """A whole decode by the operations: the kernels' text with speculation is their text without."""
 
 import copy
-import functools
 
 import pytest
 import torch
-from stack import NUM_LAYERS, VOCAB_SIZE, OpsStack, make_llama
+from stack import NUM_LAYERS, VOCAB_SIZE, make_llama, make_stack
 
-from layerskip import DraftPlan, SamplingParams
+from layerskip import DraftPlan, SamplingParams, packed
+from layerskip.cache import Segment
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.row import RowSpec
@@ -22,15 +22,6 @@ PLANS = {
 }
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
-
-
-@functools.cache
-def llama(dtype):
-    return make_llama(dtype)
-
-
-def make_stack(backend, dtype=torch.bfloat16):
-    return OpsStack(llama(dtype), backend.ops, backend.device)
 
 
 def decode(stack, prompts, plan, params=GREEDY, *, num_draft_tokens=4, limit=NUM_TOKENS):
@@ -108,17 +99,24 @@ def test_a_ragged_batch_changes_no_bit(kernels, plain):
     assert same_bits(keys_and_values, [c[:, : rows[1].length] for c in cache])
 
 
-def test_the_kernels_compute_the_checkpoint(backend):
+def test_the_kernels_compute_the_checkpoint(monkeypatch, backend):
     """Against transformers in float64: four layers' roundings in bfloat16."""
+    monkeypatch.setattr(packed, "PREFILL_CHUNK", 16)
     stack = make_stack(backend)
     cache = stack.new_cache(num_rows=2, num_slots=64)
     ids = list(range(40, 77))
-    got = stack.prefill(ids, cache, 1).cpu().double()
+    prefilled = stack.prefill(ids, cache, 0)
+    for start in range(0, len(ids), 16):
+        chunk = ids[start : start + 16]
+        segment = Segment(1, start, len(chunk))
+        hidden = stack.run_layers(stack.embed(chunk), range(NUM_LAYERS), cache, [segment])
+    decoded = stack.logits(hidden)[-1]
     with torch.no_grad():
-        want = copy.deepcopy(llama(torch.bfloat16)).cpu().double()(torch.tensor([ids]))
+        want = copy.deepcopy(make_llama(torch.bfloat16)).cpu().double()(torch.tensor([ids]))
     want = want.logits[0, -1]
-    assert (got - want).norm() < 0.05 * want.norm()
-    assert got.argmax() == want.argmax()
+    for got in (prefilled.cpu().double(), decoded.cpu().double()):
+        assert (got - want).norm() < 0.05 * want.norm()
+        assert got.argmax() == want.argmax()
 
 
 def one_round(stack, cache, plan, state, k):
@@ -128,22 +126,16 @@ def one_round(stack, cache, plan, state, k):
         state: pending tokens, cache_seqlens and num_left, one entry per row; the last two change.
     """
     pending, lengths, left, eos_ids = state
-    batch = len(pending)
-    rows = torch.arange(batch, device=pending.device)
-    embed, drafted, token = stack.model.model.embed_tokens, [], pending
+    drafted, token = [], pending
     for step in range(k):
-        hidden = embed(token.clamp(min=0))
-        at = (rows, torch.zeros_like(rows))
-        for layer in plan.layers:
-            hidden = stack.run_layer(layer, hidden, cache, _shifted(lengths, step), 1, at)
-        token = stack.choose(hidden)
+        hidden = stack.embed_ids(token)
+        hidden = stack.run_rows(hidden, plan.layers, cache, _shifted(lengths, step), 1)
+        token, _ = stack.choose(hidden)
         drafted.append(token)
     draft = torch.stack(drafted, dim=1)
-    hidden = embed(torch.cat([pending[:, None], draft], dim=1).clamp(min=0)).flatten(0, 1)
-    at = (rows.repeat_interleave(k + 1), torch.arange(k + 1, device=rows.device).repeat(batch))
-    for layer in range(stack.num_layers):
-        hidden = stack.run_layer(layer, hidden, cache, lengths, k + 1, at)
-    target = stack.choose(hidden).view(batch, k + 1)
+    hidden = stack.embed_ids(torch.cat([pending[:, None], draft], dim=1).flatten())
+    hidden = stack.run_rows(hidden, range(stack.num_layers), cache, lengths, k + 1)
+    target = stack.choose(hidden)[0].view(len(pending), k + 1)
     return stack.ops.accept_tokens(draft, target, lengths, left, eos_ids)
 
 

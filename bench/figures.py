@@ -1,0 +1,122 @@
+"""What the runs of a cell come to: one table row for each mode."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from modes import BASE, THEIR_BASE, Turn
+
+from layerskip import DecodeStats, Round
+from layerskip.bootstrap import bootstrap_interval
+from layerskip.cost import CostTable
+from layerskip.params import MAX_AUTO_DRAFT_TOKENS
+
+PERCENTILES = (50, 90, 99)
+
+
+def speeds(turns: Sequence[Turn], bases: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
+    """Tokens a second, and how many times as fast as each base: the median over prompts of paired
+    ratios, with its 95 % bootstrap interval. A mode that writes less text is not faster for it."""
+    gaps = [gap for turn in turns for gap in turn.gaps()]
+    found: dict[str, Any] = {
+        "new_tokens": sum(t.tokens for t in turns),
+        "tokens_per_second": statistics.median(1.0 / t.wall_per_token for t in turns),
+        "tokens_per_cpu_second": statistics.median(t.tokens / t.whole.cpu for t in turns),
+        "seconds_to_first_token": statistics.median(t.first for t in turns),
+    }
+    if gaps:
+        seconds, counts = zip(*gaps, strict=True)
+        found |= {
+            f"seconds_per_token_p{p}": float(np.percentile(np.repeat(seconds, counts), p))
+            for p in PERCENTILES
+        }
+    for name, base in bases.items():
+        pairs = list(zip(turns, base, strict=True))
+        ratios = [b.wall_per_token / a.wall_per_token for a, b in pairs]
+        cpu = [b.whole.cpu * a.tokens / (a.whole.cpu * b.tokens) for a, b in pairs]
+        found[f"speedup_vs_{name}"] = statistics.median(ratios)
+        found[f"speedup_vs_{name}_ci95"] = bootstrap_interval(ratios)
+        found[f"cpu_speedup_vs_{name}"] = statistics.median(cpu)
+    return found
+
+
+def sameness(mode: str, runs: Mapping[str, Sequence[Turn]], greedy: bool) -> dict[str, Any]:
+    """Share of the prompts whose tokens are those of plain decoding: one's own and ours. Samples of
+    transformers depend on how they were drawn, and can't be compared."""
+    own = BASE if mode not in runs or not mode.startswith("hf") else THEIR_BASE
+    found = {}
+    for name, base in (("own", own), ("our", BASE)):
+        comparable = greedy or not mode.startswith("hf")
+        same = [
+            a == b
+            for turn, plain in zip(runs[mode], runs[base], strict=True)
+            for a, b in zip(turn.texts, plain.texts, strict=True)
+        ]
+        found[f"identical_to_{name}_plain"] = statistics.fmean(same) if comparable else None
+    return found
+
+
+def drafting(
+    turns: Sequence[Turn], plain: Sequence[Turn], cost: CostTable | None, context: float
+) -> dict[str, Any]:
+    """Acceptance, and of one row the speed-up after the first token: predicted by the cost table
+    and measured.
+
+    Args:
+        cost: None where nothing is predicted.
+        context: slots that passes attend to, on average.
+    """
+    rounds = [r for turn in turns for r in turn.rounds]
+    stats = DecodeStats.from_rounds(rounds, prompt_tokens=0, kv_cache_bytes=0)
+    decoded = [r for r in rounds if r.index > 0]
+    found: dict[str, Any] = {
+        "acceptance_rate": stats.acceptance_rate if stats.num_draft_tokens else None,
+        "mean_accepted_length": stats.mean_accepted_length,
+        "draft_tokens_per_round": stats.num_draft_tokens / max(1, stats.num_rounds),
+        "share_of_plain_rounds": stats.num_plain_rounds / max(1, stats.num_rounds),
+        "acceptance_by_position": by_position(decoded),
+    }
+    if cost is not None:
+        after, base = ([t.whole.wall - t.first for t in of] for of in (turns, plain))
+        found |= prediction(decoded, stats, cost, context)
+        found["measured_speedup"] = sum(base) / sum(after) if sum(after) else None
+    return found
+
+
+def by_position(rounds: Sequence[Round]) -> list[float]:
+    """Share of the first, second, ... drafted token that is accepted after accepted ones.
+
+    The rounds that a text ends in are left out: they may be cut before what was accepted.
+    """
+    shares = []
+    whole = [r for r in rounds if r.finish_reason is None]
+    for i in range(MAX_AUTO_DRAFT_TOKENS):
+        judged = [r for r in whole if r.num_draft_tokens > i and r.num_accepted_tokens >= i]
+        if not judged:
+            break
+        shares.append(sum(r.num_accepted_tokens > i for r in judged) / len(judged))
+    return shares
+
+
+def prediction(
+    rounds: Sequence[Round], stats: DecodeStats, cost: CostTable, context: float
+) -> dict[str, Any]:
+    """Speed-up by the cost table; c and v are means over the passes that were made."""
+    plain, drafted, verified, passes = cost.verify_pass(1, context), 0.0, 0.0, 0
+    for r in rounds:
+        verified += cost.verify_pass(r.num_draft_tokens + 1, context)
+        if r.num_draft_passes:
+            passes += r.num_draft_passes
+            # Of an early exit's round, all but one of the positions are the draft's.
+            each = max(1, round((r.positions - 1) / r.num_draft_passes))
+            drafted += r.num_draft_passes * cost.draft_pass(each, context)
+    count = max(1, len(rounds))
+    c, v = drafted / max(1, passes) / plain, verified / count / plain
+    return {
+        "draft_passes_per_round": passes / count,
+        "c": c,
+        "v": v,
+        "beta": v - 1.0,
+        "predicted_speedup": stats.mean_accepted_length / (passes / count * c + v),
+    }

@@ -1,0 +1,154 @@
+"""One checkpoint with everything that the cells are measured with, loaded once."""
+
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from cells import Cell
+from modes import FIXED, Theirs, Way
+from paired import quiet, wrapped
+from tasks import Asked, asked, examples_of, spread
+from transformers import AutoModelForCausalLM
+
+from layerskip import SamplingParams, SelfSpeculativeLM
+from layerskip.checkpoint import BUILTIN, builtin_folder
+from layerskip.params import MAX_AUTO_DRAFT_TOKENS
+from layerskip.prompts import Example, read_prompts
+
+REPO = Path(__file__).parents[1]
+DRAFT_FOLDER = REPO / ".cache" / "bench" / "draft-model"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured, and how long.
+
+    Attributes:
+        model: folder, hub id or "builtin".
+        prompts: JSON lines in the place of our tasks; None: ours.
+        draft_model: folder or hub id of an independent one with the same tokenizer; "auto" trains
+            one for the built-in checkpoint; "none" leaves the mode out.
+        exit_layer: of the draft, where the checkpoint has no plan of its own.
+        limit: most prompts of a cell.
+        seconds: after which a cell takes no further prompt, once it has three.
+        tokens: most new tokens; None: the cell's own.
+        max_repeated: prompts whose greedy text repeats more of its 8-grams are left out.
+    """
+
+    model: str = BUILTIN
+    device: str = "auto"
+    dtype: str | None = None
+    prompts: Path | None = None
+    draft_model: str = "auto"
+    exit_layer: int | None = None
+    limit: int = 12
+    seconds: float = 50.0
+    tokens: int | None = None
+    max_repeated: float = 0.2
+
+
+class Lab:
+    """The checkpoint, its cost tables and its prompts."""
+
+    def __init__(self, options: Options) -> None:
+        quiet()
+        self.options = options
+        self.model, self.tokenizer, self.known, _ = SelfSpeculativeLM.load_parts(
+            options.model,
+            device=options.device,
+            dtype=options.dtype,
+            exit_layer=options.exit_layer,
+        )
+        if self.tokenizer is None:
+            raise ValueError(f"{options.model} has no tokenizer, and the prompts are text")
+        exiting = wrapped(
+            self.model, self.tokenizer, self.known.plan, self.known.cost, lookup=False
+        )
+        alone = wrapped(self.model, self.tokenizer, None, None, lookup=True)
+        self.cost, self.alone = exiting.controller.cost, alone.controller.cost
+        self.max_positions = exiting.stack.max_positions
+        self.examples = cache(self._examples)
+
+    def _examples(self, task: str) -> list[Example]:
+        if self.options.prompts is not None:
+            return read_prompts(self.options.prompts)
+        return examples_of(task)
+
+    @cached_property
+    def draft_model(self) -> Any:
+        """An independent small model with the same tokenizer, or None."""
+        wanted = self.options.draft_model
+        if wanted == "none" or (wanted == "auto" and self.options.model != BUILTIN):
+            return None
+        folder = trained_draft(DRAFT_FOLDER) if wanted == "auto" else wanted
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=self.model.dtype)
+        return loaded.to(self.model.device).eval()
+
+    def tokens(self, cell: Cell) -> int:
+        """Most new tokens of a prompt."""
+        return self.options.tokens or cell.tokens
+
+    def sampling(self, cell: Cell) -> SamplingParams:
+        return SamplingParams(temperature=cell.temperature, seed=0 if cell.temperature else None)
+
+    def prompts(self, cell: Cell) -> list[Asked]:
+        """All that fit, taken from all over the task; a user's short file as often as needed."""
+        room = self.max_positions - self.tokens(cell) - MAX_AUTO_DRAFT_TOKENS
+        examples = self.examples(cell.task)
+        if cell.context is not None:  # so that there is something to put in front of the first
+            examples = [*examples, *examples]
+        fit = asked(examples, self.tokenizer, context=cell.context, room=room)
+        return spread(fit, self.options.limit * cell.batch)
+
+    def lm(self, *, plan: bool = True, lookup: bool = False) -> SelfSpeculativeLM:
+        """A decoder whose controller has seen nothing yet."""
+        known, cost = (self.known.plan, self.cost) if plan else (None, self.alone)
+        return wrapped(self.model, self.tokenizer, known, cost, lookup=lookup)
+
+    def ours(self) -> dict[str, Way]:
+        """Our modes, each with a controller of its own."""
+        exiting = self.lm()
+        ways = {"autoregressive": Way(exiting, 0)}
+        if self.known.plan is not None:
+            ways["fixed"] = Way(exiting, FIXED)
+        ways["automatic"] = Way(self.lm(lookup=True), "auto")
+        ways["look-up"] = Way(self.lm(plan=False, lookup=True), "auto")
+        return ways
+
+    def theirs(self, cell: Cell, lm: SelfSpeculativeLM) -> Theirs:
+        return Theirs(self.model, lm, self.draft_model, sampling=self.sampling(cell))
+
+    def subject(self) -> dict[str, str | int | float]:
+        """What a measurement is of, beside the cell."""
+        options = self.options
+        return {
+            "model": options.model,
+            "prompts": options.prompts.name if options.prompts else "ours",
+            "device": str(self.model.device),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "limit": options.limit,
+            "seconds": options.seconds,
+            "tokens": options.tokens or 0,
+        }
+
+
+def trained_draft(folder: Path) -> Path:
+    """An independent small model with the built-in tokenizer: trained in two minutes, then kept."""
+    checkpoint = folder / "checkpoint"
+    if not checkpoint.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(builtin_folder() / "tokenizer.json", folder / "tokenizer.json")
+        recipe = REPO / "recipes" / "pretrain_small.py"
+        config = Path(__file__).with_name("draft_model.yaml")
+        command = [sys.executable, recipe, "--out", folder, "--config", config, "--device", "cpu"]
+        subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
+    return checkpoint

@@ -1,0 +1,248 @@
+"""One cell measured: every mode on the same prompts in random order, then its figures."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import cache
+from typing import Any, Protocol
+
+from cells import Cell
+from figures import drafting, sameness, speeds
+from forced import Told, along, runs_of, texts_of
+from lab import Lab
+from modes import ALONE, BASE, FIXED, MODES, OURS, THEIR_BASE, TUNED, Turn, ours, peak_memory
+from paired import circumstances
+
+from layerskip import SamplingParams
+from layerskip.calibration import Text
+from layerskip.compare import repeated_share
+
+LEAST = 3  # prompts, or batches of them, whatever the time
+TUNING_PROMPTS, TUNING_TOKENS = 2, 32
+MEMORY_TOKENS = 16
+REFUSALS = (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError)
+
+
+def modes_of(cell: Cell) -> list[str]:
+    """The modes that a cell compares."""
+    if cell.kind == "forced":
+        return [BASE, "fixed"]
+    return [m for m in MODES if cell.batch == 1 or m not in ALONE]
+
+
+class Source(Protocol):
+    """What a cell decodes: ``groups`` of prompts, in each of its modes.
+
+    Attributes:
+        unsupported: why a mode is left out.
+    """
+
+    groups: Sequence[Any]
+    unsupported: dict[str, str]
+
+    def prepare(self) -> None:
+        """Before anything is timed."""
+        ...
+
+    def decode(self, mode: str, group: Any, *, tokens: int, count: bool = False) -> Turn:
+        """One group, once."""
+        ...
+
+    def settings(self, mode: str) -> dict[str, Any]:
+        """That were found for a mode."""
+        ...
+
+
+class Written:
+    """What the model writes, greedily or sampled."""
+
+    def __init__(self, lab: Lab, cell: Cell) -> None:
+        self.lab, self.cell = lab, cell
+        self.sampling, self.tokens = lab.sampling(cell), lab.tokens(cell)
+        self.ways, self.unsupported = lab.ours(), {}
+        self.theirs = lab.theirs(cell, self.ways[BASE].lm)
+        prompts = [p.ids for p in lab.prompts(cell)]
+        if prompts and len(prompts) < cell.batch:
+            prompts = (prompts * cell.batch)[: cell.batch]
+        starts = range(0, len(prompts) - cell.batch + 1, cell.batch)
+        self.groups = [prompts[i : i + cell.batch] for i in starts]
+        if "fixed" not in self.ways:
+            self.unsupported["fixed"] = "no plan is known for this model"
+        if self.theirs.draft_model is None:
+            self.unsupported["hf-draft-model"] = "no independent model with this tokenizer is given"
+
+    def prepare(self) -> None:
+        for mode in TUNED:
+            if mode in modes_of(self.cell) and mode not in self.unsupported:
+                prompts = [group[0] for group in self.groups[-TUNING_PROMPTS:]]
+                try:
+                    self.theirs.tune(mode, prompts, min(self.tokens, TUNING_TOKENS))
+                except REFUSALS as error:
+                    self.unsupported[mode] = reason(error)
+
+    def decode(self, mode: str, group: Any, *, tokens: int, count: bool = False) -> Turn:
+        if mode in OURS:
+            return ours(self.ways[mode], group, sampling=self.sampling, max_new_tokens=tokens)
+        return self.theirs.decode(mode, group, max_new_tokens=tokens, count=count)
+
+    def settings(self, mode: str) -> dict[str, Any]:
+        return {"num_draft_tokens": FIXED} if mode == "fixed" else self.theirs.described(mode)
+
+
+class Known:
+    """The text that is known to follow a prompt."""
+
+    def __init__(self, lab: Lab, cell: Cell) -> None:
+        self.lab, self.unsupported = lab, {}
+        self.groups: list[Text] = []
+        if lab.known.plan is None:
+            return
+        self.ways = lab.ours()
+        lm = self.ways["fixed"].lm
+        self.told = lm._drafter = Told(lm)
+        self._runs = cache(lambda text: runs_of(lm, text, SamplingParams(), FIXED))
+        self.groups = texts_of(lab.prompts(cell), lab.tokens(cell))
+
+    def prepare(self) -> None:
+        pass
+
+    def decode(self, mode: str, group: Text, *, tokens: int, count: bool = False) -> Turn:
+        return along(self.ways[mode], self.told, group, self._runs(group))
+
+    def settings(self, mode: str) -> dict[str, Any]:
+        return {"num_draft_tokens": FIXED} if mode == "fixed" else {}
+
+
+def reason(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+class Measured:
+    """The runs of one cell."""
+
+    def __init__(self, lab: Lab, cell: Cell) -> None:
+        self.lab, self.cell, self.tokens = lab, cell, lab.tokens(cell)
+        self.source: Source = (Known if cell.kind == "forced" else Written)(lab, cell)
+        self.runs: dict[str, list[Turn]] = {}
+        self.counted: dict[str, dict[str, int]] = {}
+        self.lengths: list[int] = []
+        self.repeated: list[float] = []
+        self.left_out = 0
+
+    def run(self, seconds: float, limit: int) -> None:
+        """Up to ``limit`` groups of prompts that do not loop, or as many as ``seconds`` allow."""
+        began, shuffle = time.monotonic(), random.Random(0)
+        if not self.source.groups:
+            return
+        self.source.prepare()
+        for group in self.source.groups:
+            late = time.monotonic() - began > seconds
+            kept = len(self.repeated)
+            if kept == limit or (late and (kept >= LEAST or self.left_out >= limit)):
+                break
+            plain = self.source.decode(BASE, group, tokens=self.tokens)
+            share = repeated_share(plain.texts)
+            loops = self.cell.kind == "greedy" and share > self.lab.options.max_repeated
+            if loops or min(map(len, plain.texts)) < 2:
+                self.left_out += 1
+                continue
+            if not kept:
+                self._warm_up(group)
+            self.repeated.append(share)
+            self.lengths.append(length_of(group))
+            for mode in shuffle.sample(list(self.runs), len(self.runs)):
+                turn = self.source.decode(mode, group, tokens=self.tokens)
+                if mode in OURS and turn.texts != plain.texts:
+                    raise AssertionError(f"{self.cell.name}, {mode}: other tokens than plain")
+                self.runs[mode].append(turn)
+
+    def _warm_up(self, group: Any) -> None:
+        """Every mode once for its caches, and once more, shorter, for its memory."""
+        device = self.lab.model.device
+        for mode in modes_of(self.cell):
+            if mode in self.source.unsupported:
+                continue
+            try:
+                turn = self.source.decode(mode, group, tokens=self.tokens, count=True)
+                few = min(MEMORY_TOKENS, self.tokens)
+                with peak_memory(device) as peak:
+                    self.source.decode(mode, group, tokens=few)
+            except REFUSALS as error:
+                if mode in (*OURS, THEIR_BASE):
+                    raise
+                self.source.unsupported[mode] = reason(error)
+                continue
+            self.runs[mode] = []
+            self.counted[mode] = {"kv_cache_bytes": turn.cache_bytes, "peak_memory_bytes": peak[0]}
+
+    def document(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        found: dict[str, Any] = {
+            **asdict(self.cell),
+            "tokens": self.tokens,
+            "prompts": len(self.repeated) * self.cell.batch,
+            "prompts_left_out": self.left_out * self.cell.batch,
+            "dtype": str(self.lab.model.dtype).removeprefix("torch."),
+            "device": str(self.lab.model.device),
+            "model": self.lab.options.model,
+            **circumstances(),
+        }
+        if self.repeated:
+            found["repeated_8gram_share"] = statistics.fmean(self.repeated)
+            found["prompt_tokens"] = statistics.fmean(self.lengths)
+        modes = {mode: self._figures(mode) for mode in self.runs} if self.repeated else {}
+        return {"cell": found, "modes": modes, "unsupported": self.source.unsupported}
+
+    def _figures(self, mode: str) -> dict[str, Any]:
+        runs, turns = self.runs, self.runs[mode]
+        bases = {name: runs[name] for name in (BASE, THEIR_BASE) if name in runs}
+        found = speeds(turns, bases) | sameness(mode, runs, self.cell.temperature == 0.0)
+        if mode in OURS:
+            context = statistics.fmean(self.lengths) + self.tokens / 2
+            cost = self.lab.cost.of(greedy=self.cell.temperature == 0.0)
+            single = cost if self.cell.batch == 1 else None
+            found |= drafting(turns, runs[BASE], single, context)
+        settings = self.source.settings(mode)
+        return (
+            found
+            | self.counted[mode]
+            | {
+                "settings": settings,
+                "seconds_per_token": [t.wall_per_token for t in turns],
+            }
+        )
+
+
+def length_of(group: Any) -> int:
+    """Tokens of a group's longest prompt."""
+    return group.start if isinstance(group, Text) else max(map(len, group))
+
+
+def measure(lab: Lab, cell: Cell) -> dict[str, Any]:
+    """The document of one cell."""
+    measured = Measured(lab, cell)
+    measured.run(lab.options.seconds, lab.options.limit)
+    return measured.document()
+
+
+class Results:
+    """Documents of cells, each measured once: in this run, or before an interruption of it."""
+
+    def __init__(self, once: Callable[[str, Callable[[], Any], Callable[[Any], Any]], Any]) -> None:
+        self._once = once
+        self._found: dict[str, dict[str, Any] | Exception] = {}
+
+    def of(self, lab: Lab, cell: Cell) -> dict[str, Any]:
+        """A cell's document; a failure is measured once, too, and raised each time."""
+        if cell.name not in self._found:
+            try:
+                found = self._once(cell.name, lambda: measure(lab, cell), lambda d: d)
+            except (AssertionError, *REFUSALS) as error:
+                found = error
+            self._found[cell.name] = found
+        found = self._found[cell.name]
+        if isinstance(found, Exception):
+            raise found
+        return found

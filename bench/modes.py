@@ -1,0 +1,265 @@
+"""Every way of decoding that the benchmarks compare: transformers' own, and ours."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from paired import Clock
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from layerskip import Round, SamplingParams, SelfSpeculativeLM
+from layerskip.compare import PROMPT_LOOKUP_TOKENS, Comparison, EarlyExitSettings, _counted
+from layerskip.params import NumDraftTokens
+
+FIXED = 4
+BASE, THEIR_BASE = "autoregressive", "hf"
+OURS = (BASE, "fixed", "automatic", "look-up")
+ALONE = ("hf-early-exit", "hf-prompt-lookup", "hf-draft-model")  # transformers: one prompt a call
+THEIRS = (THEIR_BASE, "hf-static", *ALONE)
+MODES = (*THEIRS, *OURS)
+TUNED = ("hf-early-exit", "hf-draft-model")
+NOT_TUNED = EarlyExitSettings(2, 4, 0.4)  # of modes that do not read them
+PADDING = 0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Some prompts decoded together, once.
+
+    Attributes:
+        texts: what each emitted.
+        whole: the call.
+        arrivals: (wall seconds since the call began, tokens of all prompts that came then).
+        rounds: the records, of our modes.
+        cache_bytes: of every cache that the call used; 0 where not counted.
+    """
+
+    texts: tuple[tuple[int, ...], ...]
+    whole: Clock
+    arrivals: tuple[tuple[float, int], ...]
+    rounds: tuple[Round, ...] = ()
+    cache_bytes: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.texts))
+
+    @property
+    def wall_per_token(self) -> float:
+        return self.whole.wall / max(1, self.tokens)
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token."""
+        return self.arrivals[0][0]
+
+    def gaps(self) -> list[tuple[float, int]]:
+        """(seconds per token of a row, tokens that it holds for) after the first token. Tokens
+        that came together share the time since those before them."""
+        times = [seconds for seconds, _ in self.arrivals]
+        rows = len(self.texts)
+        return [
+            (rows * (now - before) / count, count)
+            for before, now, (_, count) in zip(times, times[1:], self.arrivals[1:], strict=False)
+            if count
+        ]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of our modes."""
+
+    lm: SelfSpeculativeLM
+    num_draft_tokens: NumDraftTokens
+
+
+def ours(
+    way: Way,
+    prompts: Sequence[Sequence[int]],
+    *,
+    sampling: SamplingParams,
+    max_new_tokens: int,
+    processor: Sequence[Callable[[Tensor, Tensor], Tensor]] = (),
+    ignore_eos: bool = False,
+) -> Turn:
+    """Prompts through an open batch, as a service would decode them."""
+    arrivals: list[tuple[float, int]] = []
+    rounds: list[Round] = []
+    began = Clock.now()
+    batch = way.lm.open_batch(
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        num_draft_tokens=way.num_draft_tokens,
+        logits_processor=processor,
+        ignore_eos=ignore_eos,
+    )
+    rows = [batch.add(prompt) for prompt in prompts]
+    while batch.unfinished:
+        records = batch.step()
+        count = sum(len(r.token_ids) for r in records)
+        arrivals.append((time.perf_counter() - began.wall, count))
+        rounds += records
+    outputs = [batch.remove(row) for row in rows]
+    whole = Clock.now() - began
+    texts = tuple(out.token_ids for out in outputs)
+    cache = outputs[0].stats.kv_cache_bytes
+    return Turn(texts, whole, tuple(arrivals), tuple(rounds), cache)
+
+
+class _Arrivals(BaseStreamer):
+    """When transformers hands out tokens; the prompt comes first and is not counted."""
+
+    def __init__(self) -> None:
+        self.times: list[tuple[float, int]] | None = None
+        self.began = time.perf_counter()
+
+    def put(self, value: Tensor) -> None:
+        if self.times is None:
+            self.times = []
+        else:
+            self.times.append((time.perf_counter() - self.began, value.numel()))
+
+    def end(self) -> None:
+        pass
+
+
+class Theirs:
+    """Transformers' modes on the model as it is.
+
+    Args:
+        model: the checkpoint.
+        lm: our decoder over it, for its depth, plan and end of sequence.
+        draft_model: an independent one with the same tokenizer, if there is one.
+        sampling: as for ours.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        lm: SelfSpeculativeLM,
+        draft_model: PreTrainedModel | None,
+        *,
+        sampling: SamplingParams,
+    ) -> None:
+        self.model, self.lm, self.draft_model, self.sampling = model, lm, draft_model, sampling
+        self.settings = dict.fromkeys(TUNED, NOT_TUNED)
+        self._models = [m for m in (model, draft_model) if m is not None]
+        self._configs = [
+            Comparison(m, lm, sampling=sampling, max_new_tokens=1) for m in self._models
+        ]
+
+    def decode(
+        self,
+        mode: str,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        count: bool = False,
+    ) -> Turn:
+        """One call of ``generate``; ``count`` also counts bytes of caches, and is not for timing.
+
+        Shorter prompts of a batch are padded at the left.
+        """
+        longest = max(map(len, prompts))
+        padded = [[PADDING] * (longest - len(p)) + list(p) for p in prompts]
+        mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
+        ids = torch.tensor(padded, device=self.model.device)
+        attention_mask = torch.tensor(mask, device=self.model.device)
+        settings = self._settings(mode)
+        with ExitStack() as stack:
+            for config in self._configs:
+                stack.enter_context(config._configured(self.settings.get(mode, NOT_TUNED)))
+            counts = [stack.enter_context(_counted(m, count)) for m in self._models]
+            began, arrivals = Clock.now(), _Arrivals()
+            out = self.model.generate(
+                ids,
+                attention_mask=attention_mask,
+                max_new_tokens=max_new_tokens,
+                pad_token_id=PADDING,
+                streamer=arrivals,
+                **settings,
+            )
+            emitted = out[:, longest:].tolist()
+            whole = Clock.now() - began
+        texts = tuple(self._ended(text) for text in emitted)
+        cache = sum(c.kv_cache_bytes for c in counts)
+        return Turn(texts, whole, tuple(arrivals.times or ()), (), cache)
+
+    def _settings(self, mode: str) -> dict[str, Any]:
+        settings: dict[str, Any] = {"do_sample": False}
+        if not self.sampling.greedy:
+            torch.manual_seed(self.sampling.seed or 0)
+            settings = {"do_sample": True, "temperature": self.sampling.temperature}
+            settings |= {"top_k": 0, "top_p": 1.0}
+        if mode == "hf-early-exit":
+            settings["assistant_early_exit"] = self.settings[mode].exit_layer
+        elif mode == "hf-draft-model":
+            settings["assistant_model"] = self.draft_model
+        elif mode == "hf-prompt-lookup":
+            settings["prompt_lookup_num_tokens"] = PROMPT_LOOKUP_TOKENS
+        elif mode == "hf-static":
+            settings["cache_implementation"] = "static"
+        return settings
+
+    def _ended(self, text: Sequence[int]) -> tuple[int, ...]:
+        """Up to the end of its sequence; the others of a batch go on beside it."""
+        ends = (i + 1 for i, token in enumerate(text) if token in self.lm.eos_ids)
+        return tuple(text[: next(ends, len(text))])
+
+    def tune(self, mode: str, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        """Find the mode's fastest settings on prompts that are not timed afterwards."""
+        times: dict[EarlyExitSettings, float] = {}
+        for settings in self.grid(mode):
+            self.settings[mode] = settings
+            turns = [self.decode(mode, [p], max_new_tokens=max_new_tokens) for p in prompts]
+            times[settings] = sum(turn.wall_per_token for turn in turns)
+        self.settings[mode] = min(times, key=lambda s: times[s])
+
+    def grid(self, mode: str) -> list[EarlyExitSettings]:
+        """Settings to try: exits up to a quarter of the layers, drafts of 2, 4 and 6 tokens, with
+        and without a threshold of confidence."""
+        depth, plan = self.lm.stack.num_layers, self.lm.plan
+        exits = {round(depth * share / 16) for share in (1, 2, 3, 4)}
+        exits |= {plan.exit_layer} if plan is not None and plan.exit_layer else set()
+        exits = {e for e in exits if 0 < e < depth} if mode == "hf-early-exit" else {1}
+        return [
+            EarlyExitSettings(e, k, p) for e in sorted(exits) for k in (2, 4, 6) for p in (0.0, 0.4)
+        ]
+
+    def described(self, mode: str) -> dict[str, Any]:
+        """What was found for it, in transformers' names."""
+        if mode not in TUNED:
+            return {}
+        best = self.settings[mode]
+        settings: dict[str, Any] = {
+            "num_assistant_tokens": best.num_assistant_tokens,
+            "assistant_confidence_threshold": best.confidence,
+        }
+        exits = {"assistant_early_exit": best.exit_layer} if mode == "hf-early-exit" else {}
+        return exits | settings
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[list[int]]:
+    """Bytes that a block allocates at most at one time beyond what was there; not for timing."""
+    found: list[int] = []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield found
+        found.append(torch.cuda.max_memory_allocated(device) - before)
+        return
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        yield found
+    events = recorded.profiler.kineto_results.events()
+    held = most = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    found.append(most)

@@ -1,0 +1,106 @@
+"""One round of all rows, wholly on the device: draft, verify, accept, commit.
+
+This is the function that a graph holds. It takes its rows from ``Seats``, leaves them there, and
+never asks the host: every shape in it follows from a ``Shape``.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from layerskip.cache import KVCache
+from layerskip.packed import Noise, PackedStack
+from layerskip.plan import DraftPlan
+from layerskip.seats import Seats, Shape
+
+
+class DeviceRound:
+    """Draft with a plan's layers, verify with all of them.
+
+    Args:
+        stack: runs layers and chooses tokens by what the device knows.
+        plan: of the drafts; None decodes plainly.
+        vocab_ids: ids that drafts may have, ``(kept,)`` int32 ascending on the device; None: all.
+    """
+
+    def __init__(
+        self, stack: PackedStack, plan: DraftPlan | None, vocab_ids: Tensor | None = None
+    ) -> None:
+        self.stack, self._vocab_ids = stack, vocab_ids
+        depth = plan.shared_depth if plan is not None else 0
+        self._shared, self._later = range(depth), range(depth, stack.num_layers)
+        self._rest = plan.layers[depth:] if plan is not None else ()
+
+    def __call__(self, shape: Shape, seats: Seats, cache: KVCache) -> None:
+        """Draft, verify, accept, and leave a packet.
+
+        A row drafts ``most`` tokens, but none that could not be emitted. One whose logits are not
+        finite is left as it was, at rest: the host finds out why.
+        """
+        k, rows = shape.num_draft_tokens, slice(0, shape.num_rows)
+        lengths, left, pending = seats.lengths[rows], seats.num_left[rows], seats.pending[rows]
+        count = torch.minimum(seats.most[rows], left - 1).clamp(0, k)[:, None]
+        place = torch.arange(k + 1, dtype=torch.int32, device=left.device)
+        slots = lengths[:, None] + place
+        taken = (left > 0)[:, None] & (place <= count)
+        at = slots.masked_fill(~taken, -1).T.contiguous()
+        draft, hidden = self._draft(shape, seats, cache, at, slots)
+        draft = draft.masked_fill(place[:k] >= count, -1)
+        hidden = self._run(shape, cache, hidden, self._later, at[0], k + 1)
+        target, sure = self.stack.choose(hidden, _noise(shape, seats, slots))
+        target, sure = (t.unflatten(0, (-1, k + 1)) for t in (target, sure))
+        lost = (taken & ~sure.isfinite()).any(1)
+        left.masked_fill_(lost, 0)
+        accept = self.stack.ops.accept_tokens
+        emitted, _, last = accept(draft, target, lengths, left, seats.eos_ids)
+        pending.copy_(torch.where(last >= 0, last, pending))
+        counts = (emitted >= 0).sum(1, keepdim=True)
+        seats.packet_of(shape).copy_(torch.cat([draft, target, counts, lost[:, None]], dim=1))
+
+    def _draft(
+        self, shape: Shape, seats: Seats, cache: KVCache, at: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Drafted tokens, ``(rows, k)``, and what verify goes on from: the hidden states of the
+        pending token and of each drafted one after the shared layers, ``(rows * (k + 1), width)``.
+
+        Args:
+            at: ``(k + 1, rows)`` int32, the slot of each row's next token; -1: it drafts no more.
+            slots: ``(rows, k + 1)`` int32, the same for all rows.
+        """
+        k, token = shape.num_draft_tokens, seats.pending[: shape.num_rows]
+        tokens, states = [], []
+        for i in range(k + 1):
+            hidden = self.stack.embed_ids(token)
+            hidden = self._run(shape, cache, hidden, self._shared, at[i], 1)
+            states.append(hidden)
+            if i < k:
+                deep = self._run(shape, cache, hidden, self._rest, at[i], 1)
+                noise = _noise(shape, seats, slots[:, i : i + 1])
+                token, _ = self.stack.choose(deep, noise, self._vocab_ids)
+                tokens.append(token)
+        drafted = torch.stack(tokens, dim=1) if tokens else token.new_empty(len(token), 0)
+        return drafted, torch.stack(states, dim=1).flatten(0, 1)
+
+    def _run(
+        self,
+        shape: Shape,
+        cache: KVCache,
+        hidden: Tensor,
+        layers: Sequence[int],
+        at: Tensor,
+        seqlen: int,
+    ) -> Tensor:
+        slots = shape.num_slots
+        return self.stack.run_rows(hidden, layers, cache, at, seqlen, num_slots=slots)
+
+
+def _noise(shape: Shape, seats: Seats, slots: Tensor) -> Noise | None:
+    """What the tokens after those in ``slots``, ``(rows, any)``, are drawn by; None is greedy."""
+    if not shape.sampled:
+        return None
+    rows = slice(0, shape.num_rows)
+    temperature, seeds = (
+        t[rows, None].expand_as(slots).reshape(-1) for t in (seats.temperature, seats.seeds)
+    )
+    return Noise(temperature, seeds, slots.reshape(-1).long() + 1)

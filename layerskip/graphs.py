@@ -1,0 +1,306 @@
+"""Functions over tensors that stay where they are, recorded once and replayed.
+
+On a GPU a recording is a CUDA graph: one call starts every kernel of a round. On a CPU it is the
+function, called again under a watch which proves that a graph could hold it: that it asks the host
+nothing, and that every call does the same operations on the same memory.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+logger = logging.getLogger(__name__)
+
+WARM_UPS = 2  # what is made at first use, kernels and their memory, is made before the capture
+LIMIT_BYTES = 1 << 30
+Function = Callable[[], None]
+Tape = list[tuple[Any, ...]]
+
+
+class RecordingError(RuntimeError):
+    """A function cannot be recorded; the message is the reason."""
+
+
+class HostWorkError(AssertionError):
+    """A function that is to be recorded asked the host something, or did not repeat itself."""
+
+
+class Recording(Protocol):
+    """A recorded function."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory that it keeps."""
+
+    def replay(self) -> None: ...
+
+
+class Recorder(Protocol):
+    """Makes recordings.
+
+    ``record`` may call the function any number of times, so that what it changes must not matter
+    then; it raises ``RecordingError`` with a reason where a function can't be recorded.
+    """
+
+    def record(self, function: Function) -> Recording: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A captured CUDA graph and its own pool of memory."""
+
+    graph: torch.cuda.CUDAGraph
+    num_bytes: int
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+class GraphRecorder:
+    """Captures CUDA graphs, each with a pool of its own, which goes when the graph goes.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def record(self, function: Function) -> Graph:
+        """Warm ``function`` up, then capture it; see ``Recorder``."""
+        try:
+            with torch.cuda.device(self._device):
+                self._warm_up(function)
+                return self._capture(function)
+        except RuntimeError as error:  # out of memory is one, too
+            reason = str(error).strip().partition("\n")[0]
+            raise RecordingError(f"CUDA could not capture a round: {reason}") from error
+
+    def _warm_up(self, function: Function) -> None:
+        here = torch.cuda.current_stream()
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UPS):
+                function()
+        here.wait_stream(self._stream)
+        torch.cuda.synchronize()
+
+    def _capture(self, function: Function) -> Graph:
+        torch.cuda.empty_cache()  # as the capture does: else what it frees would be counted
+        before = torch.cuda.memory_reserved()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the GPU meanwhile: only this one's calls can spoil the capture.
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            function()
+        return Graph(graph, max(0, torch.cuda.memory_reserved() - before))
+
+
+@dataclass(eq=False)
+class Repetition:
+    """A function that is called again in the place of a graph, and watched."""
+
+    function: Function
+    tape: Tape
+    num_bytes: int = 0
+
+    def replay(self) -> None:
+        tape = taped(self.function)
+        if len(tape) != len(self.tape):
+            raise HostWorkError(
+                f"a recorded function did {len(tape)} operations, and {len(self.tape)} when it was "
+                "recorded"
+            )
+        for now, then in zip(tape, self.tape, strict=True):
+            if now != then:
+                raise HostWorkError(
+                    f"a recorded function did {now}, and when it was recorded {then}: a graph "
+                    "would have done that again"
+                )
+
+
+class RepeatingRecorder:
+    """The recorder of a CPU: proves that a graph could hold what it records."""
+
+    def record(self, function: Function) -> Repetition:
+        """Call ``function`` under the watch; see ``Recorder``."""
+        return Repetition(function, taped(function))
+
+
+class Recordings:
+    """Recordings by key: made when first asked for, the least recently used dropped for room.
+
+    Where one can't be made, its function runs as it is.
+
+    Args:
+        recorder: makes them.
+        limit_bytes: of device memory that all of them keep, as measured.
+
+    Attributes:
+        reason: why functions run unrecorded; "" while none does.
+        num_bytes: kept now.
+    """
+
+    def __init__(self, recorder: Recorder, *, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._recorder, self._limit = recorder, limit_bytes
+        self._kept: OrderedDict[Hashable, Recording] = OrderedDict()
+        self._unrecorded: set[Hashable] = set()
+        self.reason = ""
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether ``key`` runs without being recorded first."""
+        return key in self._kept or key in self._unrecorded
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def keys(self) -> tuple[Hashable, ...]:
+        """Of what is kept, the least recently used first."""
+        return tuple(self._kept)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(recording.num_bytes for recording in self._kept.values())
+
+    def prepare(self, key: Hashable, function: Function) -> None:
+        """Record ``function`` under ``key`` unless that was tried."""
+        if key in self:
+            return
+        try:
+            recording = self._recorder.record(function)
+        except RecordingError as error:
+            self._give_up(key, str(error))
+            return
+        if recording.num_bytes > self._limit:
+            size = f"{recording.num_bytes} bytes, and {self._limit} are allowed"
+            self._give_up(key, f"a recorded round keeps {size}")
+            return
+        self._kept[key] = recording
+        while self.num_bytes > self._limit:
+            self._kept.popitem(last=False)
+
+    def run(self, key: Hashable, function: Function) -> None:
+        """What ``key`` was prepared for: its recording, or ``function`` itself without one."""
+        if key not in self._kept:
+            function()
+            return
+        self._kept.move_to_end(key)
+        self._kept[key].replay()
+
+    def clear(self) -> None:
+        """Drop all recordings: the memory that they know is not in use any more."""
+        self._kept.clear()
+        self._unrecorded.clear()
+
+    def _give_up(self, key: Hashable, reason: str) -> None:
+        self._unrecorded.add(key)
+        if not self.reason:
+            logger.warning("rounds run without a graph: %s", reason)
+        self.reason = reason
+
+
+def taped(function: Function) -> Tape:
+    """Call ``function`` and list its operations: names, numbers, and which memory they touch.
+
+    What lived before the call is known by its address, what is made in it by its maker's place
+    in the list: two equal lists are one program over one memory.
+
+    Raises:
+        HostWorkError: it read a tensor on the host, made one from the host's numbers, or had
+            shapes that depend on data: a GPU would have to wait for the host.
+    """
+    watch = _Watch()
+    with _NoReads(), watch:
+        function()
+    return watch.tape
+
+
+_READS = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        *("item", "tolist", "numpy", "cpu", "__array__", "__bool__"),
+        *("__int__", "__float__", "__complex__", "__index__"),
+    )
+)
+
+
+class _NoReads(TorchFunctionMode):
+    """Refuses what a CPU's tensors do without an operation."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _READS:
+            raise HostWorkError(f"{func.__name__} reads a tensor on the host")
+        return func(*args, **(kwargs or {}))
+
+
+class _Watch(TorchDispatchMode):
+    """Refuses what needs the host, and lists the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape: Tape = []
+        self._makers: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # so that no address is used twice
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        _check(func, args)
+        given = self._described((*args, *sorted(kwargs.items())))
+        known = {t.untyped_storage().data_ptr() for t in _tensors((*args, *kwargs.values()))}
+        out = func(*args, **kwargs)
+        for made in _tensors((out,)):
+            self._alive.append(made)
+            place = made.untyped_storage().data_ptr()
+            if place not in known:
+                self._makers[place] = len(self.tape)
+        self.tape.append((str(func), *given))
+        return out
+
+    def _described(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            place = value.untyped_storage().data_ptr()
+            source = ("made", self._makers[place]) if place in self._makers else ("at", place)
+            shape = tuple(value.shape), value.stride(), value.storage_offset()
+            return (*source, str(value.dtype), *shape)
+        if isinstance(value, list | tuple):
+            return tuple(self._described(v) for v in value)
+        return repr(value)
+
+
+def _check(func: Any, args: Sequence[Any]) -> None:
+    """Raise for an operation that no graph can hold."""
+    tags, name = func.tags, str(func)
+    if torch.Tag.data_dependent_output in tags:
+        raise HostWorkError(f"{name} reads a tensor on the host")
+    if func is torch.ops.aten.lift_fresh.default:
+        raise HostWorkError(f"{name} makes a tensor from numbers of the host")
+    # Of the element-wise operations it alone copies a number to the device as a tensor.
+    if func is torch.ops.aten.where.self and any(t.dim() == 0 for t in args):
+        raise HostWorkError(f"{name} takes a number of the host: use masked_fill")
+    indexes = func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
+    masks = indexes and any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1]))
+    if masks or (torch.Tag.dynamic_output_shape in tags and not indexes):
+        raise HostWorkError(f"{name} has a shape that depends on data")
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    """All tensors in nested lists and tuples."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found

@@ -1,0 +1,368 @@
+"""Rounds without the host: launched before the one before has been read.
+
+All that a round needs to know of its rows is in buffers on the device, and so is all that it
+leaves. The host starts a round before it has read the one before: the device has always something
+to do, and never waits. What only the host can see, a stop string, ends a row one round later; what
+the device did with it since is not counted, and forgotten.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerskip.cache import KVCache
+from layerskip.controller import Choice
+from layerskip.device_round import DeviceRound
+from layerskip.draft_head import DraftHead
+from layerskip.graphs import GraphRecorder, Recorder, Recordings, RepeatingRecorder
+from layerskip.model import DecoderStack
+from layerskip.packed import PackedStack
+from layerskip.params import most_draft_tokens
+from layerskip.plan import DraftPlan
+from layerskip.row import Row
+from layerskip.seats import MOST_DRAFTED, MOST_EOS, Ring, Seats, Shape
+from layerskip.speculation import Landing, Speculator
+from layerskip.verification import count_matches
+
+FIRST_SLOTS = 256  # the smallest context that a recording is made for; the next ones double
+
+
+@dataclass(eq=False)
+class Flight:
+    """A round that was launched and not read.
+
+    Attributes:
+        rows: by cache row, with what each was to draft, and whether that was a probe.
+        turn: place in the ring.
+        numbers, seconds: of its packet and on its clock, once they have been read.
+    """
+
+    shape: Shape
+    rows: dict[int, tuple[Row, Choice, bool]]
+    turn: int
+    numbers: list[list[int]] | None = None
+    seconds: float = 0.0
+
+    def holds(self, row: Row) -> bool:
+        return row.slot_row in self.rows and self.rows[row.slot_row][0] is row
+
+
+class Rounds:
+    """One cache with its seats and recorded rounds; serves one decoder at a time.
+
+    Args:
+        stack: runs layers and chooses tokens by what the device knows.
+        plan: of the drafts; None decodes plainly.
+        recorder: makes recordings.
+        vocab_ids: ids that drafts may have, ``(kept,)`` int32 ascending on the device; None: all.
+
+    Attributes:
+        reason: why the last round asked for ran by the host; "" if it did not.
+        recordings: rounds by shape.
+    """
+
+    def __init__(
+        self,
+        stack: PackedStack,
+        plan: DraftPlan | None,
+        recorder: Recorder,
+        *,
+        vocab_ids: Tensor | None = None,
+        num_rows: int,
+        num_slots: int,
+    ) -> None:
+        self.stack = stack
+        self._function = DeviceRound(stack, plan, vocab_ids)
+        self.recordings, self.reason = Recordings(recorder), ""
+        self._flights: deque[Flight] = deque()
+        self._seated: dict[int, Row] = {}
+        self._most: dict[int, int] = {}
+        self._eos_ids: frozenset[int] = frozenset()
+        self._settle_in(stack.new_cache(num_rows=num_rows, num_slots=num_slots))
+
+    def _settle_in(self, cache: KVCache) -> None:
+        self.cache, self.seats = cache, Seats(cache)
+        self._ring = Ring(len(self.seats.packet), cache.lengths.device)
+
+    def move(self, cache: KVCache) -> None:
+        """Go on over a larger cache that holds what this one holds. Rounds in flight are ahead of
+        what the host knows: their rows move on the device."""
+        for flight in self._flights:
+            self._receive(flight)
+        seats = self.seats.grown(cache)
+        self._settle_in(cache)
+        self.seats = seats
+        self.recordings.clear()
+
+    def forget(self) -> None:
+        """Hold nothing of any row; what the device holds, ``reset`` empties."""
+        self._flights.clear()
+        self._seated.clear()
+        self._most.clear()
+        self.reason = ""
+
+    def reset(self, num_rows: int, num_slots: int) -> None:
+        """Empty everything for another decoder, with room for so many rows and slots at least."""
+        self.forget()
+        cache = self.cache
+        if num_rows <= cache.num_rows and num_slots <= cache.num_slots:
+            for row in range(cache.num_rows):
+                cache.release(row)
+            self.seats.num_left.zero_()
+            return
+        if num_slots > cache.num_slots:  # by half at least, or every longer text would record anew
+            num_slots = max(num_slots, cache.num_slots + cache.num_slots // 2)
+        self.recordings.clear()
+        self._eos_ids = frozenset()
+        rows, slots = max(num_rows, cache.num_rows), max(num_slots, cache.num_slots)
+        self._settle_in(self.stack.new_cache(num_rows=rows, num_slots=slots))
+
+    def advance(self, rows: Sequence[Row], speculator: Speculator, *, ahead: bool) -> list[Landing]:
+        """Launch what may be launched, and read the oldest round in flight.
+
+        If it raises, nothing has been read, and it can be called again.
+
+        Args:
+            rows: all that go on.
+            speculator: decides what is drafted.
+            ahead: whether a round may start before the one that is read.
+
+        Returns:
+            One entry for each row that the read round emitted tokens of; ``landed`` forgets it.
+        """
+        self.reason = self.why_not(rows, speculator)
+        while self._flights and not self._flights[0].rows:
+            self._flights.popleft()
+        if not self.reason:
+            while len(self._flights) <= ahead and self._launch(rows, speculator):
+                pass
+        return self._read(self._flights[0]) if self._flights else []
+
+    def landed(self) -> None:
+        """What ``advance`` read has been taken over."""
+        if self._flights and self._flights[0].numbers is not None:
+            self._flights.popleft()
+
+    def flies(self, row: Row) -> bool:
+        """Whether a round in flight may emit tokens of ``row``."""
+        return any(flight.holds(row) for flight in self._flights)
+
+    def settle(self, landing: Landing) -> None:
+        """Bring the device to where a row stands after its landing, if it has ended."""
+        row = landing.row
+        if row.finish_reason is None:
+            return
+        self.leave(row)
+        # Rounds in flight may have gone on with a row whose stop string was only found here.
+        self.cache.lengths[row.slot_row].fill_(row.length)
+
+    def leave(self, row: Row) -> None:
+        """The host has ``row`` from here on: rounds in flight are not counted for it."""
+        if self._seated.get(row.slot_row) is not row:
+            return
+        self.seats.rest(row.slot_row)
+        del self._seated[row.slot_row]
+        for flight in self._flights:
+            if flight.holds(row):
+                del flight.rows[row.slot_row]
+
+    def why_not(self, rows: Sequence[Row], speculator: Speculator) -> str:
+        """Why rounds of these rows need the host; "" if they do not."""
+        if len({row.spec.eos_ids for row in rows}) > 1:
+            return "rows end with different tokens"
+        if speculator.looks_up and any(row.spec.num_draft_tokens != 0 for row in rows):
+            return "tokens are looked up in the text"
+        return next((reason for row in rows if (reason := _why_not(row))), "")
+
+    def _launch(self, rows: Sequence[Row], speculator: Speculator) -> bool:
+        """Start a round, unless those in flight end every row."""
+        going = [row for row in rows if self._left(row) > 0]
+        if not going:
+            return False
+        counts = speculator.counted(going)
+        choices = [choice for choice, _ in counts]
+        shape = self._shape(going, choices, max(most for _, most in counts))
+        self._seat(going, choices)
+        if shape not in self.recordings:
+            self._record(shape)
+        self._ring.begin()
+        self.recordings.run(shape, self._round(shape))
+        turn = self._ring.send(self.seats.packet_of(shape).flatten())
+        probing = [row.state is not None and row.state.probing for row in going]
+        entries = {r.slot_row: (r, c, p) for r, c, p in zip(going, choices, probing, strict=True)}
+        self._flights.append(Flight(shape, entries, turn))
+        return True
+
+    def _left(self, row: Row) -> int:
+        """Most tokens that ``row`` may emit after the rounds in flight; each emits one or more."""
+        flying = sum(flight.holds(row) for flight in self._flights)
+        return row.spec.limit - len(row.token_ids) - flying
+
+    def _shape(self, rows: Sequence[Row], choices: Sequence[Choice], most: int) -> Shape:
+        """The smallest that fits. Drafts get shorter near a row's limit: no round is recorded for
+        that alone, but one for ``most`` is taken."""
+        wanted = max(
+            min(choice.num_draft_tokens, self._left(row) - 1)
+            for row, choice in zip(rows, choices, strict=True)
+        )
+        short = self._shape_for(wanted, rows)
+        return short if short in self.recordings else self._shape_for(max(wanted, most), rows)
+
+    def _shape_for(self, k: int, rows: Sequence[Row]) -> Shape:
+        num_rows, num_slots = 1, FIRST_SLOTS
+        while num_rows <= max(row.slot_row for row in rows):
+            num_rows *= 2
+        flying = sum(flight.shape.num_draft_tokens + 1 for flight in self._flights)
+        while num_slots < max(row.length for row in rows) + flying + k + 1:
+            num_slots *= 2
+        return Shape(
+            k,
+            min(num_rows, self.cache.num_rows),
+            min(num_slots, self.cache.num_slots),
+            any(not row.spec.sampler.params.greedy for row in rows),
+        )
+
+    def _seat(self, rows: Sequence[Row], choices: Sequence[Choice]) -> None:
+        """Tell the device what it does not know yet."""
+        eos_ids = rows[0].spec.eos_ids
+        if eos_ids != self._eos_ids:
+            padded = [*sorted(eos_ids), *[-1] * (MOST_EOS - len(eos_ids))]
+            self.seats.eos_ids.copy_(torch.tensor(padded))
+            self._eos_ids = eos_ids
+        for row, choice in zip(rows, choices, strict=True):
+            at = row.slot_row
+            if self._seated.get(at) is not row:
+                self.seats.put(row)
+                self._seated[at] = row
+            if self._most.get(at) != choice.num_draft_tokens:
+                self.seats.most[at].fill_(choice.num_draft_tokens)
+                self._most[at] = choice.num_draft_tokens
+
+    def _record(self, shape: Shape) -> None:
+        """While no row takes part: a round of none changes nothing, however often it runs."""
+        left = self.seats.num_left.clone()
+        self.seats.num_left.zero_()
+        try:
+            self.recordings.prepare(shape, self._round(shape))
+        finally:
+            self.seats.num_left.copy_(left)
+
+    def _round(self, shape: Shape) -> Callable[[], None]:
+        return lambda: self._function(shape, self.seats, self.cache)
+
+    def _read(self, flight: Flight) -> list[Landing]:
+        numbers = self._receive(flight)
+        k = flight.shape.num_draft_tokens
+        emitting = sum(numbers[at][-2] > 0 for at in flight.rows)
+        landings = []
+        for at, (row, choice, probing) in list(flight.rows.items()):
+            *tokens, num_sent, _ = numbers[at]
+            if num_sent == 0:  # the device lost it: the host takes it from where it stands
+                self.leave(row)
+                continue
+            draft = tuple(token for token in tokens[:k] if token >= 0)
+            target = tokens[k : k + len(draft) + 1]
+            confirmed = target[: count_matches(draft, target) + 1]
+            landings.append(
+                Landing(row, choice, draft, confirmed, num_sent, probing, flight.seconds, emitting)
+            )
+        return landings
+
+    def _receive(self, flight: Flight) -> list[list[int]]:
+        """A flight's numbers."""
+        if flight.numbers is None:
+            flight.numbers, flight.seconds = self._ring.receive(flight.turn, flight.shape)
+        return flight.numbers
+
+
+def open_bench(
+    stack: DecoderStack, plan: DraftPlan | None, head: DraftHead | None = None
+) -> "tuple[Workbench | None, str]":
+    """What lets a stack's device run rounds by itself, or None; and one sentence for ``info``.
+
+    Args:
+        stack: that decodes.
+        plan: of the drafts.
+        head: over the draft vocabulary. What it learns from a row's own text stays on the host:
+            drafts on the device have the vocabulary alone.
+    """
+    if not isinstance(stack, PackedStack):
+        return None, "each pass is started by the host: the general stack needs it"
+    if stack.why_no_choice is not None:
+        return None, f"each pass is started by the host: {stack.why_no_choice}"
+    device, ids = stack.device, None if head is None else head.ids.int()
+    if device.type != "cuda":
+        bench = Workbench(stack, plan, RepeatingRecorder, vocab_ids=ids)
+        return bench, "whole rounds, by our kernels' definitions, each proven to need no host"
+    bench = Workbench(stack, plan, lambda: GraphRecorder(device), vocab_ids=ids)
+    return bench, "whole rounds as CUDA graphs, a round ahead of the host"
+
+
+class Workbench:
+    """Keeps what decoders of one model use in turn: a cache, and the rounds recorded over it.
+
+    Recording takes far longer than a round, so that a decoder's rounds outlive it; those of one
+    decoder are kept, and threads that decode at the same time have others.
+
+    Args:
+        stack, plan, vocab_ids: as for ``Rounds``.
+        make_recorder: called for each cache: recordings are made by one thread at a time.
+    """
+
+    def __init__(
+        self,
+        stack: PackedStack,
+        plan: DraftPlan | None,
+        make_recorder: Callable[[], Recorder],
+        *,
+        vocab_ids: Tensor | None = None,
+    ) -> None:
+        self._stack, self._plan, self._make_recorder = stack, plan, make_recorder
+        self._vocab_ids = vocab_ids
+        self._idle: Rounds | None = None
+        self._lock = threading.Lock()
+
+    def take(self, *, num_rows: int, num_slots: int) -> Rounds:
+        """Rounds over an empty cache of at least so many rows and slots."""
+        with self._lock:
+            rounds, self._idle = self._idle, None
+        if rounds is not None:
+            rounds.reset(num_rows, num_slots)
+            return rounds
+        return Rounds(
+            self._stack,
+            self._plan,
+            self._make_recorder(),
+            vocab_ids=self._vocab_ids,
+            num_rows=num_rows,
+            num_slots=num_slots,
+        )
+
+    def give_back(self, rounds: Rounds) -> None:
+        """Keep ``rounds`` for the next decoder; what it holds of this one's rows is let go."""
+        rounds.forget()
+        with self._lock:
+            self._idle = rounds
+
+
+def _why_not(row: Row) -> str:
+    """Why a round of this row needs the host; "" if it does not."""
+    sampler, spec = row.spec.sampler, row.spec
+    params = sampler.params
+    if sampler.reads_context:
+        return "logits processors and grammars read the text on the host"
+    if not params.greedy and sampler.verification != "coupled":
+        return f"verification={sampler.verification!r} needs whole distributions"
+    if not params.greedy and (params.top_k or params.top_p < 1.0 or params.min_p):
+        return "top_k, top_p and min_p need whole distributions"
+    if spec.logprobs is not None or spec.sink is not None:
+        return "log-probabilities and scores were asked for"
+    if len(spec.eos_ids) > MOST_EOS:
+        return f"{len(spec.eos_ids)} token ids end a sequence, at most {MOST_EOS} can on the device"
+    if min(most_draft_tokens(spec.num_draft_tokens), spec.max_draft_tokens) > MOST_DRAFTED:
+        return f"more than {MOST_DRAFTED} tokens are drafted in a round"
+    return ""

@@ -1,0 +1,133 @@
+"""What rounds on the device know of their rows, and how the host reads what they did."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerskip.cache import KVCache
+from layerskip.row import Row
+
+MOST_DRAFTED = 31  # what acceptance on the device takes
+MOST_EOS = 32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a recorded round is made for.
+
+    Attributes:
+        num_draft_tokens: most that a row drafts.
+        num_rows: of the cache, from row 0 on.
+        num_slots: of the cache, that attention may look at.
+        sampled: whether a row draws by noise.
+    """
+
+    num_draft_tokens: int
+    num_rows: int
+    num_slots: int
+    sampled: bool
+
+    @property
+    def width(self) -> int:
+        """Numbers that a row's part of a packet has: drafted tokens, the target's, how many were
+        emitted, whether the round came to nothing."""
+        return 2 * self.num_draft_tokens + 3
+
+
+class Seats:
+    """What rounds know of the rows of a cache, on its device, one entry per cache row.
+
+    Attributes:
+        lengths: the cache's own.
+        pending: int64, the emitted token that is not in the cache yet.
+        num_left: int32, tokens that may still be emitted; 0: the row takes no part.
+        most: int32, tokens to draft in a round.
+        temperature: float32; 0 is greedy.
+        seeds: int64, of the noise.
+        eos_ids: ``(MOST_EOS,)`` int64, -1 beyond the last.
+        packet: int64, what a round leaves for the host, ``Shape.width`` numbers a row.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        rows, device = cache.num_rows, cache.lengths.device
+        self.lengths = cache.lengths
+        self.pending = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.num_left = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.most = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.eos_ids = torch.full((MOST_EOS,), -1, device=device)
+        widest = Shape(MOST_DRAFTED, rows, 0, sampled=False).width
+        self.packet = torch.zeros(rows * widest, dtype=torch.int64, device=device)
+
+    def packet_of(self, shape: Shape) -> Tensor:
+        """The part that a round of this shape leaves, ``(num_rows, width)``."""
+        return self.packet[: shape.num_rows * shape.width].view(shape.num_rows, shape.width)
+
+    def grown(self, cache: KVCache) -> "Seats":
+        """The same over a larger cache; the host need not know the numbers."""
+        larger = Seats(cache)
+        for name in ("pending", "num_left", "most", "temperature", "seeds"):
+            own = getattr(self, name)
+            getattr(larger, name)[: len(own)] = own
+        larger.eos_ids.copy_(self.eos_ids)
+        return larger
+
+    def put(self, row: Row) -> None:
+        """Let a row take part from the next round on."""
+        at, sampler = row.slot_row, row.spec.sampler
+        self.pending[at].fill_(row.token_ids[-1])
+        self.num_left[at].fill_(row.spec.limit - len(row.token_ids))
+        self.temperature[at].fill_(sampler.params.temperature)
+        self.seeds[at].fill_(sampler.seed)
+
+    def rest(self, slot_row: int) -> None:
+        """Let a row take no part."""
+        self.num_left[slot_row].fill_(0)
+
+
+class Ring:
+    """Packets on their way to the host, which waits for one while the next is made.
+
+    Args:
+        width: numbers of the largest packet.
+        device: that packets come from.
+        depth: packets that may be on their way.
+    """
+
+    def __init__(self, width: int, device: torch.device, depth: int = 2) -> None:
+        on_gpu = device.type == "cuda"
+        self._host = [
+            torch.zeros(width, dtype=torch.int64, pin_memory=on_gpu) for _ in range(depth)
+        ]
+        self._events = [_event_pair() for _ in range(depth)] if on_gpu else []
+        self._next = 0
+
+    def begin(self) -> None:
+        """Start the clock of the next packet's round."""
+        if self._events:
+            self._events[self._next][0].record()
+
+    def send(self, packet: Tensor) -> int:
+        """Start the copy of a packet, ``(any,)``; returns its place."""
+        turn, self._next = self._next, (self._next + 1) % len(self._host)
+        self._host[turn][: len(packet)].copy_(packet, non_blocking=True)
+        if self._events:
+            self._events[turn][1].record()
+        return turn
+
+    def receive(self, turn: int, shape: Shape) -> tuple[list[list[int]], float]:
+        """Wait for a packet: its numbers, row by row, and the seconds since ``begin`` on the
+        device; 0 on a CPU, where nothing goes on beside the host."""
+        seconds = 0.0
+        if self._events:
+            begun, ended = self._events[turn]
+            ended.synchronize()
+            seconds = begun.elapsed_time(ended) / 1000
+        numbers = self._host[turn][: shape.num_rows * shape.width]
+        return numbers.view(shape.num_rows, shape.width).tolist(), seconds
+
+
+def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,0 +1,272 @@
+"""Steps of the exit adapter's recipe, and checkpoints that a run goes on from exactly.
+
+As in ``early_exit_trainer``, everything a step does is a function of its number.
+"""
+
+import hashlib
+import math
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from adapter_settings import OF_THE_WEIGHTS, Settings
+from checkpoints import step_of, write_checkpoint
+from draft_training import Backbone, DraftLoss, acceptance, roll_out
+from packing import Batch, Batches, Packed, document_mask
+from torch import Tensor, nn
+
+from layerskip.admission import decoder_layers
+from layerskip.exit_adapter import ExitAdapter
+from layerskip.files import read_json, write_json
+from layerskip.training.schedules import warmup_stable_decay
+
+STATE, RUN = "state.pt", "run.json"
+WARMUP, DECAY_FROM = 0.05, 0.3
+EVAL_ROWS = 4
+
+
+def new_adapter(model: Any, exit_layer: int, settings: Settings) -> ExitAdapter:
+    """An adapter in float32, as it is before training.
+
+    Raises:
+        ValueError: the exit is not one of the model, or its next layer has not the block's form.
+    """
+    inner = getattr(model.config, "intermediate_size", 0)
+    adapter = ExitAdapter.create(
+        model,
+        exit_layer,
+        norm=settings.norm,
+        head_rank=settings.head_rank,
+        bridge_rank=settings.bridge_rank,
+        block=settings.block,
+        block_width=settings.block_width or inner or None,
+        dtype=torch.float32,
+        seed=settings.seed,
+    )
+    if adapter.block is not None and settings.block_start == "next_layer":
+        copy_layer(decoder_layers(model)[exit_layer], adapter.block)
+    return adapter
+
+
+@torch.no_grad()
+def copy_layer(layer: Any, block: Any) -> None:
+    """Give a block the values of a Llama-like layer; of a wider MLP some, of a narrower one all.
+
+    A narrower block takes the first of the layer's MLP units, a wider one has zeros in the output
+    of the rest.
+
+    Raises:
+        ValueError: the layer is of another form.
+    """
+    try:
+        attention, mlp = layer.self_attn, layer.mlp
+        linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        norms = [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
+        fits = type(linears[0]) is nn.Linear and all(m.bias is None for m in linears)
+        fits = fits and not hasattr(attention, "q_norm")
+    except AttributeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"a block cannot start as a copy of {type(layer).__name__}, which is not built like "
+            "Llama's layers; give block_start=nothing"
+        )
+    q, k, v, out, gate, up, down = (m.weight.float() for m in linears)
+    block.qkv.copy_(torch.cat([q, k, v]))
+    block.out.copy_(out)
+    block.attention_norm.copy_(norms[0])
+    block.mlp_norm.copy_(norms[1])
+    width = block.down.shape[1]
+    kept = min(width, len(gate))
+    block.gate_up[:kept], block.gate_up[width : width + kept] = gate[:kept], up[:kept]
+    block.down.zero_()
+    block.down[:, :kept] = down[:, :kept]
+
+
+class Trainer:
+    """One run over one exit.
+
+    Attributes:
+        adapter: that is trained, in float32.
+        steps: taken so far.
+        seconds: that they took, those before an interruption, too.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: Any,
+        packed: Packed,
+        accelerator: Accelerator,
+        *,
+        exit_layer: int,
+    ) -> None:
+        self.settings, self.accelerator, self.exit_layer = settings, accelerator, exit_layer
+        self.adapter = new_adapter(model, exit_layer, settings)
+        self.loss = DraftLoss(
+            self.adapter,
+            Backbone(model, exit_layer),
+            temperature=settings.temperature,
+            cross_entropy=settings.cross_entropy,
+            survival_tokens=settings.survival_tokens,
+        )
+        self.trained = list(self.adapter.parameters())
+        optimiser = torch.optim.AdamW(
+            self.trained, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.module, self.optimiser = accelerator.prepare(self.loss, optimiser)
+        self.batches = Batches(
+            packed,
+            settings.batch_size,
+            settings.gradient_accumulation,
+            settings.seed,
+            accelerator.num_processes,
+            accelerator.process_index,
+        )
+        self._data = hashlib.sha256(packed.ids.numpy().tobytes()).hexdigest()[:16]
+        self.steps, self.seconds = 0, 0.0
+
+    def step(self) -> dict[str, Any]:
+        """One step of the optimiser; returns its record, the same on every process."""
+        began, settings, step = time.perf_counter(), self.settings, self.steps
+        rate = settings.learning_rate * warmup_stable_decay(
+            (step + 0.5) / settings.steps, warmup=WARMUP, decay_from=DECAY_FROM
+        )
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        work = self.batches.at(step)
+        totals = torch.zeros(2, device=self.accelerator.device)
+        for i, batch in enumerate(work.batches):
+            last = i == len(work.batches) - 1
+            if last:
+                totals += self._backward(batch, len(work.batches))
+            else:
+                with self.accelerator.no_sync(self.module):
+                    totals += self._backward(batch, len(work.batches))
+        norm = self.accelerator.clip_grad_norm_(self.trained, settings.clip)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        loss, accepted = cast(Tensor, self.accelerator.reduce(totals, "mean")).tolist()
+        self.steps += 1
+        self.seconds += time.perf_counter() - began
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"the loss of step {self.steps} is {loss}; go on from the last checkpoint with a "
+                "lower learning_rate in a run of its own"
+            )
+        return {
+            "step": self.steps,
+            "tokens": self.steps * settings.batch_size * self.batches.packed.ids.shape[1],
+            "seconds": round(self.seconds, 3),
+            "loss": loss,
+            "text_acceptance": accepted,
+            "learning_rate": rate,
+            "gradient_norm": float(norm),
+        }
+
+    def _backward(self, batch: Batch, parts: int) -> Tensor:
+        """Loss and acceptance of a micro-batch, as its share of the step's."""
+        batch = batch.to(self.accelerator.device)
+        every = self.settings.rollout_every
+        rollout = self.settings.rollout if every and self.steps % every == 0 else None
+        with self.accelerator.autocast():
+            sequences = roll_out(self.loss, batch, rollout, self.steps)
+            at_exit, at_end = self.loss.backbone.states(
+                sequences.ids, sequences.positions, sequences.mask
+            )
+        loss, accepted = self.module(at_exit, at_end, sequences, batch)
+        self.accelerator.backward(loss / parts)
+        return torch.stack([loss.detach(), accepted]) / parts
+
+    @torch.no_grad()
+    def evaluate(self, held_out: Packed, max_tokens: int) -> dict[str, float]:
+        """Acceptance along held-out rows, at the temperature and of argmaxes, by the adapter as it
+        is; the weights of ``max_tokens`` tokens at most."""
+        sums = torch.zeros(3, dtype=torch.float64)
+        for draft, target in self.pairs(held_out, max_tokens):
+            same = (draft.argmax(-1) == target.argmax(-1)).sum()
+            found = torch.stack([acceptance(draft, target).sum(), same])
+            sums += torch.cat([found.double().cpu(), torch.tensor([float(len(draft))])])
+        shares = sums[:2] / sums[2]
+        return {"sampled": float(shares[0]), "greedy": float(shares[1])}
+
+    @torch.no_grad()
+    def pairs(self, rows: Packed, max_tokens: int, *, skip: int = 0) -> Any:
+        """Draft and target logits, divided by the temperature, where held-out labels count.
+
+        Args:
+            rows: of held-out text.
+            max_tokens: of the rows taken, about.
+            skip: tokens of the rows before them.
+        """
+        length, device = rows.ids.shape[1], self.accelerator.device
+        first = min(skip // length, max(0, rows.num_rows - 1))
+        last = min(rows.num_rows, max(first + 1, first + max_tokens // length))
+        for begin in range(first, last, EVAL_ROWS):
+            part = slice(begin, min(begin + EVAL_ROWS, last))
+            ids, positions, documents, labels = (
+                t[part].to(device) for t in (rows.ids, rows.positions, rows.documents, rows.labels)
+            )
+            mask = document_mask(documents)
+            with self.accelerator.autocast():
+                at_exit, at_end = self.loss.backbone.states(ids, positions, mask)
+                hidden = self.adapter.hidden(at_exit, positions, mask)
+                counts = labels != -100
+                for h, end, at in zip(hidden, cast(Tensor, at_end), counts, strict=True):
+                    yield self.loss.logits(h[at], end[at])
+
+    def save(self, folder: Path) -> None:
+        """A checkpoint in ``folder``, by the main process; every process calls it."""
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            write_checkpoint(folder, self.steps, self._write)
+        self.accelerator.wait_for_everyone()
+
+    def _write(self, folder: Path) -> None:
+        self.adapter.save(folder)  # so that a checkpoint can be decoded with, too
+        scaler = self.accelerator.scaler
+        state = {
+            "adapter": self.adapter.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+        torch.save(state, folder / STATE)
+        write_json(folder / RUN, {"seconds": self.seconds, "identity": self._identity()})
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            ValueError: it is of another run; the first setting that differs is named.
+        """
+        run = read_json(checkpoint / RUN, "checkpoint of this recipe")
+        for name, value in self._identity().items():
+            if run["identity"].get(name) != value:
+                raise ValueError(
+                    f"{checkpoint} was made with another {name} ({run['identity'].get(name)}, now "
+                    f"{value}); go on with the same settings, or give another out"
+                )
+        state = torch.load(checkpoint / STATE, weights_only=True, map_location="cpu")
+        self.adapter.load_state_dict(state["adapter"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.steps, self.seconds = step_of(checkpoint), run["seconds"]
+
+    def _identity(self) -> dict[str, Any]:
+        kept = {k: v for k, v in asdict(self.settings).items() if k in OF_THE_WEIGHTS}
+        return kept | {"exit_layer": self.exit_layer, "content of data": self._data}
+
+
+def weights_hash(model: nn.Module) -> str:
+    """16 hexadecimal digits of SHA-256 over every parameter and buffer, bit by bit."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+        digest.update(name.encode())
+        raw = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
+        digest.update(raw.numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,96 @@
+"""Checkpoints of a run that a crash at any moment leaves usable, and signals that end it in order.
+
+A checkpoint is written into a folder of another name, flushed to the disk, and renamed: a folder
+named ``step-N`` is whole, whatever happened.
+"""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+KEPT = 2
+
+
+def write_checkpoint(
+    folder: Path, step: int, write: Callable[[Path], None], *, keep: int = KEPT
+) -> Path:
+    """Write ``folder/step-N``, and remove all but the newest ``keep``.
+
+    Args:
+        folder: of the run's checkpoints; made if it is not there.
+        step: steps that were taken.
+        write: puts the files into the folder it is given.
+        keep: checkpoints left afterwards.
+    """
+    path, partial = folder / f"step-{step}", folder / f"partial-{step}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write(partial)
+    for file in partial.rglob("*"):
+        _flush(file)
+    shutil.rmtree(path, ignore_errors=True)
+    partial.rename(path)
+    _flush(folder)
+    for old in checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
+    for left in folder.glob("partial-*"):
+        shutil.rmtree(left)
+    return path
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole ones, the oldest first."""
+    found = [path for path in folder.glob("step-*") if path.name[5:].isdigit()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Steps that were taken when it was written."""
+    return int(checkpoint.name[5:])
+
+
+def _flush(path: Path) -> None:
+    """Have the disk hold what was written: a rename may otherwise overtake it."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class StopRequest:
+    """Within it, Ctrl-C and SIGTERM are noted, and the loop ends after its step; a second signal
+    does what it always did.
+
+    Attributes:
+        asked: whether one came.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._restore()
+
+    def _note(self, *_: object) -> None:
+        self.asked = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

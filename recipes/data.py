@@ -1,0 +1,205 @@
+"""Text to train on: JSON lines, files, or a data set of ``datasets``; a part of it held out.
+
+Rows are ``{"text"}``, ``{"prompt", "completion"}``, ``{"messages"}``, ``{"question", "answer"}`` or
+``{"prompt"}`` alone (``rows.py``). Which side a row is on depends on its content alone.
+"""
+
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+from rows import BadRow, Row, read_rows
+from tokens import UNTRAINED, Sample, encode
+
+__all__ = ["UNTRAINED", "BadRow", "Corpus", "Sample", "Samples", "load", "prompts"]
+
+BadRows = Literal["skip", "fail"]
+HASHES = 2**64
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What was read.
+
+    Attributes:
+        train: in the order of the source.
+        held_out: never trained on, in the order of the source.
+        bad: rows left out.
+    """
+
+    train: Sequence[Sample]
+    held_out: Sequence[Sample]
+    bad: tuple[BadRow, ...]
+
+    def report(self, most: int = 5) -> str:
+        """Counts, and the first bad rows, for people."""
+        lines = [
+            f"{len(part)} rows {where}, {sum(len(s.ids) for s in part):,} tokens"
+            for part, where in ((self.train, "to train on"), (self.held_out, "held out"))
+        ]
+        if self.bad:
+            lines.append(f"{len(self.bad)} rows left out:")
+            lines += [f"  {row}" for row in self.bad[:most]]
+        if len(self.bad) > most:
+            lines.append(f"  and {len(self.bad) - most} more")
+        return "\n".join(lines)
+
+
+class Samples(Sequence[Sample]):
+    """Samples in flat arrays: as tuples, the numbers of a large corpus would fill the memory."""
+
+    def __init__(self) -> None:
+        self._ids, self._starts = array("i"), array("q", [0])
+        self._prompts = array("i")
+        self._untrained: dict[int, tuple[tuple[int, int], ...]] = {}
+
+    def append(self, sample: Sample) -> None:
+        """Add one at the end."""
+        if sample.untrained:
+            self._untrained[len(self)] = sample.untrained
+        self._ids.extend(sample.ids)
+        self._starts.append(len(self._ids))
+        self._prompts.append(sample.num_prompt_tokens)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        i = range(len(self))[index]
+        ids = self._ids[self._starts[i] : self._starts[i + 1]]
+        return Sample(tuple(ids), self._prompts[i], self._untrained.get(i, ()))
+
+
+def load(
+    source: str,
+    tokenizer: Any,
+    *,
+    held_out_share: float = 0.05,
+    bad_rows: BadRows = "skip",
+    allow_prompts: bool = False,
+    limit: int | None = None,
+) -> Corpus:
+    """Read, tokenize and divide a source of text.
+
+    Args:
+        source: a ``.jsonl`` file; a ``.txt``, ``.md`` or ``.py`` file; a folder of such files, one
+            document each, or of a data set that ``datasets`` saved; or a hub id, ``id:name`` for
+            one of its configurations.
+        tokenizer: of the model, a transformers tokenizer.
+        held_out_share: of the rows, chosen by the hash of their content: a row is on the same side
+            for ever, in whatever order or company. Of few rows, one is on either side at least; of
+            a single text its last part is held out.
+        bad_rows: "skip" reports them in the result, "fail" raises at the first.
+        allow_prompts: rows that are a prompt alone are taken, with nothing to learn in them: what
+            follows is to be generated.
+        limit: most rows that are used.
+
+    Raises:
+        ValueError: there is no such source, it holds fewer than two different rows that can be
+            used, or with "fail" a row cannot be used (file and line are named).
+    """
+    if not 0.0 < held_out_share <= 0.5:
+        raise ValueError(f"held_out_share must be above 0 and at most 0.5, got {held_out_share}")
+    if bad_rows not in ("skip", "fail"):
+        raise ValueError(f"bad_rows must be 'skip' or 'fail', got {bad_rows!r}")
+    bad: list[BadRow] = []
+    hashes = array("Q")
+    encoded = Samples()
+    only: Row | None = None
+    for row in _good(read_rows(source), bad, bad_rows):
+        if len(hashes) == limit:
+            break
+        sample = encode(row, tokenizer, allow_prompts=allow_prompts)
+        if isinstance(sample, str):
+            _note(BadRow(row.source, row.line, sample), bad, bad_rows)
+            continue
+        only = row if not hashes else only
+        hashes.append(row.hash)
+        encoded.append(sample)
+    if len(set(hashes)) == 1 and only is not None and only.kind == "text":
+        train, held_out = (encode(part, tokenizer) for part in _cut(only, held_out_share))
+        if isinstance(train, Sample) and isinstance(held_out, Sample):
+            return Corpus([train], [held_out], tuple(bad))
+    if len(set(hashes)) < 2:
+        first = f"; the first that cannot be used is {bad[0]}" if bad else ""
+        raise ValueError(
+            f"{source} holds {len(set(hashes))} different rows that can be used, and one to train "
+            f"on and one to hold out are needed{first}"
+        )
+    return Corpus(*_divided(encoded, hashes, held_out_share), tuple(bad))
+
+
+def _good(found: Iterator[Row | BadRow], bad: list[BadRow], bad_rows: BadRows) -> Iterator[Row]:
+    for row in found:
+        if isinstance(row, Row):
+            yield row
+        else:
+            _note(row, bad, bad_rows)
+
+
+def _note(row: BadRow, bad: list[BadRow], bad_rows: BadRows) -> None:
+    if bad_rows == "fail":
+        raise ValueError(f"{row}; mend or remove it, or leave such rows out with bad_rows=skip")
+    bad.append(row)
+
+
+def _cut(row: Row, share: float) -> tuple[Row, Row]:
+    """A text in two, at the end of a line where there is one."""
+    (text,) = row.parts
+    at = min(len(text) - 1, int(len(text) * (1.0 - share)))
+    line_end = text.rfind("\n", 0, at) + 1
+    at = line_end or at
+    return (
+        Row("text", (text[:at],), row.source, row.line),
+        Row("text", (text[at:],), row.source, row.line),
+    )
+
+
+def _divided(
+    samples: Sequence[Sample], hashes: Sequence[int], share: float
+) -> tuple[Samples, Samples]:
+    """Training and held-out samples; of different ones, some on either side."""
+    lowest, highest = min(hashes), max(hashes)
+    bound = min(max(int(share * HASHES), lowest + 1), highest)
+    train, held_out = Samples(), Samples()
+    for sample, number in zip(samples, hashes, strict=True):
+        (held_out if number < bound else train).append(sample)
+    return train, held_out
+
+
+def prompts(
+    samples: Sequence[Sample], *, limit: int, max_prompt_tokens: int, seed: int = 0
+) -> list[tuple[int, ...]]:
+    """Beginnings to generate from: a row's prompt, or places all over a plain text.
+
+    Args:
+        samples: such as ``Corpus.held_out``.
+        limit: most prompts; drawn by ``seed``.
+        max_prompt_tokens: longer prompts are left out; of a text, prompts of so many tokens are
+            taken, or its first half where it is shorter than two of them.
+
+    Raises:
+        ValueError: none is left.
+    """
+    places: list[tuple[int, int, int]] = []
+    for i, sample in enumerate(samples):
+        if 0 < sample.num_prompt_tokens <= max_prompt_tokens:
+            places.append((i, 0, sample.num_prompt_tokens))
+        elif not sample.num_prompt_tokens:
+            length = min(max_prompt_tokens, len(sample.ids) // 2)
+            starts = range(0, len(sample.ids) - length, 2 * max(1, length))
+            places += [(i, start, start + length) for start in starts if length]
+    if not places:
+        raise ValueError(f"no row has a prompt of 1 to {max_prompt_tokens} tokens")
+    random.Random(seed).shuffle(places)
+    return [samples[i].ids[start:end] for i, start, end in places[:limit]]

@@ -1,0 +1,311 @@
+"""One training step of an exit adapter: the frozen model's states, its own drafts, and the loss."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from packing import Batch, document_mask
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from layerskip.admission import decoder_layers
+from layerskip.exit_adapter import ExitAdapter
+from layerskip.model import DecoderStack
+from layerskip.training.losses import draft_loss, sliding_survival
+
+CHUNK_TOKENS = 512
+KEPT_LOGITS = 1 << 27  # of a micro-batch; of more, chunks are made again in the backward pass
+
+
+class _DeepEnoughError(Exception):
+    """Ends a forward pass at the exit."""
+
+
+class Backbone:
+    """A frozen model: its states after the exit and after its last layer.
+
+    Args:
+        model: a loaded transformers causal LM. Its parameters are set to need no gradients.
+        exit_layer: leading layers that the draft runs.
+    """
+
+    def __init__(self, model: Any, exit_layer: int) -> None:
+        self.model, self.exit_layer = model.eval().requires_grad_(False), exit_layer
+        self.stack = DecoderStack(model, exact=False)
+        self.head = model.get_output_embeddings()
+        layers = decoder_layers(model)
+        self._exit, self._last = layers[exit_layer], layers[-1]
+
+    def finish(self, states: Tensor, project: Any = None) -> Tensor:
+        """Final norm and head, or another map in its place: ``(rows, hidden)`` -> ``(rows, n)``."""
+        return self.stack.head(states, len(states), project)
+
+    @torch.no_grad()
+    def states(
+        self, ids: Tensor, positions: Tensor, mask: Tensor, *, to_exit: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states after the exit and, unless ``to_exit``, after the last layer.
+
+        Args:
+            ids, positions: ``(rows, seqlen)`` int64.
+            mask: ``(rows, 1, seqlen, seqlen)`` bool, True where a token attends.
+
+        Returns:
+            ``(rows, seqlen, hidden)`` twice, before the final norm.
+        """
+        at_exit: list[Tensor] = []
+        at_end: list[Tensor] = []
+
+        def note_exit(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            at_exit.append(args[0] if args else kwargs["hidden_states"])
+            if to_exit:
+                raise _DeepEnoughError
+
+        def note_end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            at_end.append(output[0] if isinstance(output, tuple) else output)
+
+        handles = [
+            self._exit.register_forward_pre_hook(note_exit, with_kwargs=True),
+            self._last.register_forward_hook(note_end),
+        ]
+        lowest = torch.finfo(self.model.dtype).min
+        bias = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device)
+        bias.masked_fill_(~mask, lowest)
+        try:
+            self.model.base_model(
+                input_ids=ids, position_ids=positions, attention_mask=bias, use_cache=False
+            )
+        except _DeepEnoughError:
+            return at_exit[0], None
+        finally:
+            for handle in handles:
+                handle.remove()
+        return at_exit[0], at_end[0]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The draft's own steps from sampled places.
+
+    Attributes:
+        starts: places of a row.
+        tokens: drafted from each, and each judged by the full model; 0: none.
+        temperature: that they are drawn at, above 0.
+        seed: of the draws.
+    """
+
+    starts: int
+    tokens: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Rows of text followed by chains, drafts that branch off it.
+
+    Attributes:
+        ids, positions: ``(rows, seq_len + starts * steps)`` int64; chain by chain after the text.
+        mask: ``(rows, 1, length, length)`` bool.
+        starts: ``(rows, starts)`` int64, the text's token that each chain follows.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    mask: Tensor
+    starts: Tensor
+
+
+def with_chains(batch: Batch, starts: Tensor, tokens: Tensor) -> Sequences:
+    """Text with chains behind it. A chain's token attends to the text of its document up to the
+    chain's start, and to its chain.
+
+    Args:
+        batch: rows of text.
+        starts: ``(rows, starts)`` int64.
+        tokens: ``(rows, starts, steps)`` int64, drafted after each start.
+    """
+    rows, num_starts, steps = tokens.shape
+    length = batch.ids.shape[1]
+    begins = starts.repeat_interleave(steps, dim=1)  # of each chain token
+    after = torch.arange(1, steps + 1, device=starts.device).repeat(num_starts)
+    chain = torch.arange(num_starts, device=starts.device).repeat_interleave(steps)
+    slots = torch.arange(length, device=starts.device)
+    document = batch.documents.gather(1, begins)
+    to_text = (batch.documents[:, None] == document[..., None]) & (slots <= begins[..., None])
+    to_chain = (chain[:, None] == chain) & (after <= after[:, None])
+    lower = torch.cat([to_text, to_chain.expand(rows, -1, -1)], dim=2)
+    upper = document_mask(batch.documents)[:, 0]
+    upper = torch.cat([upper, upper.new_zeros(rows, length, num_starts * steps)], dim=2)
+    return Sequences(
+        torch.cat([batch.ids, tokens.flatten(1)], dim=1),
+        torch.cat([batch.positions, batch.positions.gather(1, begins) + after], dim=1),
+        torch.cat([upper, lower], dim=1)[:, None],
+        starts,
+    )
+
+
+def draw_starts(batch: Batch, rollout: Rollout, step: int) -> tuple[Tensor, list[torch.Generator]]:
+    """``(rows, starts)`` places whose next token counts, and each row's generator.
+
+    By seed, step and the row's number in the step, so that processes draw what one would.
+    """
+    starts, generators = [], []
+    for labels, documents in zip(batch.labels.cpu(), batch.documents.cpu(), strict=True):
+        row = batch.first_document + int(documents[0])
+        seed = (rollout.seed * 1_000_003 + step) * 1_000_003 + row
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        places = (labels != -100).nonzero()[:, 0]
+        picked = torch.randint(len(places), (rollout.starts,), generator=generator)
+        starts.append(places[picked])
+        generators.append(generator)
+    return torch.stack(starts).to(batch.ids.device), generators
+
+
+class DraftLoss(nn.Module):
+    """What an adapter learns by; one module, so that accelerate can wrap it.
+
+    Args:
+        adapter: is trained.
+        backbone: is not, and is no part of the module.
+        temperature: of the distributions that are compared, above 0.
+        cross_entropy: share of the loss.
+        survival_tokens: of the drafts whose survival weighs positions.
+    """
+
+    def __init__(
+        self,
+        adapter: ExitAdapter,
+        backbone: Backbone,
+        *,
+        temperature: float,
+        cross_entropy: float,
+        survival_tokens: int,
+    ) -> None:
+        super().__init__()
+        self.adapter = adapter
+        self._outside = (backbone,)  # a tuple hides it from the module's parameters
+        self.temperature, self.cross_entropy = temperature, cross_entropy
+        self.survival_tokens = survival_tokens
+
+    @property
+    def backbone(self) -> Backbone:
+        return self._outside[0]
+
+    def forward(
+        self, at_exit: Tensor, at_end: Tensor, sequences: Sequences, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """The mean of the rows' losses, and of the acceptance along the text.
+
+        Each row's is an average over its positions, weighted by how many of the drafts considered
+        get there: one from every place of the text, by ``sliding_survival``, and each chain.
+
+        Args:
+            at_exit, at_end: ``(rows, length, hidden)`` states of ``sequences``.
+            sequences: text and chains.
+            batch: the text.
+        """
+        hidden = self.adapter.hidden(at_exit, sequences.positions, sequences.mask)
+        rows = zip(hidden, at_end, batch.documents, batch.labels, sequences.starts, strict=True)
+        found = [self._row(*row) for row in rows]
+        losses, accepted = zip(*found, strict=True)
+        return torch.stack(losses).mean(), torch.stack(accepted).mean()
+
+    def _row(
+        self, hidden: Tensor, at_end: Tensor, documents: Tensor, labels: Tensor, starts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        length, counts = len(labels), labels != -100
+        accepted = hidden.new_zeros(0, dtype=torch.float32)
+        total = weight = torch.zeros((), device=hidden.device)
+        for begin in range(0, length, CHUNK_TOKENS):
+            end = min(begin + CHUNK_TOKENS, length)
+            back = max(0, begin - self.survival_tokens)
+            before, part = accepted[back:], slice(begin, end)
+            loss, share, chunk = self._chunk(
+                hidden[part], at_end[part], before, documents[back:end], counts[part]
+            )
+            total, weight = total + loss, weight + share
+            accepted = torch.cat([accepted, chunk])
+        if len(hidden) > length:
+            loss, share = self._chains(hidden[length:], at_end[length:], accepted[starts])
+            total, weight = total + loss, weight + share
+        return total / weight, accepted.sum() / counts.sum()
+
+    def _chunk(self, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        vocab = self.backbone.head.weight.shape[0]
+        if len(parts[0]) * vocab * 8 < KEPT_LOGITS or not torch.is_grad_enabled():
+            return self._text(*parts)
+        again: Any = checkpoint(self._text, *parts, use_reentrant=False)
+        return again
+
+    def _text(
+        self, hidden: Tensor, at_end: Tensor, before: Tensor, documents: Tensor, counts: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Summed loss, its weight, and acceptance where it counts, ``(tokens,)``, 0 elsewhere."""
+        draft, target = self.logits(hidden, at_end)
+        accepted = acceptance(draft, target) * counts
+        chances = torch.cat([before, accepted])
+        weights = sliding_survival(chances, documents, most=self.survival_tokens)
+        weights = weights[len(before) :] * counts
+        return self._loss(draft, target, weights), weights.sum(), accepted
+
+    def _chains(self, hidden: Tensor, at_end: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+        """Summed loss of chains and its weight; ``accepted``: ``(starts,)``, of first tokens."""
+        draft, target = self.logits(hidden, at_end)
+        chances = acceptance(draft, target).view(len(accepted), -1)
+        arrives = torch.cat([accepted[:, None], chances[:, :-1]], dim=1).cumprod(1).flatten()
+        return self._loss(draft, target, arrives), arrives.sum()
+
+    def _loss(self, draft: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        loss = draft_loss(
+            draft, target, target.softmax(-1), weights=weights, cross_entropy=self.cross_entropy
+        )
+        return loss * weights.sum()
+
+    def logits(self, hidden: Tensor, at_end: Tensor) -> tuple[Tensor, Tensor]:
+        """Draft's and target's, ``(tokens, vocab)`` float32, divided by the temperature."""
+        backbone = self.backbone
+        draft = self.adapter.logits(hidden, backbone.finish, backbone.head).float()
+        with torch.no_grad():
+            target = backbone.finish(at_end).float()
+        return draft / self.temperature, target / self.temperature
+
+
+@torch.no_grad()
+def acceptance(draft: Tensor, target: Tensor) -> Tensor:
+    """``(tokens,)``: the chance that each drafted token is accepted, 1 - total variation."""
+    return torch.minimum(draft.softmax(-1), target.softmax(-1)).sum(-1)
+
+
+@torch.no_grad()
+def roll_out(loss: DraftLoss, batch: Batch, rollout: Rollout | None, step: int) -> Sequences:
+    """Text with the draft's own chains behind it, drawn token by token with the adapter as it is;
+    text alone without a ``rollout``.
+
+    The exit's layers run over the whole text again for each token: a few layers of many, and no
+    cache to keep.
+    """
+    rows, length = batch.ids.shape
+    if rollout is None:
+        none = batch.ids.new_zeros(rows, 0)
+        return with_chains(batch, none, none[..., None])
+    starts, generators = draw_starts(batch, rollout, step)
+    tokens = batch.ids.new_zeros(rows, rollout.starts, 0)
+    backbone, adapter = loss.backbone, loss.adapter
+    for drawn in range(rollout.tokens):
+        sequences = with_chains(batch, starts, tokens)
+        at_exit, _ = backbone.states(
+            sequences.ids, sequences.positions, sequences.mask, to_exit=True
+        )
+        hidden = adapter.hidden(at_exit, sequences.positions, sequences.mask)
+        ends = torch.arange(1, rollout.starts + 1, device=starts.device) * drawn + length - 1
+        last = starts if drawn == 0 else ends.expand(rows, -1)
+        picked = torch.stack([h[at] for h, at in zip(hidden, last, strict=True)])
+        logits = adapter.logits(picked.flatten(0, 1), backbone.finish, backbone.head).float()
+        logits = logits.view(rows, rollout.starts, -1) / rollout.temperature
+        noise = torch.stack(
+            [torch.rand(logits.shape[1:], generator=g).clamp_min(1e-30) for g in generators]
+        ).to(logits.device)
+        token = (logits.log_softmax(-1) - (-noise.log()).log()).argmax(-1)
+        tokens = torch.cat([tokens, token[..., None]], dim=2)
+    return with_chains(batch, starts, tokens)

@@ -1,0 +1,372 @@
+"""Train what runs only in the draft: the checkpoint's own output stays bit-identical.
+
+    python recipes/exit_adapter.py data=stdlib                       # the built-in checkpoint
+    python recipes/exit_adapter.py model=PATH data=prompts.jsonl     # recipes/exit_adapter.yaml
+    accelerate launch recipes/exit_adapter.py model=PATH data=...    # on several processes
+    layerskip generate PATH --exit-adapter runs/exit_adapter         # use it
+
+The model is frozen. An exit norm, a low-rank addition to the head and one transformer block (or a
+low-rank bridge) learn to draft from a shallow exit, on the model's own continuations of the data's
+prompts and on the data's text. Stopping is safe at any time; the same command goes on from the last
+checkpoint, to the weights that an uninterrupted run would have.
+"""
+
+import gc
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import adapter_measure
+import torch
+from accelerate import Accelerator
+from adapter_settings import Settings
+from adapter_trainer import Trainer, weights_hash
+from checkpoints import StopRequest, checkpoints
+from continuations import beginnings, num_prompts, written
+from data import UNTRAINED, Corpus, Sample, Samples, load, prompts
+from early_exit_trainer import train
+from evaluation import measure
+from lora_early_exit import load_model, source_folder
+from packing import Packed, check_apart, pack
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from run_log import RunLog
+from settings import command, from_command_line
+from settings import save as save_settings
+from stdlib_text import STDLIB, stdlib_corpus
+from table import Result, as_markdown, as_table, peak_memory
+from table import save as save_table
+
+from layerskip import SelfSpeculativeLM
+from layerskip.checkpoint import PLAN_FILE
+from layerskip.exit_adapter import ExitAdapter
+from layerskip.files import read_json, write_json, write_text
+from layerskip.vocabulary import choose_vocabulary
+
+CONFIG = Path(__file__).with_suffix(".yaml")
+MAX_PROMPT_TOKENS = 256
+HELD_OUT_SEED = 1_000_000  # continuations of held-out prompts are others than those trained on
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a run reads.
+
+    Attributes:
+        corpus: the data, with continuations among what is trained on.
+        packed, held_out: rows of its two sides.
+    """
+
+    corpus: Corpus
+    packed: Packed
+    held_out: Packed
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the recipe; mistakes of the user end it with one sentence."""
+    first = (__doc__ or "").split("\n")[0]
+    try:
+        run(from_command_line(Settings, first, CONFIG, sys.argv[1:] if argv is None else argv))
+    except ValueError as error:
+        raise SystemExit(f"exit_adapter: {error}") from None
+
+
+def run(settings: Settings) -> None:
+    """Train, unless that is done already, write the adapter, and measure it."""
+    out, console = Path(settings.out), Console()
+    folder = source_folder(settings.model)
+    accelerator = Accelerator(
+        mixed_precision=settings.mixed_precision, log_with="tensorboard", project_dir=out
+    )
+    model, tokenizer = load_model(folder, settings.dtype)
+    model.to(accelerator.device)
+    check_exits(settings, model.config.num_hidden_layers)
+    check_apart(model, model.config.vocab_size)
+    before = weights_hash(model)
+    with accelerator.main_process_first():
+        texts = read_texts(settings, model, tokenizer, console)
+    if accelerator.is_main_process:
+        save_settings(settings, out / "settings.yaml")
+        console.print(texts.corpus.report())
+    accelerator.wait_for_everyone()
+    layer = settings.exit_layer or chosen_exit(settings, model, texts, accelerator)
+    trainer = Trainer(settings, model, texts.packed, accelerator, exit_layer=layer)
+    go_on(trainer, console)
+    stopped = fit(trainer, texts.held_out, console)
+    accelerator.end_training()
+    if not accelerator.is_main_process:
+        return
+    if stopped:
+        console.print(f"stopped at step {trainer.steps}; the same command goes on from there")
+        return
+    details = adapter_measure.calibrate(trainer, texts.held_out) | facts(trainer)
+    adapter_measure.decoding(trainer.adapter, model).save(out)
+    check_frozen(model, before)
+    seconds, peak = trainer.seconds, peak_memory()
+    del trainer
+    gc.collect()
+    conclude(settings, model, tokenizer, texts.corpus, details, (seconds, peak), console)
+    check_frozen(model, before)
+
+
+def check_exits(settings: Settings, num_layers: int) -> None:
+    """Raise unless the exits are of a model this deep."""
+    for layer in (settings.exit_layer, *settings.exits):
+        if layer >= num_layers:
+            raise ValueError(
+                f"exit layer {layer} is none of this model's; an exit lies in "
+                f"[1, {num_layers - 1}] (its {num_layers} layers are full depth)"
+            )
+
+
+def check_frozen(model: Any, before: str) -> None:
+    """Raise if a bit of the model has changed: what is promised would not hold."""
+    if weights_hash(model) != before:
+        raise RuntimeError("the model's weights have changed; report this with the model's name")
+
+
+def read_texts(settings: Settings, model: Any, tokenizer: Any, console: Console) -> Texts:
+    """The data ("stdlib" is Python's) divided by content, and what the model writes after their
+    prompts."""
+    own = settings.continuations > 0
+    if settings.data == STDLIB:
+        corpus = stdlib_corpus(tokenizer)
+    else:
+        share = settings.held_out_share
+        corpus = load(settings.data, tokenizer, held_out_share=share, allow_prompts=own)
+    if settings.held_out:
+        other = load(
+            settings.held_out,
+            tokenizer,
+            held_out_share=settings.held_out_share,
+            allow_prompts=own,
+        )
+        known = {s.ids for s in chain(other.train, other.held_out)}
+        every = chain(corpus.train, corpus.held_out)
+        corpus = Corpus(
+            gathered(s for s in every if s.ids not in known),
+            gathered(chain(other.train, other.held_out)),
+            (*corpus.bad, *other.bad),
+        )
+    train = gathered(s for s in corpus.train if settings.text and learns(s))
+    held_out = gathered(s for s in corpus.held_out if learns(s))
+    if own:
+        lm = SelfSpeculativeLM(model, tokenizer)
+        for sample in continued(settings, lm, corpus.train, console):
+            train.append(sample)
+        bare = [s.ids for s in corpus.held_out if not learns(s)][: settings.final_prompts]
+        for sample in follow(settings, lm, bare, HELD_OUT_SEED, console):
+            held_out.append(sample)
+    pad = tokenizer.eos_token_id or 0
+    sides = [pack(side, settings.seq_len, pad_id=pad) for side in (train, held_out)]
+    return Texts(Corpus(train, held_out, corpus.bad), *sides)
+
+
+def gathered(samples: Iterable[Sample]) -> Samples:
+    """Samples in flat arrays."""
+    found = Samples()
+    for sample in samples:
+        found.append(sample)
+    return found
+
+
+def learns(sample: Sample) -> bool:
+    """Whether a row is more than a prompt."""
+    return any(label != UNTRAINED for label in sample.labels[1:])
+
+
+def continued(
+    settings: Settings, lm: SelfSpeculativeLM, samples: Sequence[Sample], console: Console
+) -> list[Sample]:
+    """The model's own text after beginnings of the data."""
+    length = settings.continuation_length
+    most = min(MAX_PROMPT_TOKENS, settings.seq_len - length, lm.stack.max_positions - length)
+    if most < 1:
+        raise ValueError(
+            f"continuation_length ({length}) leaves no room for a prompt in seq_len "
+            f"({settings.seq_len}); lower the one or raise the other"
+        )
+    count = num_prompts(settings.continuations, length)
+    begun = beginnings(samples, count, most=most, seed=settings.seed)
+    return follow(settings, lm, begun, 0, console)
+
+
+def follow(
+    settings: Settings,
+    lm: SelfSpeculativeLM,
+    begun: Sequence[Sequence[int]],
+    seed: int,
+    console: Console,
+) -> list[Sample]:
+    """What the model writes after prompts, kept under ``out``."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("the model's own text (prompts)", total=len(begun))
+        return written(
+            lm,
+            begun,
+            Path(settings.out) / "continuations",
+            max_new_tokens=settings.continuation_length,
+            temperature=settings.temperature,
+            seed=settings.seed + seed,
+            on_progress=lambda done, total: bar.update(task, completed=done),
+        )
+
+
+def go_on(trainer: Trainer, console: Console) -> None:
+    """Load the last checkpoint, if there is one."""
+    settings, out = trainer.settings, Path(trainer.settings.out)
+    found = checkpoints(out / "checkpoints")
+    if found and not settings.resume:
+        raise ValueError(f"{out} holds checkpoints; give resume=true to go on, or another out")
+    if found:
+        trainer.load(found[-1])
+        if trainer.accelerator.is_main_process:
+            console.print(f"going on from step {trainer.steps} of {settings.steps}")
+
+
+def fit(trainer: Trainer, held_out: Packed, console: Console) -> bool:
+    """Train with a bar, a log and checkpoints; True if a signal stopped it."""
+    settings, accelerator = trainer.settings, trainer.accelerator
+    if trainer.steps == settings.steps:
+        return False
+    out, main_process = Path(settings.out), accelerator.is_main_process
+    log = RunLog(out, accelerator, step=trainer.steps)
+
+    def evaluate() -> None:
+        if main_process:
+            found = trainer.evaluate(held_out, settings.eval_tokens)
+            acceptance = {trainer.exit_layer: found["sampled"]}
+            log.add({"step": trainer.steps, "acceptance": acceptance, "greedy": found["greedy"]})
+            log.plot()
+
+    def on_step(record: dict[str, Any]) -> None:
+        log.add(record)
+        said = f"acceptance {record['text_acceptance']:.3f}"
+        bar.update(task, completed=trainer.steps, description=said)
+        if trainer.steps % settings.eval_every == 0 or trainer.steps == settings.steps:
+            evaluate()
+        if trainer.steps % settings.save_every == 0 and trainer.steps < settings.steps:
+            trainer.save(out / "checkpoints")
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    progress = Progress(*columns, TimeRemainingColumn(), console=console, disable=not main_process)
+    with StopRequest() as request, progress as bar:
+        task = bar.add_task("training", total=settings.steps, completed=trainer.steps)
+        if trainer.steps == 0:
+            evaluate()
+        stopped = train(
+            trainer, until=settings.steps, stopping=lambda: request.asked, on_step=on_step
+        )
+        trainer.save(out / "checkpoints")
+    return stopped
+
+
+def chosen_exit(settings: Settings, model: Any, texts: Texts, accelerator: Accelerator) -> int:
+    """The exit whose adapter is predicted fastest after a few steps; kept in ``out``."""
+    path = Path(settings.out) / "exits.json"
+    if path.exists():
+        return int(read_json(path, "choice of an exit")["chosen"])
+    predicted: dict[str, float] = {}
+    short = replace(settings, steps=settings.search_steps)
+    for layer in settings.exits:
+        trainer = Trainer(short, model, texts.packed, accelerator, exit_layer=layer)
+        train(trainer, until=short.steps, stopping=lambda: False, on_step=lambda record: None)
+        adapter = adapter_measure.decoding(trainer.adapter, model)
+        predicted[str(layer)] = adapter_measure.predicted(
+            settings, model, adapter, texts.corpus.held_out
+        )
+        accelerator.free_memory()
+    best = max(predicted, key=predicted.__getitem__)
+    chosen = torch.tensor(int(best), device=accelerator.device)
+    # Clocks differ: every process goes by the first one's.
+    layer = int(accelerator.gather(chosen.reshape(1))[0])
+    if accelerator.is_main_process:
+        write_json(path, {"chosen": layer, "predicted_speedup": predicted})
+    accelerator.wait_for_everyone()
+    return layer
+
+
+def conclude(
+    settings: Settings,
+    model: Any,
+    tokenizer: Any,
+    corpus: Corpus,
+    details: dict[str, Any],
+    spent: tuple[float, int],
+    console: Console,
+) -> None:
+    """Measure without and with the adapter, write it with what was found, print the table."""
+    out, began = Path(settings.out), time.perf_counter()
+    begun = prompts(
+        corpus.held_out,
+        limit=settings.final_prompts,
+        max_prompt_tokens=MAX_PROMPT_TOKENS,
+        seed=settings.seed,
+    )
+    adapter = ExitAdapter.load(out, model)
+    depth = model.config.num_hidden_layers
+    before = measure(
+        model,
+        tokenizer,
+        corpus.held_out,
+        begun,
+        sorted({adapter.shape.exit_layer, *settings.exits, *range(1, depth, max(1, depth // 8))}),
+        temperature=settings.temperature,
+        max_new_tokens=settings.max_new_tokens,
+        max_tokens=settings.final_tokens,
+        seed=settings.seed,
+        on_progress=lambda what: console.print(f"before: {what}"),
+    )
+    after, file = adapter_measure.measure_adapter(
+        settings,
+        model,
+        tokenizer,
+        adapter,
+        corpus.held_out,
+        begun,
+        vocabulary=draft_vocabulary(settings, tokenizer, corpus, model.config.vocab_size),
+        on_progress=lambda what: console.print(f"after: {what}"),
+    )
+    file.save(out / PLAN_FILE)
+    details["measured in seconds"] = round(time.perf_counter() - began, 1)
+    adapter.measurements = {"before": before.to_dict(), "after": after.to_dict(), **details}
+    adapter.save(out)
+    result = Result(f"exit_adapter on {settings.model}", before, after, *spent, command(), details)
+    save_table(result, out / "table.json")
+    write_text(out / "table.md", as_markdown(result) + "\n")
+    console.print(as_table(result))
+
+
+def draft_vocabulary(
+    settings: Settings, tokenizer: Any, corpus: Corpus, vocab_size: int
+) -> tuple[int, ...] | None:
+    """The most frequent tokens of what was trained on; None: all of them."""
+    if not settings.draft_vocabulary:
+        return None
+    size, eos = settings.draft_vocabulary, tokenizer.eos_token_id
+    ids = choose_vocabulary(
+        (sample.ids for sample in corpus.train),
+        vocab_size=vocab_size,
+        size=size,
+        always=[] if eos is None else [eos],
+    )
+    return ids if len(ids) < vocab_size else None
+
+
+def facts(trainer: Trainer) -> dict[str, Any]:
+    """Further lines of the table."""
+    rows = trainer.settings.batch_size * trainer.settings.seq_len
+    return {
+        "trained parameters": sum(p.numel() for p in trainer.trained),
+        "steps": trainer.steps,
+        "tokens per second": round(trainer.steps * rows / max(trainer.seconds, 1e-9), 1),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Rounds that the device runs by itself, by the kernels: the bits of rounds driven by the host."""
+
+import pytest
+import torch
+from stack import NUM_LAYERS, VOCAB_SIZE, make_stack
+
+from layerskip import DraftPlan, SamplingParams
+from layerskip.decode import Decoder
+from layerskip.drafting import EarlyExitDrafter
+from layerskip.graphs import GraphRecorder, RepeatingRecorder
+from layerskip.packed import Noise
+from layerskip.rounds import Workbench
+from layerskip.row import RowSpec
+from layerskip.sampling import Sampler
+
+PLAN = DraftPlan.exiting(num_layers=NUM_LAYERS, exit_layer=2)
+PROMPTS = [[5, 400, 17, 3, 77, 250], [9, 8], list(range(100, 121)), [31]]
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8)
+
+
+def make_bench(stack):
+    device = stack.device
+
+    def make_recorder():
+        return GraphRecorder(device) if device.type == "cuda" else RepeatingRecorder()
+
+    return Workbench(stack, PLAN, make_recorder)
+
+
+def decode(stack, bench, params, eos_ids=frozenset()):
+    """Four rows: they end in different rounds, one is left, and one comes in its place."""
+    decoder = Decoder(
+        stack, EarlyExitDrafter(stack, PLAN), PLAN, bench=bench, num_rows=3, num_slots=80
+    )
+
+    def join(i, limit, k):
+        sampler = Sampler(params, 11 + i, VOCAB_SIZE)
+        return decoder.join(RowSpec(tuple(PROMPTS[i]), sampler, limit, k, eos_ids))
+
+    rows = [join(0, 14, 3), join(1, 9, 3), join(2, 40, 2)]
+    for _ in range(4):
+        decoder.step()
+    decoder.leave(rows[2].id)
+    rows.append(join(3, 8, 1))
+    while any(row.finish_reason is None for row in decoder.rows.values()):
+        decoder.step()
+    return decoder, rows
+
+
+def kept(decoder, row):
+    """Bits of a row's committed keys and values."""
+    at = (slice(None), row.slot_row, slice(0, row.length))
+    return [t[at].view(torch.int16) for t in (decoder.cache.keys, decoder.cache.values)]
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+def test_no_bit_depends_on_who_drives(kernels, mode):
+    dtype, params = (torch.bfloat16, GREEDY) if mode == "greedy" else (torch.float16, SAMPLED)
+    stack = make_stack(kernels, dtype)
+    slow, slow_rows = decode(stack, None, params)
+    # A token that the first row has drafted right, in the middle of a block, ends it.
+    block = next(r for r in slow_rows[0].rounds if r.num_accepted_tokens > 1)
+    eos_ids = frozenset({block.token_ids[1]})
+    slow, slow_rows = decode(stack, None, params, eos_ids)
+    fast, fast_rows = decode(stack, make_bench(stack), params, eos_ids)
+    assert fast.rounds.reason == ""
+    assert len(fast.rounds.recordings) > 0
+    assert fast_rows[0].finish_reason == "stop"
+    for one, other in zip(fast_rows, slow_rows, strict=True):
+        assert one.token_ids == other.token_ids
+        accepted = [[r.num_accepted_tokens for r in row.rounds] for row in (one, other)]
+        assert accepted[0] == accepted[1]
+        if one.id in fast.rows:
+            pairs = zip(kept(fast, one), kept(slow, other), strict=True)
+            assert all(torch.equal(mine, its) for mine, its in pairs)
+
+
+def test_a_row_whose_logits_are_no_numbers_is_left_as_it_was(kernels):
+    """The kernels say so by the token's probability."""
+    stack = make_stack(kernels)
+    hidden = kernels.noise(3, 64, dtype=torch.bfloat16)
+    hidden[1, 7] = float("nan")
+    hidden[2, 7] = float("inf")
+    _, sure = stack.choose(hidden)
+    assert sure.isfinite().tolist() == [True, False, False]
+
+
+def test_the_host_chooses_as_the_kernels_do(kernels):
+    """From the same logits and noise, at any temperature: the text must not depend on who does."""
+    stack, rows = make_stack(kernels), 24
+    hidden = kernels.noise(rows, 64, dtype=torch.bfloat16)
+    logits = stack.logits(hidden)
+    for temperature in (0.1, 0.7, 1.3):
+        noise = Noise(
+            kernels.tensor([temperature] * rows, torch.float32),
+            kernels.tensor([5] * rows, torch.int64),
+            kernels.tensor(range(40, 40 + rows), torch.int64),
+        )
+        tokens, _ = stack.choose(hidden, noise)
+        sampler = Sampler(SamplingParams(temperature=temperature), 5, VOCAB_SIZE)
+        assert sampler.pick(logits, 40) == tokens.tolist()

@@ -1,0 +1,492 @@
+"""The benchmark suite: its cells, its modes, what it writes, and the tables made of that."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from benching import BENCH, REPO, bench_modules
+from toys import PLANS, make_model, random_ids
+
+from layerskip import SamplingParams, api
+from layerskip.calibration import walk
+from layerskip.compare import EarlyExitSettings
+from layerskip.cost import CostTable, Curve
+from layerskip.journal import Journal
+from layerskip.plan import PlanFile
+from layerskip.prompts import Example
+
+MODULES = (
+    "cells", "exactness_table", "figures", "forced", "lab", "measuring", "modes", "paired",
+    "plots", "readme", "scaling", "tasks",
+)  # fmt: skip
+TEXTS = ("one fish two fish", "to be or not", "a stitch in time saves", "as it is in rain")
+TOLD = " that is another story to tell"
+FIGURES = {
+    "new_tokens", "tokens_per_second", "tokens_per_cpu_second", "seconds_to_first_token",
+    "seconds_per_token_p50", "seconds_per_token_p90", "seconds_per_token_p99",
+    "speedup_vs_autoregressive", "speedup_vs_autoregressive_ci95",
+    "cpu_speedup_vs_autoregressive", "speedup_vs_hf", "speedup_vs_hf_ci95",
+    "cpu_speedup_vs_hf", "identical_to_own_plain", "identical_to_our_plain", "kv_cache_bytes",
+    "peak_memory_bytes", "settings", "seconds_per_token",
+}  # fmt: skip
+
+
+def curve(*seconds: float) -> Curve:
+    return Curve((1, 8, 64), (0,), (seconds,))
+
+
+COST = CostTable(curve(0.1, 0.2, 0.4), curve(0.1, 0.1, 0.1), curve(0.5, 0.6, 1.5), 0.0, 1, {})
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[SimpleNamespace]:
+    with bench_modules(*MODULES) as modules:
+        yield modules
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A toy checkpoint with its plan and cost table, and prompts with what follows them."""
+    folder = tmp_path_factory.mktemp("toy")
+    make_model().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    PlanFile(PLANS["exit"]).save(folder / "layerskip.json")
+    lines = [json.dumps({"prompt": t, "continuation": TOLD}) + "\n" for t in TEXTS]
+    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lab(bench: SimpleNamespace, folder: Path) -> Iterator[Any]:
+    """Passes are not timed, and transformers' modes are tried with one setting only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "fitting_cost", lambda *_, **__: COST)
+        one = [EarlyExitSettings(2, 3, 0.0)]
+        patch.setattr(bench.modes.Theirs, "grid", lambda self, mode: one)
+        yield bench.lab.Lab(
+            bench.lab.Options(
+                model=str(folder),
+                device="cpu",
+                prompts=folder / "prompts.jsonl",
+                draft_model=str(folder),
+                limit=2,
+                tokens=8,
+                max_repeated=1.0,
+            )
+        )
+
+
+def test_the_worked_answers_are_right(bench: SimpleNamespace) -> None:
+    sums = 0
+    for task in ("math", "chat"):
+        examples = bench.tasks.examples_of(task)
+        assert len({e.prompt for e in examples}) == len(examples) >= 50
+        assert all(e.continuation.strip() for e in examples)
+        for e in examples if task == "math" else ():
+            for left, right in re.findall(r"([\d(][\d +*/()-]*) = \$?(\d+)", e.continuation):
+                assert eval(left) == int(right), e.continuation
+                sums += 1
+            *_, last, answer = e.continuation.strip().split("\n")
+            assert answer.removeprefix("#### ") in re.findall(r"\d+", last)
+    assert sums > 100
+
+
+def test_prompts_have_the_length_that_is_asked_for(bench: SimpleNamespace, tokenizer: Any) -> None:
+    examples = [Example(t, TOLD) for t in TEXTS]
+    told = tuple(tokenizer(TOLD)["input_ids"])
+    as_they_are = bench.tasks.asked(examples, tokenizer, context=None, room=100)
+    assert [tokenizer.decode(p.ids) for p in as_they_are] == list(TEXTS)
+    assert all(p.continuation == told for p in as_they_are)
+    long = bench.tasks.asked(examples, tokenizer, context=40, room=40)
+    assert [len(p.ids) for p in long] == [40] * len(long)
+    assert tokenizer.decode(long[-1].ids).endswith(TOLD + "\n\n" + TEXTS[-1])
+    assert not bench.tasks.asked(examples, tokenizer, context=40, room=39)
+    shortest = min(len(p.ids) for p in as_they_are)
+    fit = bench.tasks.asked(examples, tokenizer, context=None, room=shortest)
+    assert [len(p.ids) for p in fit] == [shortest]
+
+
+def test_cells_have_names_of_their_own(bench: SimpleNamespace) -> None:
+    quick, full = bench.cells.QUICK, bench.cells.full()
+    assert len(quick) == len({c.name for c in quick}) == 12
+    assert len(full) == len({c.name for c in full}) == 4 * (2 * 4 + 1) * 3 * 3
+    assert {c.batch for c in full if c.kind == "forced"} == {1}
+    own = bench.cells.cells_of("quick", own_prompts=True)
+    assert {c.task for c in own} == {"prompts"}
+    assert len(own) == len(set(own)) == 7
+
+
+@pytest.fixture(scope="module")
+def greedy(bench: SimpleNamespace, lab: Any) -> dict[str, Any]:
+    return bench.measuring.measure(lab, bench.cells.Cell("prompts", "greedy"))
+
+
+def test_a_cell_tells_everything_of_every_mode(bench: SimpleNamespace, greedy: Any) -> None:
+    assert set(greedy["modes"]) == set(bench.modes.MODES)
+    assert not greedy["unsupported"]
+    assert (greedy["cell"]["prompts"], greedy["cell"]["tokens"]) == (2, 8)
+    assert {"commit", "machine", "versions", "threads", "load", "dtype"} <= set(greedy["cell"])
+    for mode, found in greedy["modes"].items():
+        assert set(found) >= FIGURES
+        assert found["new_tokens"] == 16
+        assert found["kv_cache_bytes"] > 0 < found["peak_memory_bytes"]
+        assert len(found["seconds_per_token"]) == 2
+        p50, p90, p99 = (found[f"seconds_per_token_p{p}"] for p in (50, 90, 99))
+        assert 0.0 < p50 <= p90 <= p99
+        for base in ("autoregressive", "hf"):
+            low, high = found[f"speedup_vs_{base}_ci95"]
+            assert low <= found[f"speedup_vs_{base}"] <= high
+        if mode in bench.modes.OURS:
+            assert found["identical_to_own_plain"] == found["identical_to_our_plain"] == 1.0
+    assert greedy["modes"]["autoregressive"]["predicted_speedup"] == pytest.approx(1.0)
+    assert greedy["modes"]["autoregressive"]["speedup_vs_autoregressive"] == 1.0
+    assert greedy["modes"]["hf"]["speedup_vs_hf"] == 1.0
+    assert greedy["modes"]["fixed"]["acceptance_rate"] > 0.0
+    assert greedy["modes"]["hf-early-exit"]["settings"]["assistant_early_exit"] == 2
+
+
+def test_a_draft_model_and_an_early_exit_have_caches_of_their_own(greedy: Any) -> None:
+    cache = {mode: found["kv_cache_bytes"] for mode, found in greedy["modes"].items()}
+    assert cache["hf-draft-model"] > cache["hf"]
+    assert cache["hf-early-exit"] > cache["hf"]
+    assert cache["fixed"] == cache["autoregressive"]
+
+
+def test_times_of_a_call_are_kept_token_by_token(bench: SimpleNamespace, lab: Any) -> None:
+    ways = lab.ours()
+    prompts = [random_ids(9), random_ids(5)]
+    sampling = SamplingParams(temperature=0.8, seed=1)
+    for turn in (
+        bench.modes.ours(ways["fixed"], prompts, sampling=sampling, max_new_tokens=7),
+        bench.modes.Theirs(lab.model, ways["fixed"].lm, None, sampling=sampling).decode(
+            "hf", prompts, max_new_tokens=7
+        ),
+    ):
+        assert turn.tokens == sum(count for _, count in turn.arrivals) == 14
+        assert 0.0 < turn.first < turn.arrivals[-1][0] <= turn.whole.wall
+        spent = sum(seconds * count / 2 for seconds, count in turn.gaps())
+        assert spent == pytest.approx(turn.arrivals[-1][0] - turn.first)
+
+
+def test_a_padded_batch_gives_transformers_each_prompt_as_it_is(
+    bench: SimpleNamespace, lab: Any
+) -> None:
+    theirs = bench.modes.Theirs(lab.model, lab.lm(), None, sampling=SamplingParams())
+    prompts = [random_ids(9), random_ids(4)]
+    together = theirs.decode("hf", prompts, max_new_tokens=6)
+    alone = [theirs.decode("hf", [p], max_new_tokens=6).texts[0] for p in prompts]
+    assert list(together.texts) == alone
+
+
+def test_another_token_stops_the_cell_and_is_measured_once(
+    bench: SimpleNamespace, lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, calls = bench.measuring.ours, []
+
+    def wrong(way: Any, group: Any, **settings: Any) -> Any:
+        turn = right(way, group, **settings)
+        calls.append(way.num_draft_tokens)
+        return replace(turn, texts=((1,),)) if way.num_draft_tokens == "auto" else turn
+
+    monkeypatch.setattr(bench.measuring, "ours", wrong)
+    monkeypatch.setattr(bench.measuring, "THEIR_BASE", "")
+    theirs = bench.modes.Theirs
+    monkeypatch.setattr(theirs, "decode", lambda *_, **__: refuse())
+    results = bench.measuring.Results(Journal(None, {}).once)
+    cell = bench.cells.Cell("prompts", "greedy")
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="other tokens than plain"):
+            results.of(lab, cell)
+    assert 4 < len(calls) < 20
+
+
+def refuse() -> None:
+    raise ValueError("not with this model\nand more")
+
+
+def test_a_mode_that_transformers_refuses_is_left_out_with_the_reason(
+    bench: SimpleNamespace, lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = bench.modes.Theirs.decode
+
+    def decode(self: Any, mode: str, prompts: Any, **settings: Any) -> Any:
+        return refuse() if mode == "hf-static" else right(self, mode, prompts, **settings)
+
+    monkeypatch.setattr(bench.modes.Theirs, "decode", decode)
+    found = bench.measuring.measure(lab, bench.cells.Cell("prompts", "sampled", batch=3))
+    assert found["unsupported"] == {"hf-static": "not with this model"}
+    assert set(found["modes"]) == {"hf", *bench.modes.OURS}
+    assert found["modes"]["hf"]["identical_to_own_plain"] is None
+    assert found["modes"]["automatic"]["identical_to_own_plain"] == 1.0
+    assert "predicted_speedup" not in found["modes"]["automatic"]
+
+
+def test_a_known_text_is_followed_with_the_drafts_that_were_counted(
+    bench: SimpleNamespace, lab: Any
+) -> None:
+    cell = bench.cells.Cell("prompts", "forced")
+    source = bench.measuring.Known(lab, cell)
+    assert len(source.groups) == len(TEXTS)
+    for text in source.groups:
+        runs = source._runs(text)
+        assert len(runs) == text.window
+        turn = source.decode("fixed", text, tokens=8)
+        assert turn.texts[0] == text.ids[text.start :]
+        whole = [r for r in turn.rounds if r.index and r.finish_reason is None]
+        counted = walk(runs, bench.modes.FIXED)
+        full = [r.num_accepted_tokens for r in whole if r.num_draft_tokens == bench.modes.FIXED]
+        assert full[: len(counted)] == counted[: len(full)]
+        assert all(r.num_draft_passes == r.num_draft_tokens for r in whole)
+    found = bench.measuring.measure(lab, cell)
+    assert set(found["modes"]) == {"autoregressive", "fixed"}
+    assert "speedup_vs_hf" not in found["modes"]["fixed"]
+
+
+def test_what_was_measured_before_an_interruption_is_not_measured_again(
+    bench: SimpleNamespace, lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cell = tmp_path / "journal.jsonl", bench.cells.Cell("prompts", "forced")
+    first = bench.measuring.Results(Journal(path, lab.subject()).once).of(lab, cell)
+    monkeypatch.setattr(bench.measuring, "measure", lambda *_: refuse())
+    again = bench.measuring.Results(Journal(path, lab.subject()).once)
+    assert again.of(lab, cell) == first
+    with pytest.raises(ValueError, match="not with this model"):
+        again.of(lab, bench.cells.Cell("prompts", "greedy"))
+    with pytest.raises(ValueError, match="another"):
+        Journal(path, lab.subject() | {"threads": 99})
+
+
+def test_whose_drafts_change_the_text_is_counted(
+    bench: SimpleNamespace, lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = bench.modes.Theirs.decode
+
+    def decode(self: Any, mode: str, prompts: Any, **settings: Any) -> Any:
+        turn = right(self, mode, prompts, **settings)
+        spoilt = mode == "hf-prompt-lookup" and len(prompts[0]) > 10
+        return replace(turn, texts=((0,),)) if spoilt else turn
+
+    monkeypatch.setattr(bench.modes.Theirs, "decode", decode)
+    found = bench.exactness_table.shares(lab, ["prompts"], 4, 6, Journal(None, {}))
+    lengths = [len(lab.tokenizer(t)["input_ids"]) for t in TEXTS]
+    equal = {mode: entry["equal"] for mode, entry in found.items()}
+    assert equal.pop("hf-prompt-lookup") == sum(n <= 10 for n in lengths) < 4
+    assert set(equal.values()) == {4}
+    assert {"hf, batch of 8", "automatic, batch of 8"} < set(equal)
+
+
+def test_a_round_copies_the_same_bytes_whatever_the_context(bench: SimpleNamespace) -> None:
+    size = bench.scaling.Size(vocabulary=64, layers=2)
+    lm = bench.scaling.model_of(size)
+    short, long = (bench.scaling.copied(lm, replace(size, context=n)) for n in (60, 450))
+    assert long["copied_bytes"] - short["copied_bytes"] < 64
+    assert long["largest_copy_bytes"] < long["held_cache_bytes"]
+    cache = bench.scaling.started(lm, size)._rows.cache
+    with bench.scaling.Copied() as counted:
+        cache.keys.clone()
+        cache.keys.to(cache.keys.dtype)  # does nothing
+        torch.empty_like(cache.keys).copy_(cache.keys)
+    assert counted.total == 2 * cache.keys.nbytes
+    assert counted.largest == cache.keys.nbytes
+
+
+def test_a_line_and_an_exponent_are_fitted(bench: SimpleNamespace) -> None:
+    fit = bench.scaling.fitted([0, 1, 2, 4], [3.0, 5.0, 7.0, 11.0])
+    assert (fit["start"], fit["slope"], fit["r2"]) == pytest.approx((3.0, 2.0, 1.0))
+    assert bench.scaling.fitted([1, 2, 4], [5.0, 20.0, 80.0])["exponent"] == pytest.approx(2.0)
+
+
+def test_scaling_writes_every_point(
+    bench: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "scaling.json"
+    monkeypatch.setattr(bench.scaling, "AXES", {"drafted": (0, 1, 2)})
+    small = bench.scaling.Size(vocabulary=64, layers=2, context=8)
+    monkeypatch.setattr(bench.scaling, "Size", lambda: small)
+    monkeypatch.setattr(sys, "argv", ["scaling.py", "--turns", "1", "--out", str(out)])
+    bench.scaling.main()
+    found = json.loads(out.read_text(encoding="utf-8"))
+    points = found["axes"]["drafted"]["points"]
+    assert [p["size"] for p in points] == [0, 1, 2]
+    assert all(p["cpu_seconds"] > 0.0 < p["copied_bytes"] for p in points)
+    assert "commit" in found
+
+
+def test_the_draft_model_is_trained_once_with_the_built_in_tokenizer(
+    bench: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = []
+
+    def run(command: list[str], **_: Any) -> None:
+        commands.append(command)
+        assert (tmp_path / "tokenizer.json").is_file()
+        (tmp_path / "checkpoint").mkdir()
+
+    monkeypatch.setattr(bench.lab.subprocess, "run", run)
+    for _ in range(2):
+        assert bench.lab.trained_draft(tmp_path) == tmp_path / "checkpoint"
+    (command,) = commands
+    assert all(Path(part).exists() for part in command if part.endswith((".py", ".yaml")))
+    ours = yaml.safe_load((BENCH / "draft_model.yaml").read_text(encoding="utf-8"))
+    theirs = yaml.safe_load((REPO / "recipes/pretrain_small.yaml").read_text(encoding="utf-8"))
+    assert set(ours) <= set(theirs)
+    assert ours["minutes"] <= 2.0
+    assert ours["vocab_size"] == theirs["vocab_size"]
+
+
+@pytest.fixture(scope="module")
+def written(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """``pytest bench --smoke`` of one cell on the toy, as it writes its JSON."""
+    path = tmp_path_factory.mktemp("bench") / "bench.json"
+    command = [sys.executable, "-m", "pytest", "bench", "--smoke", "--benchmark-only", "-q"]
+    own = ["--model", str(folder), "--prompts", str(folder / "prompts.jsonl"), "--device", "cpu"]
+    cells = ["--cells", "prompts-forced"]
+    done = subprocess.run(
+        [*command, *own, *cells, f"--benchmark-json={path}", "-p", "no:cacheprovider"],
+        cwd=REPO,
+        # A worker of pytest-xdist would have its benchmarks switched off.
+        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+        | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_every_mode_reports_its_own_times(written: Any) -> None:
+    found = {b["name"]: b for b in written["benchmarks"]}
+    modes = ("autoregressive", "fixed")
+    assert set(found) == {f"test_decoding[prompts-forced:{mode}]" for mode in modes}
+    for b in found.values():
+        info = b["extra_info"]
+        assert info["mode"] in b["name"]
+        assert (b["group"], b["stats"]["rounds"]) == ("prompts-forced", 2)
+        times = b["stats"]["data"]
+        speeds = sorted(1.0 / seconds for seconds in times)
+        assert info["tokens_per_second"] == pytest.approx(sum(speeds) / 2)
+        assert info["tokens"] == 6
+        assert FIGURES - {"seconds_per_token"} - {k for k in FIGURES if "hf" in k} <= set(info)
+    plain, fixed = (found[f"test_decoding[prompts-forced:{m}]"]["extra_info"] for m in modes)
+    assert plain["speedup_vs_autoregressive"] == 1.0
+    assert fixed["acceptance_rate"] is not None
+
+
+def test_its_file_says_where_and_with_what_but_no_names(written: Any) -> None:
+    machine = written["machine_info"]
+    assert {"processor", "threads", "torch", "transformers", "layerskip"} <= set(machine)
+    assert machine["node"] == ""
+    assert "branch" not in written["commit_info"]
+    assert "id" in written["commit_info"]
+
+
+def results(folder: Path, written: dict[str, Any], greedy: dict[str, Any]) -> Path:
+    """Result files for all tables, made of what was measured on the toy."""
+    quick = written | {"benchmarks": []}
+    for mode, found in greedy["modes"].items():
+        info = {"mode": mode, "cell": "code-sampled", **greedy["cell"], **found}
+        quick["benchmarks"].append({"extra_info": info})
+    for b in written["benchmarks"]:
+        quick["benchmarks"].append({"extra_info": b["extra_info"] | {"cell": "code-forced"}})
+    points = [
+        {"size": n, "seconds": n * 1e-3, "cpu_seconds": n * 1e-3, "copied_bytes": 2**20,
+         "largest_copy_bytes": 2**10, "held_cache_bytes": n * 2**20}
+        for n in (1, 2, 4)
+    ]  # fmt: skip
+    fit = {"start": 0.0, "slope": 1e-3, "r2": 1.0, "exponent": 1.0}
+    contents = {
+        "bench": quick,
+        "bench-full": quick,
+        "exactness": {"dtype": "bfloat16", "modes": {
+            "hf": {"equal": 4, "prompts": 4, "why_not": ""},
+            "hf-static": {"equal": 0, "prompts": 0, "why_not": "not with this model"},
+            "automatic, batch of 8": {"equal": 3, "prompts": 4, "why_not": ""},
+        }},
+        "scaling": {"axes": {"rows": {"points": points, "fits": {"cpu_seconds": fit}}}},
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    for name, content in contents.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def marked(name: str, inside: str = "out of date\n") -> str:
+    return f"before\n<!-- bench:{name}:begin -->\n{inside}<!-- bench:{name}:end -->\nafter\n"
+
+
+def test_tables_are_written_between_their_markers(
+    bench: SimpleNamespace,
+    written: Any,
+    greedy: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, page = results(tmp_path / "results", written, greedy), tmp_path / "README.md"
+    page.write_text("".join(map(marked, bench.readme.TABLES)), encoding="utf-8")
+    arguments = ["readme.py", "--readme", str(page), "--results", str(folder)]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--check"])
+    with pytest.raises(SystemExit, match="is not what"):
+        bench.readme.main()
+    monkeypatch.setattr(sys, "argv", arguments)
+    bench.readme.main()
+    text = page.read_text(encoding="utf-8")
+    assert "out of date" not in text
+    assert text.count("before\n") == text.count("after\n") == len(bench.readme.TABLES)
+    monkeypatch.setattr(sys, "argv", [*arguments, "--check"])
+    bench.readme.main()
+    automatic = greedy["modes"]["automatic"]
+    assert f"**{automatic['speedup_vs_autoregressive']:.2f}**" in text
+    assert f"{1e3 * automatic['seconds_per_token_p99']:.1f}" in text
+    assert "| layerskip, automatic" not in text
+    assert "3 of 4 | 75.0%" in text
+    assert "not with this model | -" in text
+    assert "1 to 4 | 1.00 to 4.00 | 1.00 | 1e+03 | 1.00 to 1.00 | 4.00" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (marked("speeds"), "no table is called 'speeds'"),
+        ("<!-- bench:speed:begin -->\n", "has no end"),
+        ("<!-- bench:speed:begin -->\n<!-- bench:cells:end -->\n", "has no end"),
+        (marked("speed"), "`make bench` writes it"),
+    ],
+)
+def test_a_wrong_marker_is_refused(
+    bench: SimpleNamespace, tmp_path: Path, text: str, reason: str
+) -> None:
+    with pytest.raises(SystemExit, match=reason):
+        bench.readme.rewritten(text, bench.readme.Files(tmp_path))
+
+
+def test_the_readmes_tables_are_what_the_result_files_give(bench: SimpleNamespace) -> None:
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    assert bench.readme.rewritten(text, bench.readme.Files(BENCH / "results")) == text
+
+
+def test_pictures_are_drawn_of_the_result_files(
+    bench: SimpleNamespace,
+    written: Any,
+    greedy: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = results(tmp_path / "results", written, greedy)
+    monkeypatch.setattr(sys, "argv", ["plots.py", "--results", str(folder)])
+    bench.plots.main()
+    pictures = {p.name: p.read_bytes() for p in folder.glob("*.png")}
+    assert set(pictures) == {"speed.png", "scaling.png"}
+    bench.plots.main()
+    assert {p.name: p.read_bytes() for p in folder.glob("*.png")} == pictures

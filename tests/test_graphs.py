@@ -1,0 +1,145 @@
+"""Recorded functions: what a CPU's recorder proves of them, and what is kept."""
+
+import pytest
+import torch
+
+from layerskip.graphs import HostWorkError, RecordingError, Recordings, RepeatingRecorder
+
+
+@pytest.fixture
+def buffer():
+    return torch.arange(4.0)
+
+
+def reads(buffer):
+    return buffer.sum().item()
+
+
+def decides(buffer):
+    if buffer[0] > 0:
+        buffer.add_(1)
+
+
+def lists(buffer):
+    return buffer.tolist()
+
+
+def makes(buffer):
+    buffer.add_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+
+def chooses(buffer):
+    buffer.copy_(torch.where(buffer > 0, buffer, -1))
+
+
+def filters(buffer):
+    return buffer[buffer > 0]
+
+
+def counts(buffer):
+    return buffer.nonzero()
+
+
+def writes_by_mask(buffer):
+    buffer[buffer > 0] = torch.zeros_like(buffer)[:3]
+
+
+@pytest.mark.parametrize(
+    "function", [reads, decides, lists, makes, chooses, filters, counts, writes_by_mask]
+)
+def test_what_a_graph_could_not_hold_is_refused(buffer, function):
+    with pytest.raises(HostWorkError, match=r"host|depends on data"):
+        RepeatingRecorder().record(lambda: function(buffer))
+
+
+def test_a_recording_does_the_same_again(buffer):
+    at = torch.tensor([1, 3])
+
+    def function():
+        buffer.index_add_(0, at, torch.ones_like(at, dtype=buffer.dtype))
+        buffer[at] = torch.where(buffer[at] > 3, buffer[at].clamp(max=5), buffer[at])
+
+    recording = RepeatingRecorder().record(function)
+    for _ in range(3):
+        recording.replay()
+    assert buffer.tolist() == [0, 5, 2, 5]
+
+
+def test_a_number_of_the_host_that_changes_is_seen(buffer):
+    step = [1]
+    recording = RepeatingRecorder().record(lambda: buffer.add_(step[0]))
+    recording.replay()
+    step[0] = 2
+    with pytest.raises(HostWorkError, match="a graph would have done that again"):
+        recording.replay()
+
+
+def test_memory_that_moved_is_seen(buffer):
+    place = [buffer]
+    recording = RepeatingRecorder().record(lambda: place[0].add_(1))
+    place[0] = buffer.clone()
+    with pytest.raises(HostWorkError, match="a graph would have done that again"):
+        recording.replay()
+
+
+def test_work_that_grows_is_seen(buffer):
+    times = [1]
+    recording = RepeatingRecorder().record(lambda: [buffer.add_(1) for _ in range(times[0])])
+    times[0] = 2
+    with pytest.raises(HostWorkError, match="did 2 operations, and 1"):
+        recording.replay()
+
+
+class Sized:
+    """Recordings of so many bytes; functions named in ``unfit`` have none."""
+
+    def __init__(self, num_bytes, unfit=()):
+        self.num_bytes, self.unfit, self.made = num_bytes, unfit, 0
+
+    def record(self, function):
+        if function in self.unfit:
+            raise RecordingError("no graph for this")
+        self.made += 1
+        return Played(function, self.num_bytes)
+
+
+class Played:
+    def __init__(self, function, num_bytes):
+        self.function, self.num_bytes = function, num_bytes
+
+    def replay(self):
+        self.function()
+
+
+def run(recordings, key, function):
+    recordings.prepare(key, function)
+    recordings.run(key, function)
+
+
+def test_the_least_recently_used_make_room():
+    played, recorder = [], Sized(100)
+    recordings = Recordings(recorder, limit_bytes=250)
+    for key in ("a", "b", "a", "c"):
+        run(recordings, key, lambda key=key: played.append(key))
+    assert played == ["a", "b", "a", "c"]
+    assert ("a" in recordings, "b" in recordings, "c" in recordings) == (True, False, True)
+    assert (recordings.num_bytes, len(recordings), recorder.made) == (200, 2, 3)
+
+
+def test_without_a_recording_the_function_runs_and_says_why():
+    played = []
+    unfit, fit = (lambda: played.append("unfit")), (lambda: played.append("fit"))
+    recordings = Recordings(Sized(10, unfit=(unfit,)), limit_bytes=100)
+    for key, function in (("u", unfit), ("f", fit), ("u", unfit)):
+        run(recordings, key, function)
+    assert played == ["unfit", "fit", "unfit"]
+    assert recordings.reason == "no graph for this"
+    assert len(recordings) == 1
+
+
+def test_a_recording_that_is_too_large_is_not_kept():
+    played = []
+    recordings = Recordings(Sized(500), limit_bytes=100)
+    run(recordings, "a", lambda: played.append("a"))
+    assert (played, len(recordings)) == (["a"], 0)
+    assert recordings.reason == "a recorded round keeps 500 bytes, and 100 are allowed"

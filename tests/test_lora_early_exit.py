@@ -1,0 +1,679 @@
+"""The LoRA recipe: losses, dropout and curricula as they are meant, exact resumption, results."""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+from toys import NUM_LAYERS, VOCAB_SIZE, make_model, make_tokenizer, random_ids
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
+
+from layerskip import SelfSpeculativeLM
+
+REPO = Path(__file__).parents[1]
+RECIPES = REPO / "recipes"
+MODULES = (
+    *("checkpoints", "data", "early_exit_model", "early_exit_settings", "early_exit_trainer"),
+    *("evaluation", "lora_early_exit", "memory", "packing", "run_log", "settings", "table"),
+)
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Iterator[SimpleNamespace]:
+    """The recipe's modules, which import each other by bare names."""
+    sys.path.insert(0, str(RECIPES))
+    before = set(sys.modules)
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+    finally:
+        sys.path.remove(str(RECIPES))
+        for name in set(sys.modules) - before:
+            if (
+                getattr(sys.modules[name], "__file__", None)
+                and RECIPES in Path(str(sys.modules[name].__file__)).parents
+            ):
+                del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def packed(recipe: SimpleNamespace) -> Any:
+    """12 rows of several documents, some with prompts."""
+    samples = [
+        recipe.data.Sample(tuple(random_ids(5 + 7 * i % 30, seed=i)), 2 * (i % 3 == 0))
+        for i in range(24)
+    ]
+    return recipe.packing.pack(samples, 32, pad_id=1)
+
+
+def some_settings(recipe: SimpleNamespace, **changes: Any) -> Any:
+    base = {
+        "data": "none",
+        "out": "nowhere",
+        "steps": 8,
+        "batch_size": 4,
+        "seq_len": 32,
+        "learning_rate": 0.01,
+        "rank": 4,
+        "alpha": 8.0,
+        "exits": (1, 2, 4),
+        "curriculum": "gradual",
+        "layer_dropout": 0.5,
+        "chunk_tokens": 20,
+    }
+    return recipe.early_exit_settings.Settings(**base | changes)
+
+
+@pytest.fixture(scope="module")
+def make_trainer(recipe: SimpleNamespace, packed: Any) -> Callable[..., Any]:
+    model = make_model(**SMALL)
+
+    def make(**changes: Any) -> Any:
+        accelerator = Accelerator(cpu=True)
+        settings = some_settings(recipe, **changes)
+        return recipe.early_exit_trainer.Trainer(settings, deepcopy(model), packed, accelerator)
+
+    return make
+
+
+def weights(trainer: Any) -> list[Tensor]:
+    return [p.detach().clone() for p in trainer.trained]
+
+
+def take(trainer: Any, steps: int) -> list[dict[str, Any]]:
+    records = [trainer.step() for _ in range(steps)]
+    return [{k: v for k, v in r.items() if k != "seconds"} for r in records]
+
+
+# Losses
+
+
+def truncated(model: PreTrainedModel, depth: int) -> PreTrainedModel:
+    """The model whose last layer is the ``depth``-th."""
+    shallow = deepcopy(model)
+    shallow.model.layers = shallow.model.layers[:depth]
+    shallow.config.num_hidden_layers = depth
+    return shallow
+
+
+def test_each_exit_has_the_loss_of_the_model_cut_off_there(
+    recipe: SimpleNamespace, packed: Any
+) -> None:
+    model = make_model(**SMALL)
+    early = recipe.early_exit_model.EarlyExitModel(model, recipe.early_exit_model.ExitLosses())
+    ids, labels = packed.ids[:3], packed.labels[:3]
+    losses = early(ids, packed.positions[:3], labels, (2, 4, NUM_LAYERS), 10)
+    for depth, loss in losses.items():
+        logits = truncated(model, depth)(
+            input_ids=ids, position_ids=packed.positions[:3], use_cache=False
+        ).logits
+        summed = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        assert loss.item() == pytest.approx(summed.item() / 10, rel=1e-4)
+
+
+def test_documents_of_a_row_do_not_see_each_other(recipe: SimpleNamespace, packed: Any) -> None:
+    """torchtune's layer dropout does not know the masks of packed rows; here there are both."""
+    early = recipe.early_exit_model.EarlyExitModel(
+        make_model(**SMALL), recipe.early_exit_model.ExitLosses()
+    )
+    row = next(i for i in range(packed.num_rows) if packed.documents[i].max() >= 2)
+    ids, positions = packed.ids[row : row + 1], packed.positions[row : row + 1]
+    only = packed.labels[row : row + 1].clone()
+    only[packed.documents[row : row + 1] != 1] = -100
+    others = torch.where(packed.documents[row : row + 1] == 1, ids, (ids + 5) % VOCAB_SIZE)
+    exits = (2, NUM_LAYERS)
+    given, changed = (early(i, positions, only, exits, 5) for i in (ids, others))
+    for e in exits:
+        assert given[e].item() == pytest.approx(changed[e].item(), rel=1e-5)
+    assert early(others, positions, packed.labels[row : row + 1], exits, 5)[2] != given[2]
+
+
+def test_the_head_of_one_chunk_and_one_exit_runs_at_a_time(
+    recipe: SimpleNamespace, make_trainer: Callable[..., Any]
+) -> None:
+    """torchtune stacks the logits of all exits: (exits, batch, length, vocabulary)."""
+    trainer = make_trainer(curriculum="none")
+    sizes: list[int] = []
+    head = trainer.peft.get_base_model().get_output_embeddings()
+    head.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
+    trainer.step()
+    assert max(sizes) == 20
+    assert sum(sizes) > 4 * 4 * 32
+
+
+def test_a_model_with_more_than_a_norm_and_a_head_is_refused(recipe: SimpleNamespace) -> None:
+    config = Gemma2Config(
+        vocab_size=50,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        final_logit_softcapping=3.0,
+        **SMALL,
+    )
+    with pytest.raises(ValueError, match="more than a norm and a head after its last layer"):
+        recipe.early_exit_model.final_norm(Gemma2ForCausalLM(config))
+
+
+def test_lora_is_on_every_linear_layer_but_the_head_and_the_rest_stands_still(
+    make_trainer: Callable[..., Any],
+) -> None:
+    trainer = make_trainer()
+    model = trainer.peft.get_base_model()
+    frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    trainer.step()
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    linear = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert len(trained) == NUM_LAYERS * len(linear) * 2
+    assert all(".lora_" in name and any(part in name for part in linear) for name in trained)
+    assert all(torch.equal(dict(model.named_parameters())[n], p) for n, p in frozen.items())
+
+
+# Curricula, dropout, scales: what torchtune and trl do otherwise (each defect a test)
+
+
+def test_a_run_that_goes_on_late_trains_every_exit(
+    make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    """torchtune's gradual curriculum begins anew: at step 80 of 100 it trains one layer."""
+    first = make_trainer(steps=100)
+    first.steps = 80
+    first.save(tmp_path)
+    second = make_trainer(steps=100)
+    second.load(tmp_path / "step-80")
+    assert set(second.step()["exit_losses"]) == {1, 2, 4}
+    assert set(make_trainer(steps=100).step()["exit_losses"]) == set()
+
+
+def test_micro_batches_and_evaluation_do_not_turn_the_rotation(
+    make_trainer: Callable[..., Any],
+) -> None:
+    """trl's rotates at every call of its loss: in each micro-batch, and in evaluation."""
+    trainer = make_trainer(curriculum="rotational", rotation=3, gradient_accumulation=4, steps=6)
+    turns = [set(trainer.step()["exit_losses"]) for _ in range(4)]
+    assert turns == [{1}, {2}, {4}, {1}]
+
+
+def test_shallow_exits_get_their_share(
+    recipe: SimpleNamespace, make_trainer: Callable[..., Any]
+) -> None:
+    """torchtune's default gives the fourth of 32 layers 1 % of the weight, the paper's rule 0.1 %;
+    the gradient of the shallow exit reaches the first layer with the floor, and hardly without."""
+    norms = {}
+    for floor in (0.0, 0.6):
+        trainer = make_trainer(curriculum="none", exits=(1,), floor=floor, layer_dropout=0.0)
+        early = trainer.module
+        batch = trainer.batches.at(0).batches[0]
+        scales = recipe.early_exit_trainer.exit_loss_scales((1, 6), 6, floor=floor)
+        losses = early(batch.ids, batch.positions, batch.labels, (1, 6), batch.num_labels)
+        (scales[1] * losses[1]).backward()
+        grads = [p.grad for p in trainer.trained if p.grad is not None]
+        norms[floor] = torch.stack([g.norm() for g in grads]).norm().item()
+    assert norms[0.0] == 0.0  # exit 1 of the paper's rule
+    assert norms[0.6] > 1e-3
+
+
+@pytest.mark.parametrize("key", ["layer_dropout_scale=exp", "layers_scale=one"])
+def test_a_key_that_nobody_reads_is_refused(recipe: SimpleNamespace, key: str) -> None:
+    """torchtune's own commands set ``layer_dropout.scale=exp``, which nothing reads."""
+    with pytest.raises(ValueError, match="there is no setting"):
+        recipe.settings.read(
+            recipe.early_exit_settings.Settings, RECIPES / "lora_early_exit.yaml", [key]
+        )
+
+
+def test_every_documented_schedule_and_key_works(recipe: SimpleNamespace) -> None:
+    """Two documented values of torchtune's end in a KeyError."""
+    settings = recipe.early_exit_settings.Settings
+    shipped = recipe.settings.read(settings, RECIPES / "lora_early_exit.yaml", ["data=x"])
+    assert shipped.curriculum == "rotational"
+    written = (RECIPES / "lora_early_exit.yaml").read_text(encoding="utf-8")
+    for field in settings.__dataclass_fields__:
+        assert f"\n{field}:" in written, field
+    for curriculum in ("none", "rotational", "gradual"):
+        assert replace(shipped, curriculum=curriculum).curriculum == curriculum
+
+
+def test_layers_are_dropped_in_training_per_document_and_never_in_evaluation(
+    recipe: SimpleNamespace, make_trainer: Callable[..., Any]
+) -> None:
+    """trl's recipe drops no layers at all."""
+    plain, dropping = (make_trainer(layer_dropout=rate).step()["loss"] for rate in (0.0, 0.5))
+    assert plain != dropping
+    trainer = make_trainer()
+    batch = trainer.batches.at(0).batches[0]
+    everything = torch.ones(NUM_LAYERS, batch.num_documents, dtype=torch.bool)
+    with recipe.early_exit_trainer.in_evaluation(trainer):
+        exits = (2, NUM_LAYERS)
+        given = trainer.module(batch.ids, batch.positions, batch.labels, exits, 9)
+        with recipe.early_exit_trainer.dropping(trainer.layers, everything, batch.documents):
+            dropped = trainer.module(batch.ids, batch.positions, batch.labels, exits, 9)
+    assert [given[e].item() for e in exits] == [dropped[e].item() for e in exits]
+
+
+# A step, however it is divided
+
+
+def test_accumulated_micro_batches_give_what_one_batch_gives(
+    make_trainer: Callable[..., Any],
+) -> None:
+    whole, parts = make_trainer(), make_trainer(gradient_accumulation=4)
+    for one, other in zip(take(whole, 4), take(parts, 4), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-3)
+
+
+def test_two_processes_add_up_to_one(make_trainer: Callable[..., Any]) -> None:
+    """Losses and gradients of both halves, each as a process of its own would compute them: up to
+    1e-5 of what one process gives, the order of additions."""
+
+    def gradients(index: int, count: int) -> tuple[float, list[Tensor]]:
+        trainer = make_trainer(curriculum="none")
+        trainer.batches = replace(trainer.batches, num_processes=count, process_index=index)
+        for p in trainer.trained:  # LoRA's second half is zero at first, and its gradients too
+            torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(p.numel()))
+        work = trainer.batches.at(3)
+        scales = {1: 0.3, 2: 0.2, 4: 0.1, 6: 0.4}
+        losses = trainer._backward(work.batches[0], scales, work.num_labels, 3)
+        loss = sum(scales[e] * v.item() for e, v in losses.items())
+        return loss, [p.grad for p in trainer.trained]
+
+    whole, expected = gradients(0, 1)
+    halves = [gradients(i, 2) for i in range(2)]
+    assert sum(loss for loss, _ in halves) == pytest.approx(whole, rel=1e-5)
+    for grad, first, second in zip(expected, *(g for _, g in halves), strict=True):
+        torch.testing.assert_close(first + second, grad, rtol=1e-3, atol=1e-5)
+
+
+def test_layers_that_are_run_again_drop_the_same(make_trainer: Callable[..., Any]) -> None:
+    kept, again = make_trainer(), make_trainer(gradient_checkpointing=True)
+    assert take(kept, 5) == take(again, 5)
+    assert all(map(torch.equal, weights(kept), weights(again)))
+
+
+def test_a_step_that_cannot_be_divided_is_refused(make_trainer: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"batch_size \(4\) must be a multiple of"):
+        make_trainer(gradient_accumulation=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"exits": (2, 1)}, "exits must be ascending"),
+        ({"exits": ()}, "exits must be ascending"),
+        ({"floor": 1.0}, "floor must"),
+        ({"layer_dropout": 1.0}, "layer_dropout must"),
+        ({"rank": 0}, "rank must"),
+        ({"dtype": "int8"}, "dtype must be auto, float32 or bfloat16, got 'int8'"),
+    ],
+)
+def test_bad_settings_are_refused(
+    recipe: SimpleNamespace, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        some_settings(recipe, **changes)
+
+
+def test_an_exit_that_the_model_has_not_is_refused(make_trainer: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"exits name layer 6; .* lies in \[1, 5\]"):
+        make_trainer(exits=(2, 6))
+
+
+# Going on
+
+
+@pytest.mark.parametrize("changes", [{}, {"curriculum": "rotational", "distil": 1.0}])
+def test_going_on_gives_the_weights_of_never_stopping(
+    make_trainer: Callable[..., Any], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    whole, first = make_trainer(**changes), make_trainer(**changes)
+    expected = take(whole, 8)
+    begun = take(first, 5)
+    first.save(tmp_path)
+    second = make_trainer(**changes)
+    second.load(tmp_path / "step-5")
+    assert begun + take(second, 3) == expected
+    assert all(map(torch.equal, weights(whole), weights(second)))
+    assert not all(map(torch.equal, weights(whole), weights(first)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [({"steps": 9}, "steps"), ({"seed": 1}, "seed"), ({"exits": (1, 2)}, "exits")],
+)
+def test_another_runs_checkpoint_is_refused(
+    make_trainer: Callable[..., Any], tmp_path: Path, changes: dict[str, Any], name: str
+) -> None:
+    make_trainer().save(tmp_path)
+    with pytest.raises(ValueError, match=f"made with another {name} "):
+        make_trainer(**changes).load(tmp_path / "step-0")
+
+
+def test_checkpoints_of_other_text_are_refused(
+    recipe: SimpleNamespace, make_trainer: Callable[..., Any], packed: Any, tmp_path: Path
+) -> None:
+    make_trainer().save(tmp_path)
+    other = make_trainer()
+    other._data = recipe.early_exit_trainer._digest(replace(packed, ids=packed.ids + 1))
+    with pytest.raises(ValueError, match="another content of data"):
+        other.load(tmp_path / "step-0")
+
+
+def test_a_crash_while_saving_leaves_the_checkpoint_before(
+    recipe: SimpleNamespace, tmp_path: Path
+) -> None:
+    checkpoints = recipe.checkpoints
+
+    def crash(folder: Path) -> None:
+        (folder / "half").write_text("x", encoding="utf-8")
+        raise KeyboardInterrupt
+
+    for step in (5, 10, 15):
+        checkpoints.write_checkpoint(
+            tmp_path, step, lambda folder: (folder / "state").write_text("whole", encoding="utf-8")
+        )
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.write_checkpoint(tmp_path, 20, crash)
+    names = [path.name for path in checkpoints.checkpoints(tmp_path)]
+    assert names == ["step-10", "step-15"]  # two are kept, in the order of their numbers
+    assert (tmp_path / "partial-20").exists()
+    checkpoints.write_checkpoint(tmp_path, 20, lambda folder: None)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-15", "step-20"}
+
+
+def test_the_first_signal_is_noted_and_the_second_acts(recipe: SimpleNamespace) -> None:
+    with recipe.checkpoints.StopRequest() as request:
+        assert not request.asked
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.asked
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# Memory
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_arithmetic_of_memory_bounds_what_torch_keeps(
+    recipe: SimpleNamespace, make_trainer: Callable[..., Any], checkpointing: bool
+) -> None:
+    trainer = make_trainer(gradient_checkpointing=checkpointing, layer_dropout=0.0, distil=0.0)
+    config = trainer.peft.config
+    shape = recipe.memory.StepShape(4, 32, 4, 20, 4, 4, False, checkpointing)
+    memory = recipe.memory.step_memory(config, shape)
+    assert memory.adapter == 16 * sum(p.numel() for p in trainer.trained)
+    model = trainer.peft.get_base_model()
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    assert memory.weights == 4 * frozen
+    own = {p.data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    batch = trainer.batches.at(0).batches[0]
+    trainer.module.train()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        losses = trainer.module(batch.ids, batch.positions, batch.labels, (NUM_LAYERS,), 9)
+    assert losses
+    measured = sum(kept.values())
+    inputs, one = memory.layer_inputs, memory.activations // (2 if checkpointing else 7)
+    bound = inputs if checkpointing else inputs + NUM_LAYERS * one
+    assert 0.6 * bound < measured < 1.2 * bound  # masks and rotary tables are in it, too
+
+
+def test_a_model_of_a_billion_fits_into_24_gigabytes(recipe: SimpleNamespace) -> None:
+    """Of Llama-3.2-1B's shape, with the settings that the YAML names."""
+    config = SimpleNamespace(
+        num_hidden_layers=16,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        vocab_size=128_256,
+        tie_word_embeddings=True,
+    )
+    memory = recipe.memory.step_memory(config, recipe.memory.StepShape())
+    assert recipe.memory.num_weights(config) == 1_235_814_400
+    written = (RECIPES / "lora_early_exit.yaml").read_text(encoding="utf-8")
+    names = {"one layer": "activations"}
+    for said in ("weights", "adapter", "layer inputs", "one layer", "logits"):
+        value = getattr(memory, names.get(said, said.replace(" ", "_")))
+        line = next(x for x in written.split("\n") if x.startswith(f"#   {said}"))
+        assert line.split()[-2:] == [f"{value / 1e9:.1f}", "GB"]
+    assert memory.total < 10e9
+
+
+# A whole run
+
+
+WORDS = (
+    "def",
+    "return",
+    "if",
+    "else",
+    "for",
+    "in",
+    "not",
+    "with",
+    "print",
+    "self",
+    "value",
+    "name",
+)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A model's folder, and text."""
+    base = tmp_path_factory.mktemp("sources")
+    make_model(**SMALL).save_pretrained(base / "model")
+    make_tokenizer().save_pretrained(base / "model")
+    rows = [
+        {"text": " ".join(WORDS[(i * 5 + j * j) % len(WORDS)] for j in range(30 + i))}
+        for i in range(40)
+    ]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (base / "data.jsonl").write_text("".join([*lines[:9], "{}\n", *lines[9:]]), encoding="utf-8")
+    return SimpleNamespace(model=base / "model", data=base / "data.jsonl")
+
+
+def arguments(sources: SimpleNamespace, out: Path, *overrides: str) -> list[str]:
+    small = "steps=6 batch_size=4 seq_len=32 rank=4 exits=[1,2] save_every=2 eval_every=3"
+    brief = "eval_tokens=60 final_tokens=90 final_prompts=2 max_new_tokens=8 cost_seconds=0.2"
+    given = (f"model={sources.model}", f"data={sources.data}", f"out={out}", "mixed_precision=no")
+    return [*given, *small.split(), *brief.split(), *overrides]
+
+
+def run(recipe: SimpleNamespace, argv: list[str]) -> str:
+    """What a run prints."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        recipe.lora_early_exit.main(argv)
+    return " ".join(printed.getvalue().split())
+
+
+@pytest.fixture(scope="module")
+def runs(
+    recipe: SimpleNamespace, sources: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory
+) -> SimpleNamespace:
+    """One run with Ctrl-C at step 3, gone on with and merged; and one without, its adapter kept."""
+    base = tmp_path_factory.mktemp("runs")
+    merged, kept = base / "merged", base / "kept"
+
+    class Interrupted(recipe.run_log.RunLog):
+        def add(self, record: Any) -> None:
+            super().add(record)
+            if record["step"] == 3 and "loss" in record:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe.lora_early_exit, "RunLog", Interrupted)
+        first = run(recipe, arguments(sources, merged))
+    second = run(recipe, arguments(sources, merged))
+    run(recipe, arguments(sources, kept, "merge=false"))
+    return SimpleNamespace(merged=merged, kept=kept, first=first, second=second)
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(runs: SimpleNamespace) -> None:
+    assert "stopped at step 3; the same command goes on from there" in runs.first
+    assert "going on from step 3 of 6" in runs.second
+    adapters = [
+        load_file(out / "checkpoints" / "step-6" / "adapter_model.safetensors")
+        for out in (runs.merged, runs.kept)
+    ]
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
+
+
+def test_a_run_leaves_its_records(recipe: SimpleNamespace, runs: SimpleNamespace) -> None:
+    for out in (runs.merged, runs.kept):
+        records = recipe.run_log.read_records(out / "metrics.jsonl")
+        assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4, 5, 6]
+        assert {r["step"] for r in records if "acceptance" in r} == {0, 3, 6}
+        assert (out / "acceptance.png").read_bytes()[:4] == b"\x89PNG"
+        assert list((out / "tensorboard").iterdir())
+        assert {p.name for p in (out / "checkpoints").iterdir()} == {"step-4", "step-6"}
+        table = json.loads((out / "table.json").read_text(encoding="utf-8"))
+        assert table["details"]["steps"] == 6
+        assert (out / "settings.yaml").exists()
+    assert "line 10" in runs.first  # the bad row
+
+
+def test_the_merged_model_loads_as_usual_and_drafts(runs: SimpleNamespace) -> None:
+    folder = runs.merged / "model"
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert config["early_exit_layers"] == [1, 2]
+    lm = SelfSpeculativeLM.from_pretrained(folder, num_draft_tokens=3)
+    assert lm.trained_exits == (1, 2)
+    assert lm.plan is not None
+    assert lm.plan_file.measurements["before"]
+    plain = lm.generate("def value", max_new_tokens=16, num_draft_tokens=0)
+    assert lm.generate("def value", max_new_tokens=16).token_ids == plain.token_ids
+
+
+def test_merged_and_kept_are_one_model(sources: SimpleNamespace, runs: SimpleNamespace) -> None:
+    ids = torch.tensor([random_ids(12)])
+    base = AutoModelForCausalLM.from_pretrained(sources.model)
+    before = base(ids).logits
+    merged = AutoModelForCausalLM.from_pretrained(runs.merged / "model")(ids).logits
+    kept = AutoModelForCausalLM.from_pretrained(runs.kept / "model")(ids).logits
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
+        peft = PeftModel.from_pretrained(base, runs.kept / "model")(ids).logits
+    torch.testing.assert_close(kept, merged, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(peft, merged, rtol=1e-4, atol=1e-4)
+    assert (merged - before).abs().max() > 1e-2
+
+
+def test_a_kept_adapter_decodes_by_its_folder(runs: SimpleNamespace) -> None:
+    folder = runs.kept / "model"
+    assert not (folder / "config.json").exists()
+    lm = SelfSpeculativeLM.from_pretrained(folder, num_draft_tokens=3)
+    assert lm.trained_exits == (1, 2)
+    assert lm.plan is not None
+    merged = SelfSpeculativeLM.from_pretrained(runs.merged / "model", num_draft_tokens=0)
+    expected = merged.generate("for name in", max_new_tokens=12).token_ids
+    assert lm.generate("for name in", max_new_tokens=12).token_ids == expected
+
+
+def test_without_a_plan_the_first_trained_exit_drafts(
+    runs: SimpleNamespace, tmp_path: Path
+) -> None:
+    """As from a hub, where ``layerskip.json`` is not looked for."""
+    folder = tmp_path / "model"
+    shutil.copytree(runs.merged / "model", folder)
+    (folder / "layerskip.json").unlink()
+    lm = SelfSpeculativeLM.from_pretrained(folder, num_draft_tokens=3)
+    assert lm.plan is not None
+    assert lm.plan.exit_layer == 1
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for said in ([9, "x", 0], "all", 3):
+        path.write_text(json.dumps(config | {"early_exit_layers": said}), encoding="utf-8")
+        assert SelfSpeculativeLM.from_pretrained(folder, num_draft_tokens=0).trained_exits == ()
+
+
+def test_a_run_begun_is_not_overwritten(
+    recipe: SimpleNamespace, sources: SimpleNamespace, runs: SimpleNamespace
+) -> None:
+    with pytest.raises(SystemExit, match=r"^lora_early_exit: .* holds checkpoints; give resume"):
+        run(recipe, arguments(sources, runs.merged, "resume=false"))
+    with pytest.raises(SystemExit, match=r"was made with another rank \(4, now 5\)"):
+        run(recipe, arguments(sources, runs.merged, "rank=5"))
+
+
+def launched(argv: list[str], *options: str) -> None:
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", *options]
+    environment = os.environ | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+    done = subprocess.run(
+        [*accelerate, str(RECIPES / "lora_early_exit.py"), *argv],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_two_launched_processes_have_the_loss_curve_of_one(
+    recipe: SimpleNamespace, sources: SimpleNamespace, runs: SimpleNamespace, tmp_path: Path
+) -> None:
+    """Within 1e-4 of the loss: gradients of the two are added up in another order."""
+    out = tmp_path / "two"
+    cpu = ("--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no")
+    launched(arguments(sources, out, "merge=false"), *cpu, "--dynamo_backend", "no")
+    one, two = (
+        [r["loss"] for r in recipe.run_log.read_records(o / "metrics.jsonl") if "loss" in r]
+        for o in (runs.kept, out)
+    )
+    assert two == pytest.approx(one, rel=1e-4)
+    assert (out / "table.json").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_from_its_last_checkpoint(
+    recipe: SimpleNamespace, sources: SimpleNamespace, runs: SimpleNamespace, tmp_path: Path
+) -> None:
+    out = tmp_path / "killed"
+    argv = arguments(sources, out, "merge=false")
+    script = [sys.executable, str(RECIPES / "lora_early_exit.py"), *argv]
+    environment = os.environ | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(script, env=environment, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and not recipe.checkpoints.checkpoints(out / "checkpoints"):
+            time.sleep(0.01)
+        process.kill()
+    assert recipe.checkpoints.checkpoints(out / "checkpoints")
+    run(recipe, argv)
+    killed, whole = (
+        load_file(o / "checkpoints" / "step-6" / "adapter_model.safetensors")
+        for o in (out, runs.kept)
+    )
+    assert all(torch.equal(killed[name], whole[name]) for name in whole)

@@ -1,0 +1,466 @@
+"""Rounds that the device runs by itself, against rounds that the host drives.
+
+The definitions run them, and a CPU's recorder proves of each that it does not ask the host.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from toys import PLANS, VOCAB_SIZE, make_model, make_tokenizer, random_ids, without_times
+
+from layerskip import SamplingParams, SelfSpeculativeLM
+from layerskip.controller import Choice, Controller
+from layerskip.cost import CostTable, Curve
+from layerskip.decode import Decoder
+from layerskip.drafting import EarlyExitDrafter
+from layerskip.graphs import RecordingError, RepeatingRecorder
+from layerskip.model import pack_model
+from layerskip.packed import PackedStack
+from layerskip.rounds import FIRST_SLOTS, Workbench
+from layerskip.row import RowSpec
+from layerskip.sampling import Sampler
+from layerskip.text import TextStream
+
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8)
+PROMPTS = [random_ids(n) for n in (9, 2, 17, 5)]
+EXIT = PLANS["exit"]
+
+
+@pytest.fixture(scope="module")
+def stack():
+    model = make_model()
+    pack_model(model)
+    return PackedStack(model)
+
+
+@pytest.fixture(scope="module")
+def bench(stack):
+    """Shared, so that few rounds are recorded, and each decoder finds what others left."""
+    return Workbench(stack, EXIT, RepeatingRecorder)
+
+
+def spec(prompt, params=GREEDY, *, seed=5, limit=16, k=3, **more):
+    return RowSpec(tuple(prompt), Sampler(params, seed, VOCAB_SIZE), limit, k, **more)
+
+
+def decoder_of(stack, bench=None, plan=EXIT, **more):
+    drafter = EarlyExitDrafter(stack, plan) if plan is not None else None
+    return Decoder(stack, drafter, plan, bench=bench, **{"num_rows": 4, "num_slots": 64} | more)
+
+
+def finish(decoder):
+    while any(row.finish_reason is None for row in decoder.rows.values()):
+        assert decoder.step()
+    return decoder
+
+
+def decode(decoder, *specs):
+    """The decoder's rows after their last round."""
+    rows = [decoder.join(one) for one in specs]
+    finish(decoder)
+    return rows
+
+
+def assert_same(fast, slow, fast_rows, slow_rows):
+    """Tokens, records, and what plain decoding would go on from."""
+    for one, other in zip(fast_rows, slow_rows, strict=True):
+        assert one.token_ids == other.token_ids
+        assert without_times(one.rounds) == without_times(other.rounds)
+        assert (one.length, one.finish_reason) == (other.length, other.finish_reason)
+        if one.id not in fast.rows:
+            continue
+        at, held = one.slot_row, slice(0, one.length)
+        assert fast.cache.lengths[at] == slow.cache.lengths[other.slot_row] == one.length
+        for name in ("keys", "values"):
+            mine, its = (getattr(d.cache, name)[:, at, held] for d in (fast, slow))
+            torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-3)
+
+
+def assert_device_ran(decoder):
+    assert decoder.rounds.reason == ""
+    assert len(decoder.rounds.recordings) > 0
+
+
+def mixed_specs():
+    """Rows of all kinds: they end in different rounds, and draft different numbers of tokens."""
+    kinds = [(GREEDY, 14, 3), (SAMPLED, 9, 2), (GREEDY, 1, 4), (SAMPLED, 11, 0)]
+    return [
+        spec(prompt, params, seed=7 + i, limit=limit, k=k)
+        for i, (prompt, (params, limit, k)) in enumerate(zip(PROMPTS, kinds, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_a_ragged_batch_is_decoded_as_by_the_host(stack, bench, num_rows):
+    fast, slow = decoder_of(stack, bench), decoder_of(stack)
+    rows = [decode(d, *mixed_specs()[-num_rows:]) for d in (fast, slow)]
+    assert_same(fast, slow, *rows)
+    assert_device_ran(fast)
+
+
+@pytest.mark.parametrize("plan", ["without-layer-0", None])
+def test_any_plan_and_none(stack, plan):
+    plan = PLANS[plan] if plan else None
+    fast = decoder_of(stack, Workbench(stack, plan, RepeatingRecorder), plan)
+    slow = decoder_of(stack, None, plan)
+    specs = [spec(PROMPTS[0], limit=8), spec(PROMPTS[1], SAMPLED, limit=6)]
+    assert_same(fast, slow, decode(fast, *specs), decode(slow, *specs))
+    assert_device_ran(fast)
+
+
+@pytest.fixture(scope="module")
+def text(stack):
+    """Plain greedy tokens after the first prompt."""
+    return decode(decoder_of(stack), spec(PROMPTS[0], k=0))[0].token_ids
+
+
+@pytest.mark.parametrize("place", [1, 3, 6])
+def test_an_end_of_sequence_inside_a_block(stack, bench, text, place):
+    eos_ids = frozenset({text[place], VOCAB_SIZE - 1})
+    specs = [spec(PROMPTS[0], eos_ids=eos_ids), spec(PROMPTS[1], eos_ids=eos_ids, limit=7)]
+    fast, slow = decoder_of(stack, bench), decoder_of(stack)
+    rows = decode(fast, *specs)
+    assert_same(fast, slow, rows, decode(slow, *specs))
+    assert rows[0].finish_reason == "stop"
+    assert rows[0].token_ids == text[: text.index(text[place]) + 1]
+    assert_device_ran(fast)
+
+
+@pytest.mark.parametrize("limit", [2, 4, 7])
+def test_a_limit_inside_a_block(stack, bench, text, limit):
+    fast, slow = decoder_of(stack, bench), decoder_of(stack)
+    (row,) = rows = decode(fast, spec(PROMPTS[0], limit=limit))
+    assert_same(fast, slow, rows, decode(slow, spec(PROMPTS[0], limit=limit)))
+    assert (row.token_ids, row.finish_reason) == (text[:limit], "length")
+
+
+@pytest.mark.parametrize("place", [2, 4])
+def test_a_stop_string_ends_a_row_that_the_device_goes_on_with(stack, bench, text, place):
+    tokenizer = make_tokenizer()
+    piece = tokenizer.decode(text[place : place + 1])
+    specs = [
+        spec(PROMPTS[0], stream=TextStream(tokenizer, [piece])),
+        spec(PROMPTS[1], stream=TextStream(tokenizer, ["\0"]), limit=12),
+    ]
+    fast, slow = decoder_of(stack, bench), decoder_of(stack)
+    rows = decode(fast, *specs)
+    assert_same(fast, slow, rows, decode(slow, *specs))
+    assert rows[0].finish_reason == "stop"
+    # The row's slots serve the next one, which finds nothing of what was written too much.
+    following = spec(PROMPTS[3], limit=6)
+    for decoder in (fast, slow):
+        decoder.leave(rows[0].id)
+    assert_same(fast, slow, decode(fast, following), decode(slow, following))
+    assert_device_ran(fast)
+
+
+def joining_and_leaving(decoder):
+    """Rows come in while others go on, one of them leaves unfinished; all rows that ever were."""
+    rows = [decoder.join(spec(PROMPTS[0])), decoder.join(spec(PROMPTS[1], SAMPLED, limit=9))]
+    for _ in range(3):
+        decoder.step()
+    rows.append(decoder.join(spec(PROMPTS[2], limit=8, k=2)))
+    decoder.step()
+    decoder.step()
+    decoder.leave(rows[0].id)
+    rows.append(decoder.join(spec(PROMPTS[3], SAMPLED, limit=10)))  # where the first one was
+    assert rows[3].slot_row == rows[0].slot_row
+    decoder.step()
+    decoder.leave(decoder.join(spec(PROMPTS[0])).id)  # never began
+    finish(decoder)
+    return rows
+
+
+def test_rows_join_and_leave(stack, bench):
+    fast, slow = decoder_of(stack, bench), decoder_of(stack)
+    assert_same(fast, slow, joining_and_leaving(fast), joining_and_leaving(slow))
+    assert_device_ran(fast)
+
+
+def test_the_cache_grows_while_rounds_are_in_flight(stack):
+    bench = Workbench(stack, EXIT, RepeatingRecorder)
+    decoders = [decoder_of(stack, b, num_rows=1, num_slots=30) for b in (bench, None)]
+    grown = []
+    for decoder in decoders:
+        rows = [decoder.join(spec(PROMPTS[0], limit=18))]
+        for _ in range(3):
+            decoder.step()
+        before = decoder.cache
+        rows.append(decoder.join(spec(random_ids(90), SAMPLED, limit=9)))
+        assert decoder.cache is not before
+        finish(decoder)
+        grown.append(rows)
+    assert_same(*decoders, *grown)
+    assert_device_ran(decoders[0])
+
+
+def test_a_context_that_outgrows_a_recording(stack, bench):
+    prompt = random_ids(FIRST_SLOTS - 12)
+    fast, slow = (decoder_of(stack, b, num_rows=1, num_slots=400) for b in (bench, None))
+    one = spec(prompt, limit=18)
+    assert_same(fast, slow, decode(fast, one), decode(slow, one))
+    assert len({shape.num_slots for shape in fast.rounds.recordings.keys}) == 2
+
+
+class Scripted(Controller):
+    """Chooses what a test says, round after round."""
+
+    def __init__(self, *counts):
+        passes = Curve((8, 64), (0,), ((1.0, 2.0),))
+        free = Curve((1,), (0,), ((0.0,),))
+        super().__init__(CostTable(passes, free, passes, 0.0, 8, {}), follows_clock=False)
+        self.counts, self.asked = counts, 0
+
+    def choose(self, asks, *, drafts, fixed=()):
+        self.asked += 1
+        for ask in asks:
+            ask.state.last = min(ask.room, self.counts[self.asked % len(self.counts)])
+        return [Choice("early_exit" if a.state.last else "none", a.state.last) for a in asks]
+
+
+def test_another_number_of_draft_tokens_in_every_round(stack, bench, text):
+    decoder = decoder_of(stack, bench, controller=Scripted(4, 0, 2, 1))
+    rows = decode(decoder, spec(PROMPTS[0], k="auto"), spec(PROMPTS[1], k=2, limit=7))
+    plain = decode(decoder_of(stack), spec(PROMPTS[1], k=0, limit=7))
+    assert [row.token_ids for row in rows] == [text, plain[0].token_ids]
+    assert [r.num_draft_tokens for r in rows[0].rounds[1:6]] == [0, 2, 1, 4, 0]
+    assert_device_ran(decoder)
+
+
+def test_the_controller_learns_a_round_behind(stack, bench):
+    controller = Scripted(3)
+    decoder = decoder_of(stack, bench, controller=controller)
+    (row,) = decode(decoder, spec(PROMPTS[0], k="auto"))
+    judged = sum(
+        r.num_accepted_tokens + (r.num_accepted_tokens < r.num_draft_tokens) for r in row.rounds
+    )
+    (kind,) = controller._experiences.values()
+    trials = sum(share.trials for share in kind.positions)
+    assert judged * 0.8 < trials <= judged  # discounted
+    assert row.rounds[1].draft_seconds > 0
+
+
+def test_the_host_reads_a_round_behind(stack, bench):
+    decoder = decoder_of(stack, bench)
+    row = decoder.join(spec(PROMPTS[0], limit=12))
+    decoder.step()
+    assert not decoder.rounds.flies(row)
+    decoder.step()
+    assert decoder.rounds.flies(row)  # the next one is on its way
+    assert decoder.cache.lengths[row.slot_row] > row.length
+    finish(decoder)
+    assert not decoder.rounds.flies(row)
+
+
+REASONS = {
+    "processor": (spec(PROMPTS[1]), "read the text on the host"),
+    "top-p": (spec(PROMPTS[1], replace(SAMPLED, top_p=0.9)), "top_k, top_p and min_p"),
+    "block": (spec(PROMPTS[1]), "verification='block' needs whole distributions"),
+    "logprobs": (spec(PROMPTS[1], logprobs=1), "log-probabilities"),
+    "ends": (spec(PROMPTS[1], eos_ids=frozenset({3})), "rows end with different tokens"),
+    "many-drafts": (spec(PROMPTS[1], k=32), "more than 31 tokens"),
+}
+
+
+def host_spec(name):
+    one, _ = REASONS[name]
+    if name == "processor":
+        sampler = Sampler(GREEDY, 0, VOCAB_SIZE, processors=[lambda ids, scores: scores])
+        return replace(one, sampler=sampler)
+    if name == "block":
+        return replace(one, sampler=Sampler(SAMPLED, 0, VOCAB_SIZE, verification="block"))
+    return one
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_what_needs_the_host_has_it_and_says_why(stack, bench, name):
+    """A row joins that the device can't decode, while a round of another one is in flight."""
+    reasons, decoders, rows = set(), [], []
+    for decoder in (decoder_of(stack, bench), decoder_of(stack)):
+        first = decoder.join(spec(PROMPTS[0], limit=26))
+        for _ in range(3):
+            decoder.step()
+        second = decoder.join(replace(host_spec(name), limit=3))
+        while second.finish_reason is None:
+            decoder.step()
+            reasons.add(decoder.rounds.reason if decoder.rounds else "")
+        decoder.leave(second.id)
+        finish(decoder)
+        decoders.append(decoder)
+        rows.append([first, second])
+    assert any(REASONS[name][1] in reason for reason in reasons)
+    assert_same(*decoders, *rows)
+    assert_device_ran(decoders[0])  # again, once the other row has left
+
+
+def test_looked_up_tokens_are_the_hosts(stack, bench):
+    decoder = decoder_of(stack, bench, looks_up=True)
+    decode(decoder, spec(PROMPTS[0], limit=4))
+    assert decoder.rounds.reason == "tokens are looked up in the text"
+    decode(decoder, spec(PROMPTS[0], limit=4, k=0))  # here none are
+    assert decoder.rounds.reason == ""
+
+
+def test_too_many_ends_are_the_hosts(stack, bench):
+    decoder = decoder_of(stack, bench)
+    decode(decoder, spec(PROMPTS[0], limit=3, eos_ids=frozenset(range(300, 333))))
+    assert decoder.rounds.reason == "33 token ids end a sequence, at most 32 can on the device"
+
+
+@pytest.fixture
+def spoiled():
+    """A stack of its own, whose embeddings a test may spoil after the wrapping."""
+    model = make_model()
+    pack_model(model)
+    return PackedStack(model)
+
+
+def spoil(stack, token):
+    stack.twin.get_input_embeddings().weight.data[token] = float("nan")
+
+
+def test_a_drafted_token_that_the_model_cannot_take(spoiled):
+    """It is rejected, and what stands before it is judged as if it were not there."""
+    plain = decode(decoder_of(spoiled), spec(PROMPTS[0], limit=12, k=0))[0].token_ids
+    drafted, drafter = [], EarlyExitDrafter.draft
+    decoder = decoder_of(spoiled)
+    decoder.speculator.drafter.draft = lambda *args: (
+        drafted.extend(made := drafter(decoder.speculator.drafter, *args)) or made
+    )
+    decode(decoder, spec(PROMPTS[0], limit=12))
+    spoil(spoiled, next(t for d in drafted for t in d.tokens[:-1] if t not in plain))
+    fast = decoder_of(spoiled, Workbench(spoiled, EXIT, RepeatingRecorder))
+    slow = decoder_of(spoiled)
+    rows = decode(fast, spec(PROMPTS[0], limit=12))
+    assert rows[0].token_ids == plain
+    assert_same(fast, slow, rows, decode(slow, spec(PROMPTS[0], limit=12)))
+
+
+def test_a_model_that_breaks_is_an_error_that_loses_nothing(spoiled, text):
+    spoil(spoiled, text[5])
+    texts = []
+    for bench in (Workbench(spoiled, EXIT, RepeatingRecorder), None):
+        decoder = decoder_of(spoiled, bench)
+        row = decoder.join(spec(PROMPTS[0]))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="are NaN, infinite"):
+                finish(decoder)
+        texts.append(row.token_ids)
+    assert texts == [text[:6], text[:6]]
+
+
+class Stumbling:
+    """A tokenizer that fails once."""
+
+    def __init__(self, calls):
+        self.tokenizer, self.calls = make_tokenizer(), calls
+
+    def decode(self, *args, **kwargs):
+        self.calls -= 1
+        if self.calls == 0:
+            raise KeyboardInterrupt
+        return self.tokenizer.decode(*args, **kwargs)
+
+
+@pytest.mark.parametrize("calls", [5, 11])
+def test_an_interruption_loses_nothing(stack, bench, text, calls):
+    decoder = decoder_of(stack, bench)
+    row = decoder.join(spec(PROMPTS[0], stream=TextStream(Stumbling(calls), [])))
+    with pytest.raises(KeyboardInterrupt):
+        finish(decoder)
+    finish(decoder)
+    assert row.token_ids == text
+    assert tuple(t for r in row.rounds for t in r.token_ids) == tuple(text)
+
+
+class Counting(RepeatingRecorder):
+    made = 0
+
+    def record(self, function):
+        type(self).made += 1
+        return super().record(function)
+
+
+def test_recordings_outlive_a_decoder(stack, text):
+    class Recorder(Counting):
+        made = 0
+
+    bench = Workbench(stack, EXIT, Recorder)
+    decoder = decoder_of(stack, bench, num_rows=1)
+    cache = decoder.cache
+    (row,) = decode(decoder, spec(PROMPTS[0]))
+    decoder.leave(row.id)
+    made = Recorder.made
+    decoder.join(spec(PROMPTS[1]))
+    for _ in range(3):
+        decoder.step()  # it is left while a round is in flight
+    del decoder
+    decoder = decoder_of(stack, bench, num_rows=1)
+    assert decoder.cache is cache
+    assert not cache.keys.any()
+    assert decode(decoder, spec(PROMPTS[0]))[0].token_ids == text
+    assert Recorder.made == made
+    other = decoder_of(stack, bench, num_rows=1)  # at the same time
+    assert other.cache is not cache
+    assert decode(other, spec(PROMPTS[0]))[0].token_ids == text
+
+
+def test_a_longer_request_has_a_larger_cache_and_new_recordings(stack, text):
+    bench = Workbench(stack, EXIT, RepeatingRecorder)
+    eos_ids = frozenset({text[7]})
+    decode(decoder_of(stack, bench, num_rows=1), spec(PROMPTS[0], eos_ids=eos_ids))
+    decoder = decoder_of(stack, bench, num_rows=2, num_slots=65)
+    assert (decoder.cache.num_rows, decoder.cache.num_slots) == (2, 128)
+    (row,) = decode(decoder, spec(PROMPTS[0], eos_ids=eos_ids))
+    assert row.token_ids == text[: text.index(text[7]) + 1]
+
+
+class Unable:
+    def record(self, function):
+        raise RecordingError("no graphs here")
+
+
+def test_rounds_run_without_recordings_too(stack, text):
+    decoder = decoder_of(stack, Workbench(stack, EXIT, Unable))
+    assert decode(decoder, spec(PROMPTS[0]))[0].token_ids == text
+    assert (decoder.rounds.reason, decoder.rounds.recordings.reason) == ("", "no graphs here")
+
+
+def test_drafts_may_have_a_vocabulary_of_their_own(stack, text):
+    """A token that it lacks is never drafted, and emitted all the same."""
+    ids = torch.arange(0, VOCAB_SIZE, 2, dtype=torch.int32)
+    decoder = decoder_of(stack, Workbench(stack, EXIT, RepeatingRecorder, vocab_ids=ids))
+    drafted, attempted = [], decoder.speculator.attempted
+    decoder.speculator.attempted = lambda landing: (
+        drafted.extend(landing.draft) or attempted(landing)
+    )
+    assert decode(decoder, spec(PROMPTS[0]))[0].token_ids == text
+    assert drafted
+    assert not any(token % 2 for token in drafted)
+
+
+def test_the_library_lets_a_packed_model_run_by_itself(tokenizer):
+    plans = {"plan": EXIT, "num_draft_tokens": 3}
+    model = make_model()
+    general = SelfSpeculativeLM(model, tokenizer, **plans, lookup=False)
+    pack_model(model)
+    packed = SelfSpeculativeLM(model, tokenizer, **plans, packed=True)
+    assert "general stack" in general.rounds_choice
+    assert packed.rounds_choice.startswith("whole rounds, ")
+    for settings in ({"stop": "e"}, {"sampling": replace(SAMPLED, seed=4)}):
+        outputs = [
+            lm.generate(["the tea", "a"], max_new_tokens=12, **settings) for lm in (packed, general)
+        ]
+        for one, other in zip(*outputs, strict=True):
+            assert (one.text, one.token_ids) == (other.text, other.token_ids)
+            assert without_times(one.rounds) == without_times(other.rounds)
+    assert packed._bench._idle.recordings.keys
+
+
+def test_look_ups_give_way_unless_they_are_asked_for(tokenizer):
+    model = make_model()
+    pack_model(model)
+    for lookup, plan, expected in ((None, EXIT, False), (True, EXIT, True), (None, None, True)):
+        lm = SelfSpeculativeLM(model, tokenizer, plan, lookup=lookup, packed=True)
+        assert lm._looks_up is expected
