@@ -401,6 +401,15 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before(
     assert {path.name for path in tmp_path.iterdir()} == {"step-15", "step-20"}
 
 
+@pytest.fixture
+def ctrl_c_acts() -> Iterator[None]:
+    """As in a terminal: what a shell starts in the background is born deaf to Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_acts")
 def test_the_first_signal_is_noted_and_the_second_acts(recipe: SimpleNamespace) -> None:
     with recipe.checkpoints.StopRequest() as request:
         assert not request.asked
