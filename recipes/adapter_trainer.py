@@ -13,17 +13,16 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from adapter_settings import OF_THE_WEIGHTS, Settings
-from checkpoints import step_of, write_checkpoint
+from checkpoints import read_run, step_of, write_checkpoint, write_run
 from draft_training import Backbone, DraftLoss, acceptance, roll_out
 from packing import Batch, Batches, Packed, document_mask
 from torch import Tensor, nn
 
 from layerskip.admission import decoder_layers
 from layerskip.exit_adapter import ExitAdapter
-from layerskip.files import read_json, write_json
 from layerskip.training.schedules import warmup_stable_decay
 
-STATE, RUN = "state.pt", "run.json"
+STATE = "state.pt"
 WARMUP, DECAY_FROM = 0.05, 0.3
 EVAL_ROWS = 4
 
@@ -235,7 +234,7 @@ class Trainer:
             "scaler": None if scaler is None else scaler.state_dict(),
         }
         torch.save(state, folder / STATE)
-        write_json(folder / RUN, {"seconds": self.seconds, "identity": self._identity()})
+        write_run(folder, self.seconds, self._identity())
 
     def load(self, checkpoint: Path) -> None:
         """Go on from a checkpoint.
@@ -243,19 +242,13 @@ class Trainer:
         Raises:
             ValueError: it is of another run; the first setting that differs is named.
         """
-        run = read_json(checkpoint / RUN, "checkpoint of this recipe")
-        for name, value in self._identity().items():
-            if run["identity"].get(name) != value:
-                raise ValueError(
-                    f"{checkpoint} was made with another {name} ({run['identity'].get(name)}, now "
-                    f"{value}); go on with the same settings, or give another out"
-                )
+        seconds = read_run(checkpoint, self._identity())
         state = torch.load(checkpoint / STATE, weights_only=True, map_location="cpu")
         self.adapter.load_state_dict(state["adapter"])
         self.optimiser.load_state_dict(state["optimiser"])
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
-        self.steps, self.seconds = step_of(checkpoint), run["seconds"]
+        self.steps, self.seconds = step_of(checkpoint), seconds
 
     def _identity(self) -> dict[str, Any]:
         kept = {k: v for k, v in asdict(self.settings).items() if k in OF_THE_WEIGHTS}

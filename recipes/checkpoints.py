@@ -7,12 +7,14 @@ named ``step-N`` is whole, whatever happened.
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-KEPT = 2
+from layerskip.files import read_json, write_json
+
+KEPT, RUN = 2, "run.json"
 
 
 def write_checkpoint(
@@ -51,6 +53,28 @@ def checkpoints(folder: Path) -> list[Path]:
 def step_of(checkpoint: Path) -> int:
     """Steps that were taken when it was written."""
     return int(checkpoint.name[5:])
+
+
+def write_run(folder: Path, seconds: float, identity: Mapping[str, Any]) -> None:
+    """Note in a checkpoint how long its run took so far, and what its weights follow from."""
+    write_json(folder / RUN, {"seconds": seconds, "identity": dict(identity)})
+
+
+def read_run(checkpoint: Path, identity: Mapping[str, Any]) -> float:
+    """Seconds that the run of a checkpoint took, if it is of this run.
+
+    Raises:
+        ValueError: it is of another; the first setting that differs is named.
+    """
+    run = read_json(checkpoint / RUN, "checkpoint of this recipe")
+    for name, value in identity.items():
+        if run["identity"].get(name) != value:
+            raise ValueError(
+                f"{checkpoint} was made with another {name} ({run['identity'].get(name)}, now "
+                f"{value}); go on with the same settings, or give another out"
+            )
+    seconds: float = run["seconds"]
+    return seconds
 
 
 def _flush(path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from checkpoints import step_of, write_checkpoint
+from checkpoints import read_run, step_of, write_checkpoint, write_run
 from early_exit_model import EarlyExitModel, ExitLosses, add_lora, weighted
 from early_exit_settings import NOT_OF_THE_WEIGHTS, Settings
 from packing import Batch, Batches, Packed
@@ -23,11 +23,10 @@ from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from layerskip.files import read_json, write_json
 from layerskip.training.dropout import LayerDropout, dropping
 from layerskip.training.schedules import enabled_exits, exit_loss_scales, warmup_stable_decay
 
-ADAPTER, OPTIMISER, RUN = "adapter_model.safetensors", "optimiser.pt", "run.json"
+ADAPTER, OPTIMISER = "adapter_model.safetensors", "optimiser.pt"
 WARMUP = 0.05
 
 
@@ -166,7 +165,7 @@ class Trainer:
             "scaler": None if scaler is None else scaler.state_dict(),
         }
         torch.save(state, folder / OPTIMISER)
-        write_json(folder / RUN, {"seconds": self.seconds, "identity": self._identity()})
+        write_run(folder, self.seconds, self._identity())
 
     def load(self, checkpoint: Path) -> None:
         """Go on from a checkpoint.
@@ -174,19 +173,13 @@ class Trainer:
         Raises:
             ValueError: it is of another run; the first setting that differs is named.
         """
-        run = read_json(checkpoint / RUN, "checkpoint of this recipe")
-        for name, value in self._identity().items():
-            if run["identity"].get(name) != value:
-                raise ValueError(
-                    f"{checkpoint} was made with another {name} ({run['identity'].get(name)}, now "
-                    f"{value}); go on with the same settings, or give another out"
-                )
+        seconds = read_run(checkpoint, self._identity())
         set_peft_model_state_dict(self.peft, load_file(checkpoint / ADAPTER))
         state = torch.load(checkpoint / OPTIMISER, weights_only=True, map_location="cpu")
         self.optimiser.load_state_dict(state["optimiser"])
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
-        self.steps, self.seconds = step_of(checkpoint), run["seconds"]
+        self.steps, self.seconds = step_of(checkpoint), seconds
 
     def _identity(self) -> dict[str, Any]:
         """What two runs have to share to give the same weights."""

@@ -71,6 +71,7 @@ def test_growing_keeps_what_was_held(rows, slots, more_rows, more_slots):
     fill(cache)
     for row in range(rows):
         cache.commit(row, 10 + row)
+        cache.adapter_lengths[row] = 3 + row  # the block lags behind
     larger = cache.grown(num_rows=more_rows, num_slots=more_slots)
     assert larger.num_rows == (rows if more_rows <= rows else max(more_rows, 2 * rows))
     assert larger.num_slots >= max(slots, more_slots)
@@ -78,6 +79,7 @@ def test_growing_keeps_what_was_held(rows, slots, more_rows, more_slots):
     assert larger.attended_block == 128
     expected = [10 + row for row in range(rows)] + [0] * (larger.num_rows - rows)
     assert larger.lengths.tolist() == expected
+    assert larger.adapter_lengths[:rows] == cache.adapter_lengths
     held = min(9 + rows, cache.num_slots)
     for old, new in ((cache.keys, larger.keys), (cache.values, larger.values)):
         assert torch.equal(new[:, :rows, :held], old[:, :, :held])
