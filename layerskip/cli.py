@@ -15,6 +15,7 @@ from layerskip import __version__
 from layerskip.commands import (
     ab,
     comparing,
+    completing,
     facts,
     generating,
     measuring,
@@ -42,6 +43,7 @@ def parser() -> Parser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in COMMANDS:
         module.add_parsers(commands)
+    completing.add_parser(commands, top)
     return top
 
 

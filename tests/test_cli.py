@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -589,22 +590,41 @@ def test_bad_input_leaves_no_file_behind(folder: Path, bad: Path) -> None:
     assert snapshot() == before
 
 
-def test_help_does_not_load_torch() -> None:
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--help",),
+        ("--version",),
+        ("generate", "--help"),
+        ("completion", "bash"),
+        ("compare", "--limit", "x"),
+    ],
+    ids=" ".join,
+)
+def test_what_computes_nothing_loads_nothing_heavy(argv: tuple[str, ...]) -> None:
     script = (
         "import sys\n"
         "from layerskip.cli import main\n"
-        "try:\n    main(['--help'])\n"
-        "except SystemExit as stopped:\n"
-        "    assert stopped.code == 0\n"
-        "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "except SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'tokenizers'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script, *argv],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    for command in ("generate", "compare", "info"):
-        assert command in done.stdout
+
+
+def test_help_names_every_command() -> None:
+    result = run("--help")
+    assert result.code == 0
+    for command in ("generate", "compare", "demo", "info", "profile", "search", "completion"):
+        assert re.search(rf"^    {command}\s", result.out, re.MULTILINE)
 
 
 def test_version() -> None:

@@ -30,7 +30,7 @@ def add_parsers(commands: Any) -> None:
     command = commands.add_parser("ab", help="compare two settings on your own prompts")
     command.set_defaults(run=run_ab, num_draft_tokens=0)  # else the loader measures by itself
     model_options(command)
-    command.add_argument("--prompts", required=True, help="JSON lines")
+    command.add_argument("--prompts", metavar="FILE", required=True, help="JSON lines")
     arms = "0 is plain, a number of draft tokens, 'auto', or a policy file"
     command.add_argument("--a", default="0", metavar="ARM", help=f"{arms} (default 0)")
     command.add_argument("--b", default="auto", metavar="ARM", help="the same (default auto)")

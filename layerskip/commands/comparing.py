@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from layerskip.params import SamplingParams
     from layerskip.prompts import Example
 
-DEMO_PROMPTS = 4
-DEMO_TOKENS = 96
 DEMO_MODES = ("hf", "hf-early-exit", "plain", "layerskip")
 DEMO_NAMES = {
     "hf": "transformers generate",
@@ -41,7 +39,9 @@ def add_parsers(commands: Any) -> None:
     comparing.set_defaults(run=run_compare)
     model_options(comparing)
     draft_options(comparing)
-    comparing.add_argument("--prompts", help="JSON lines; without it, held-out library code")
+    comparing.add_argument(
+        "--prompts", metavar="FILE", help="JSON lines; without it, held-out library code"
+    )
     comparing.add_argument("--modes", default="plain,layerskip,hf,hf-early-exit,hf-prompt-lookup")
     comparing.add_argument("--limit", type=int, default=50, help="most prompts (default 50)")
     comparing.add_argument("--repeats", type=int, default=3)
@@ -61,6 +61,8 @@ def add_parsers(commands: Any) -> None:
     demo.set_defaults(run=run_demo)
     model_options(demo)
     draft_options(demo)
+    demo.add_argument("--limit", type=int, default=4, help="prompts (default 4)")
+    demo.add_argument("--max-new-tokens", type=int, default=96, help="of each (default 96)")
 
 
 def _examples(args: argparse.Namespace, limit: int) -> "list[Example]":
@@ -207,14 +209,14 @@ def run_demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     from layerskip.params import SamplingParams
 
     quiet()
-    examples = _examples(args, DEMO_PROMPTS)
-    comparison = _comparison(args, SamplingParams(), DEMO_TOKENS)
+    examples = _examples(args, args.limit)
+    comparison = _comparison(args, SamplingParams(), args.max_new_tokens)
     legend = ", ".join(f"[{STYLES[o]}]{o}[/]" for o in ("accepted", "recovered", "bonus"))
     console.print(f"Held-out code, completed by {args.model}. Tokens: {legend}\n")
     for example in examples:
         tail = "\n".join(example.prompt.rstrip("\n").split("\n")[-4:]) + "\n"
         console.print(escape(tail), style="dim", end="", highlight=False)
-        for step in comparison.lm.stream(example.prompt, max_new_tokens=DEMO_TOKENS):
+        for step in comparison.lm.stream(example.prompt, max_new_tokens=args.max_new_tokens):
             _print_tokens(console, comparison.lm, step.round)
         console.print("\n")
     with console.status("timing four decoders in turn"):

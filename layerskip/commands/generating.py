@@ -30,7 +30,9 @@ def add_parsers(commands: Any) -> None:
     draft_options(generate)
     source = generate.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="text to complete")
-    source.add_argument("--prompt-file", help="UTF-8 file with the text to complete")
+    source.add_argument(
+        "--prompt-file", metavar="FILE", help="UTF-8 file with the text to complete"
+    )
     source.add_argument("--chat", metavar="TEXT", help="one user message, chat template applied")
     sampling_options(generate)
     _rule_options(generate)

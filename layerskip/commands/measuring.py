@@ -36,8 +36,12 @@ def add_parsers(commands: Any) -> None:
     )
     model_options(measure)
     measure.set_defaults(run=run_measure)
-    measure.add_argument("--prompts", required=True, help="JSON lines, a file of any size")
-    measure.add_argument("--out", required=True, help="folder for the records; goes on if stopped")
+    measure.add_argument(
+        "--prompts", metavar="FILE", required=True, help="JSON lines, a file of any size"
+    )
+    measure.add_argument(
+        "--out", metavar="DIR", required=True, help="for the records; goes on if stopped"
+    )
     measure.add_argument(
         "--label",
         action="append",

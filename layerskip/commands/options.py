@@ -29,7 +29,7 @@ def model_options(command: argparse.ArgumentParser, *, plans: bool = True) -> No
     if plans:
         plan = command.add_mutually_exclusive_group()
         plan.add_argument("--exit-layer", type=int, help="draft with this many leading layers")
-        plan.add_argument("--plan", help="draft with the plan in this JSON file")
+        plan.add_argument("--plan", metavar="FILE", help="draft with the plan in this JSON file")
         command.add_argument(
             "--exit-adapter", metavar="DIR", help="draft at the exit that this folder's is of"
         )

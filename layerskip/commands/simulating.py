@@ -25,9 +25,13 @@ def add_parsers(commands: Any) -> None:
         "simulate", help="latency and throughput under load, before there is any"
     )
     command.set_defaults(run=run_simulate)
-    command.add_argument("--cost", required=True, help="cost table of layerskip profile")
+    command.add_argument(
+        "--cost", metavar="FILE", required=True, help="cost table of layerskip profile"
+    )
     source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument("--runs", help="folder of layerskip measure: its requests are drawn from")
+    source.add_argument(
+        "--runs", metavar="DIR", help="folder of layerskip measure: its requests are drawn from"
+    )
     source.add_argument(
         "--acceptance",
         metavar="A,B,...",

@@ -36,21 +36,25 @@ def add_parsers(commands: Any) -> None:
     profile.set_defaults(run=run_profile)
     model_options(profile)
     profile.set_defaults(num_draft_tokens=0)  # else the loader measures a little by itself
-    profile.add_argument("--out", required=True, help="JSON file for the cost table")
+    profile.add_argument(
+        "--out", metavar="FILE", required=True, help="JSON file for the cost table"
+    )
     profile.add_argument(
         "--seconds", type=float, default=20.0, help="most time to measure for (default 20)"
     )
     search = commands.add_parser("search", help="find the layers to draft with, or that none pay")
     search.set_defaults(run=run_search)
     model_options(search, plans=False)
-    search.add_argument("--prompts", help="JSON lines; without it, held-out library code")
+    search.add_argument(
+        "--prompts", metavar="FILE", help="JSON lines; without it, held-out library code"
+    )
     search.add_argument(
         "--vocabulary-texts",
         metavar="FILE",
         help="more text like that to come (.jsonl as for --prompts, else plain), to choose the "
         "tokens of drafts by",
     )
-    search.add_argument("--out", required=True, help="JSON file for the plan")
+    search.add_argument("--out", metavar="FILE", required=True, help="JSON file for the plan")
     search.add_argument("--limit", type=int, default=16, help="most prompts (default 16)")
     search.add_argument("--max-new-tokens", type=int, default=64, help="after each prompt")
     search.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
