@@ -1,7 +1,7 @@
 # Everything runs in .venv, which is made on first use and again when the pins change.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint bench bench-full table kernels gpu-check gpu-bench clean
+.PHONY: help demo test test-slow test-matrix lint bench bench-full table kernels gpu-check gpu-bench clean
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
@@ -16,7 +16,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1:/p' Makefile | while IFS=: read -r name what; do \
-		printf '  make %-10s%s\n' "$$name" "$$what"; done
+		printf '  make %-12s%s\n' "$$name" "$$what"; done
 
 demo: $(RUNTIME)  ## complete real code prompts with the built-in checkpoint, and compare
 	@$(BIN)/layerskip demo
@@ -31,6 +31,9 @@ test: $(TOOLS)  ## the tests, but for the slow ones
 
 test-slow: $(TOOLS)  ## the slow tests alone
 	@$(BIN)/python -m pytest -q -m slow
+
+test-matrix: | $(BIN)/python  ## wheel and sdist, tested in clean environments: an hour or more
+	@$(BIN)/python bench/installs.py $(ARGS)
 
 lint: $(TOOLS)  ## formatting, lint and types
 	@$(BIN)/ruff format --check .
