@@ -6,9 +6,9 @@
 Both are built as for a release and must hold what git tracks, byte for byte, and nothing else. A
 cell is a Python and a transformers: the oldest that pyproject.toml allows and the one that
 constraints.txt pins with the Python that runs this, the latter with others. Of each cell the wheel
-alone, in an empty environment, must print its version, describe the built-in checkpoint and run it;
-then the tests of the unpacked sdist run against the installed wheel. A Python that is not here is
-left out, and that is said. Only the record stays.
+alone, in an empty environment, must tell its version, and describe and run its checkpoint; then the
+tests of the unpacked sdist run against the installed wheel. A Python that is not here is left out,
+and that is said. Only the record stays.
 """
 
 import argparse
@@ -60,19 +60,20 @@ class Outcome:
     seconds: float
 
 
-def call(*command: object, cwd: Path, keep: bool = False, **variables: str) -> tuple[int, str]:
-    """Exit status of a command, and what it printed if that is kept; no process of it is left."""
+def call(*command: object, cwd: Path, keep: bool = False, **variables: str) -> tuple[int, str, str]:
+    """Exit status of a command, and its two outputs if they are kept; no process of it is left."""
     process = subprocess.Popen(
         [str(part) for part in command],
         cwd=cwd,
         env=os.environ | variables,
         stdout=subprocess.PIPE if keep else None,
+        stderr=subprocess.PIPE if keep else None,
         text=True,
         start_new_session=True,
     )
     try:
-        printed = process.communicate()[0]
-        return process.returncode, printed or ""
+        out, err = process.communicate()
+        return process.returncode, out or "", err or ""
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -81,11 +82,11 @@ def call(*command: object, cwd: Path, keep: bool = False, **variables: str) -> t
 
 def must(*command: object, cwd: Path, keep: bool = False, **variables: str) -> str:
     """What a command printed, which has to succeed."""
-    code, printed = call(*command, cwd=cwd, keep=keep, **variables)
+    code, out, err = call(*command, cwd=cwd, keep=keep, **variables)
     if code:
         shown = " ".join(map(str, command))
-        raise SystemExit(f"installs: exit status {code} of {shown}\n{printed}")
-    return printed
+        raise SystemExit(f"installs: exit status {code} of {shown}\n{out}{err}")
+    return out
 
 
 def pins(release: str | None = None) -> list[str]:
@@ -206,12 +207,15 @@ def try_alone(wheel: Path, python: Path, release: str, room: Path) -> None:
     must(*install, torch, cwd=room)  # by itself, so that nothing else decides which build is taken
     must(*install, wheel, requirement(release), cwd=room)
     command = python.parent / "layerskip"
-    for arguments in (
-        ("--version",),
-        ("info",),
-        ("demo", "--limit", "1", "--max-new-tokens", "32"),
-    ):
-        must(command, *arguments, cwd=room, HF_HUB_OFFLINE="1")
+    version = must(command, "--version", cwd=room, keep=True).strip()
+    info, demo = (
+        json.loads(must(command, *part, "--json", cwd=room, keep=True).splitlines()[-1])
+        for part in (("info",), ("demo", "--limit", "1", "--max-new-tokens", "32"))
+    )
+    same = demo["modes"]["layerskip"]["identical_to_plain"]
+    if not info["supported"] or same != 1.0:
+        raise SystemExit(f"installs: the wheel alone does not decode exactly: {info}, {demo}")
+    print(f"{version}, the wheel alone: the built-in checkpoint drafts and changes no token")
 
 
 def unpack(sdist: Path, python: Path, room: Path) -> tuple[Path, Path]:
@@ -252,7 +256,7 @@ def run_cell(
     (room / "tmp").mkdir()
     begin = time.perf_counter()
     # Not `python -m pytest`: that would put the folder first on the path.
-    code, _ = call(
+    code, *_ = call(
         *(python.parent / "pytest", "-q", "-n", "auto", "--maxprocesses", "4"),
         *("--dist", "loadfile", f"--junitxml={room / 'report.xml'}", *tests),
         cwd=folder,

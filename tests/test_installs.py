@@ -143,7 +143,7 @@ def test_no_process_is_left(
         with pytest.raises(KeyboardInterrupt):
             installs.call("sh", "-c", script + "exec sleep 60", cwd=tmp_path)
     else:
-        assert installs.call("sh", "-c", script + "exit 3", cwd=tmp_path) == (3, "")
+        assert installs.call("sh", "-c", script + "exit 3", cwd=tmp_path) == (3, "", "")
     left = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 5
     while running(left):
