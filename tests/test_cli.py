@@ -16,10 +16,19 @@ import torch
 from toys import MAX_POSITIONS, NUM_LAYERS, PLANS, make_model, make_tokenizer
 from transformers import BertConfig, MambaConfig
 
-from layerskip import DraftPlan, Policy, Rule, SamplingParams, SelfSpeculativeLM, __version__
+from layerskip import (
+    DraftPlan,
+    Policy,
+    Rule,
+    SamplingParams,
+    SelfSpeculativeLM,
+    __version__,
+    prompts,
+)
 from layerskip.cli import main, parser
 from layerskip.commands.options import sampling_of
 from layerskip.params import Verification
+from layerskip.prompts import Example
 
 STATS = {
     "prompt_tokens",
@@ -360,6 +369,22 @@ def test_compare_prints_a_table_for_people(folder: Path, tmp_path: Path) -> None
     assert result.code == 0
     assert "vs plain" in result.out
     assert "theory" in result.out
+
+
+def test_demo_decodes_as_much_as_it_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short_code(modules: object, limit: int) -> list[Example]:
+        return [Example(prompt) for prompt in PROMPTS[:limit]]
+
+    monkeypatch.setattr(prompts, "held_out_code", short_code)
+    document = run("demo", folder, "--limit", 1, "--max-new-tokens", 4, "--json").document
+    assert (document["prompts"], document["new_tokens"]) == (1, 4)
+    assert set(document["modes"]) == {"plain", "layerskip", "hf", "hf-early-exit"}
+    assert document["modes"]["layerskip"]["identical_to_plain"] == 1.0
+
+
+@pytest.mark.parametrize("option", ["--limit", "--max-new-tokens"])
+def test_a_demo_of_nothing(option: str) -> None:
+    assert_refused(run("demo", option, 0), f"{option} must be at least 1, got 0")
 
 
 def test_teacher_forced_prints_acceptance_by_exit() -> None:

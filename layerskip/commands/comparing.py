@@ -65,14 +65,21 @@ def add_parsers(commands: Any) -> None:
     demo.add_argument("--max-new-tokens", type=int, default=96, help="of each (default 96)")
 
 
-def _examples(args: argparse.Namespace, limit: int) -> "list[Example]":
+def _check_counts(args: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+
+def _examples(args: argparse.Namespace) -> "list[Example]":
     from layerskip.checkpoint import held_out_modules
     from layerskip.prompts import held_out_code, read_prompts
 
-    if limit < 1:
-        raise ValueError(f"--limit must be at least 1, got {limit}")
     prompts = getattr(args, "prompts", None)
-    return read_prompts(prompts)[:limit] if prompts else held_out_code(held_out_modules(), limit)
+    if prompts:
+        return read_prompts(prompts)[: args.limit]
+    return held_out_code(held_out_modules(), args.limit)
 
 
 def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -84,10 +91,8 @@ def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     unknown = [m for m in modes if m not in MODES]
     if unknown:
         raise ValueError(f"--modes has {', '.join(unknown)}; allowed are {', '.join(MODES)}")
-    for name, value in (("repeats", args.repeats), ("max-new-tokens", args.max_new_tokens)):
-        if value < 1:
-            raise ValueError(f"--{name} must be at least 1, got {value}")
-    sampling, examples = sampling_of(args), _examples(args, args.limit)
+    _check_counts(args, "limit", "repeats", "max_new_tokens")
+    sampling, examples = sampling_of(args), _examples(args)
     if args.teacher_forced:
         lm = load(args)
         document = teacher_forced(
@@ -208,8 +213,9 @@ def run_demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     from layerskip.compare import compare
     from layerskip.params import SamplingParams
 
+    _check_counts(args, "limit", "max_new_tokens")
     quiet()
-    examples = _examples(args, args.limit)
+    examples = _examples(args)
     comparison = _comparison(args, SamplingParams(), args.max_new_tokens)
     legend = ", ".join(f"[{STYLES[o]}]{o}[/]" for o in ("accepted", "recovered", "bonus"))
     console.print(f"Held-out code, completed by {args.model}. Tokens: {legend}\n")
