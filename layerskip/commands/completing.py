@@ -12,7 +12,9 @@ Print what a shell reads to complete commands, options and file names. It is a s
 Python starts when TAB is pressed.
 
   bash  layerskip completion bash > ~/.local/share/bash-completion/completions/layerskip
-  zsh   layerskip completion zsh > ~/.zfunc/_layerskip    (a folder of $fpath, before compinit)
+        (read by the package bash-completion; without it, source the file in ~/.bashrc)
+  zsh   layerskip completion zsh > ~/.zfunc/_layerskip
+        (a folder of $fpath, named in ~/.zshrc before compinit)
   fish  layerskip completion fish > ~/.config/fish/completions/layerskip.fish
 """
 FOLDERS = ("model", "runs")  # arguments without an option's metavar that are folders
