@@ -101,6 +101,13 @@ def test_pins_hold_beside_the_pinned_transformers_alone(installs: ModuleType) ->
     assert installs.requirement("5.17.0") == "transformers==5.17.0"
 
 
+def test_no_pin_is_of_one_build_of_torch(installs: ModuleType) -> None:
+    # torch's CUDA build names its triton to the patch: a pin of another one keeps it out.
+    names = {line.split("==")[0] for line in installs.pins()}
+    assert not names & {"triton", "cuda-toolkit", "nvidia-cublas"}
+    assert all("+" not in line for line in installs.pins())
+
+
 def test_a_python_that_is_not_here_is_said(
     installs: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
