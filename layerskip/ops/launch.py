@@ -132,11 +132,12 @@ class DriverLauncher:
         ``kernels/common.cuh``, as all of the catalog do; no result depends on it.
 
         Only the place between two of our kernels that follow each other is loosened. One of
-        torch's before ours lets nobody in early: ours starts when it ends. One of torch's after
-        ours is launched the usual way: it starts when ours has ended, and by then all before it
-        have. So do copies, fills and events. A CUDA graph captured inside keeps its loose edges
-        (``CUgraphEdgeData`` in the driver's reference) in every replay; one captured outside gets
-        none. Cooperative launches stay as they are.
+        torch's before ours lets nobody in early: ours starts when it ends; a library's that does
+        is waited for all the same. One of torch's after ours is launched the usual way: it starts
+        when ours has ended, and by then all before it have. So do copies, fills and events.
+        A CUDA graph captured inside keeps its loose edges (``CUgraphEdgeData`` in the driver's
+        reference) in every replay; one captured outside gets none. Cooperative launches stay as
+        they are.
 
         It is off otherwise, and stays so until a committed figure of the section ``launches`` of
         ``bench/gpu_bench.py`` says that it gains. It is the launcher's, for all threads.
