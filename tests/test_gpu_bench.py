@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-BENCH = Path(__file__).parents[2] / "bench"
+BENCH = Path(__file__).parents[1] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import gpu_bench  # noqa: E402
