@@ -17,16 +17,13 @@ from layerskip.files import read_json, write_json
 KEPT, RUN = 2, "run.json"
 
 
-def write_checkpoint(
-    folder: Path, step: int, write: Callable[[Path], None], *, keep: int = KEPT
-) -> Path:
-    """Write ``folder/step-N``, and remove all but the newest ``keep``.
+def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
+    """Write ``folder/step-N``, and remove all but the newest ``KEPT``.
 
     Args:
         folder: of the run's checkpoints; made if it is not there.
         step: steps that were taken.
         write: puts the files into the folder it is given.
-        keep: checkpoints left afterwards.
     """
     path, partial = folder / f"step-{step}", folder / f"partial-{step}"
     shutil.rmtree(partial, ignore_errors=True)
@@ -37,7 +34,7 @@ def write_checkpoint(
     shutil.rmtree(path, ignore_errors=True)
     partial.rename(path)
     _flush(folder)
-    for old in checkpoints(folder)[:-keep]:
+    for old in checkpoints(folder)[:-KEPT]:
         shutil.rmtree(old)
     for left in folder.glob("partial-*"):
         shutil.rmtree(left)

@@ -12,7 +12,7 @@ from typing import Any
 from layerskip import DecodeStats, Round, SamplingParams, SelfSpeculativeLM
 from layerskip.bootstrap import bootstrap_interval
 from layerskip.compare import repeated_share
-from layerskip.params import AUTO, NumDraftTokens
+from layerskip.params import NumDraftTokens
 
 NAN = math.nan
 
@@ -58,33 +58,6 @@ def _known(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_known(item) for item in value]
     return None if isinstance(value, float) and math.isnan(value) else value
-
-
-def measure_speed(
-    lm: SelfSpeculativeLM,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int = 0,
-    num_draft_tokens: NumDraftTokens = AUTO,
-    repeats: int = 1,
-    max_repeated: float = 0.2,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> SpeedReport:
-    """``measure_speeds`` of one number of draft tokens."""
-    (report,) = measure_speeds(
-        lm,
-        prompts,
-        [num_draft_tokens],
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        repeats=repeats,
-        max_repeated=max_repeated,
-        on_progress=on_progress,
-    )
-    return report
 
 
 def measure_speeds(

@@ -294,7 +294,7 @@ def test_going_on_gives_the_weights_of_never_stopping(
 
 
 def test_a_checkpoint_is_an_adapter_that_loads(
-    recipe: SimpleNamespace, make_trainer: Callable[..., Any], model: Any, tmp_path: Path
+    make_trainer: Callable[..., Any], model: Any, tmp_path: Path
 ) -> None:
     trainer = make_trainer()
     take(trainer, 1)
@@ -529,7 +529,7 @@ def test_mistakes_end_it_with_one_sentence(
 
 @pytest.mark.parametrize("data", ["prompts", "text"])
 def test_what_is_trained_on_and_what_is_held_out(
-    recipe: SimpleNamespace, folder: Path, model: Any, data: str, tmp_path: Path
+    recipe: SimpleNamespace, model: Any, data: str, tmp_path: Path
 ) -> None:
     """Held-out prompts are followed by the model, and never trained on."""
     key = "prompt" if data == "prompts" else "text"

@@ -150,7 +150,7 @@ def test_documents_of_a_row_do_not_see_each_other(recipe: SimpleNamespace, packe
 
 
 def test_the_head_of_one_chunk_and_one_exit_runs_at_a_time(
-    recipe: SimpleNamespace, make_trainer: Callable[..., Any]
+    make_trainer: Callable[..., Any],
 ) -> None:
     """torchtune stacks the logits of all exits: (exits, batch, length, vocabulary)."""
     trainer = make_trainer(curriculum="none")
