@@ -57,7 +57,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Step:
+class Outcome:
     """One row's finished work of a round, not yet applied; a prefill attempts nothing.
 
     ``exit_states`` are those after the shared layers: of a prompt's chunks, or in one piece of the
@@ -173,50 +173,50 @@ class Decoder:
         going = [row for row in self.rows.values() if row.finish_reason is None]
         new = [row for row in going if not row.token_ids]
         decoding = [row for row in going if row.token_ids]
-        steps = [self._prefill(row) for row in new]
+        outcomes = [self._prefill(row) for row in new]
         if decoding and self.rounds is not None:
             # A prefill's token is known when this step ends: its row joins the round after that.
-            steps += self._land(decoding, ahead=not new)
-            decoding = self._left_to_host(decoding, steps)
+            outcomes += self._land(decoding, ahead=not new)
+            decoding = self._left_to_host(decoding, outcomes)
         if decoding:
-            steps += self._round(decoding)
+            outcomes += self._round(decoding)
         if self.rounds is not None:
             self.rounds.landed()
-        for step in steps:
-            self._apply(step)
-        return [step.record for step in steps]
+        for outcome in outcomes:
+            self._apply(outcome)
+        return [outcome.record for outcome in outcomes]
 
-    def _apply(self, step: Step) -> None:
-        row, emission = step.row, step.emission
+    def _apply(self, outcome: Outcome) -> None:
+        row, emission = outcome.row, outcome.emission
         if row.exit_states is not None:
-            self._keep(row.exit_states, step)
-        row.length += step.num_committed
-        if step.landing is None:
-            self._commit(step)
+            self._keep(row.exit_states, outcome)
+        row.length += outcome.num_committed
+        if outcome.landing is None:
+            self._commit(outcome)
         row.token_ids.extend(emission.token_ids)
         row.stream, row.finish_reason = emission.stream, emission.finish_reason
-        row.rounds.append(step.record)
+        row.rounds.append(outcome.record)
         row.spec.sampler.forget_before(len(row.spec.prompt) + len(row.token_ids))
-        if step.attempt is None:
+        if outcome.attempt is None:
             self.speculator.began(row)
         else:
-            num_matches = step.judged.verdict.num_matches
-            self.speculator.observe(row, step.attempt, emission.token_ids, num_matches)
-        if step.landing is not None and self.rounds is not None:
-            self.rounds.settle(step.landing)
+            num_matches = outcome.judged.verdict.num_matches
+            self.speculator.observe(row, outcome.attempt, emission.token_ids, num_matches)
+        if outcome.landing is not None and self.rounds is not None:
+            self.rounds.settle(outcome.landing)
         if row.spec.sink is not None:
-            count, scores = len(emission.token_ids), step.judged.verdict.scores
-            logits = step.judged.logits[:count].float()
+            count, scores = len(emission.token_ids), outcome.judged.verdict.scores
+            logits = outcome.judged.logits[:count].float()
             row.spec.sink(logits, logits if scores is None else scores[:count])
 
-    def _commit(self, step: Step) -> None:
-        row = step.row
-        self.cache.commit(row.slot_row, step.num_committed)
-        num_rejected = step.record.num_draft_tokens + 1 - step.num_committed
+    def _commit(self, outcome: Outcome) -> None:
+        row = outcome.row
+        self.cache.commit(row.slot_row, outcome.num_committed)
+        num_rejected = outcome.record.num_draft_tokens + 1 - outcome.num_committed
         if num_rejected > 0:  # of a prefill nothing is
             self.cache.sweep(row.slot_row, row.length, row.length + num_rejected)
 
-    def _land(self, rows: Sequence[Row], *, ahead: bool) -> list[Step]:
+    def _land(self, rows: Sequence[Row], *, ahead: bool) -> list[Outcome]:
         """What the oldest round that the device ran by itself did for these rows; the one after it
         is on its way by then."""
         assert self.rounds is not None
@@ -234,43 +234,43 @@ class Decoder:
             for landing, attempt in zip(landings, attempts, strict=True)
         ]
 
-    def _left_to_host(self, rows: Sequence[Row], steps: Sequence[Step]) -> list[Row]:
+    def _left_to_host(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> list[Row]:
         """Rows that the device neither had in this round nor has in the next one."""
         assert self.rounds is not None
-        done = {step.row.id for step in steps}
+        done = {outcome.row.id for outcome in outcomes}
         left = [row for row in rows if row.id not in done and not self.rounds.flies(row)]
         for row in left:
             self.rounds.leave(row)
         return left
 
-    def _landed(self, landing: Landing, attempt: Attempt, times: Times) -> Step:
+    def _landed(self, landing: Landing, attempt: Attempt, times: Times) -> Outcome:
         judged = Judged(NO_LOGITS, Verdict(landing.tokens, None))
-        step = self._finished(landing.row, attempt, judged, times)
-        count, sent = len(step.emission.token_ids), landing.num_sent
-        if count > sent or (count < sent and step.emission.finish_reason != "stop"):
+        outcome = self._finished(landing.row, attempt, judged, times)
+        count, sent = len(outcome.emission.token_ids), landing.num_sent
+        if count > sent or (count < sent and outcome.emission.finish_reason != "stop"):
             raise RuntimeError(
                 f"the device emitted {sent} tokens where {count} were due: this is an error of "
                 "layerskip; please report it"
             )
-        return replace(step, landing=landing)
+        return replace(outcome, landing=landing)
 
-    def _keep(self, kept: ExitStates, step: Step) -> None:
+    def _keep(self, kept: ExitStates, outcome: Outcome) -> None:
         """What the block has seen, and what it has not: of a draft, what went through its passes
         and was accepted; of a plain round or of looked-up tokens, nothing."""
-        row, seen = step.row, 0
-        if step.attempt is None:
-            kept.prompt += step.exit_states
+        row, seen = outcome.row, 0
+        if outcome.attempt is None:
+            kept.prompt += outcome.exit_states
             return
-        draft = step.attempt.draft
+        draft = outcome.attempt.draft
         if draft.num_passes:
             kept.clear()
-            seen = min(step.num_committed, len(draft.shared))
+            seen = min(outcome.num_committed, len(draft.shared))
             self.cache.adapter_lengths[row.slot_row] = row.length + seen
-        if seen < step.num_committed:
+        if seen < outcome.num_committed:
             # Copied: a view would keep all rows of the pass, spare ones too.
-            kept.decoded += [s[seen : step.num_committed].clone() for s in step.exit_states]
+            kept.decoded += [s[seen : outcome.num_committed].clone() for s in outcome.exit_states]
 
-    def _prefill(self, row: Row) -> Step:
+    def _prefill(self, row: Row) -> Outcome:
         began = time.perf_counter()
         prompt = row.spec.prompt
         states: list[Tensor] | None = None if row.exit_states is None else []
@@ -282,7 +282,7 @@ class Decoder:
         times = Times(0.0, began, time.perf_counter() - filled, 1)
         return self._finished(row, None, Judged(logits, verdict), times, states or ())
 
-    def _round(self, rows: Sequence[Row]) -> list[Step]:
+    def _round(self, rows: Sequence[Row]) -> list[Outcome]:
         began = time.perf_counter()
         attempts = self.speculator.attempt(rows, self.cache)
         drafted = time.perf_counter()
@@ -308,7 +308,7 @@ class Decoder:
         judged: Judged,
         times: Times,
         exit_states: Sequence[Tensor] = (),
-    ) -> Step:
+    ) -> Outcome:
         """Emit the confirmed tokens and the one after them. All but the last are committed,
         and with them the token that was pending, or the prompt."""
         draft = attempt.draft if attempt is not None else NO_DRAFT
@@ -348,7 +348,7 @@ class Decoder:
             elapsed_seconds=ended - row.joined,
         )
         committed = count if row.rounds else missing
-        return Step(row, attempt, emission, judged, committed, record, exit_states)
+        return Outcome(row, attempt, emission, judged, committed, record, exit_states)
 
     def _exit_layer(self, attempt: Attempt | None) -> int | None:
         if attempt is None or attempt.source != "early_exit" or self.plan is None:

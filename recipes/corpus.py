@@ -137,11 +137,11 @@ class Corpus:
     def batch(
         self, rng: np.random.Generator, rows: int, length: int, math_share: float
     ) -> torch.Tensor:
-        """``(rows, length + 1)`` int64 ids, each row a random crop."""
-        crops = []
+        """``(rows, length + 1)`` int64 ids, each row a random piece of text."""
+        pieces = []
         for _ in range(rows):
             use_math = self.math is not None and rng.random() < math_share
             stream = self.math if use_math else self.code
             start = int(rng.integers(0, max(1, len(stream) - length - 1)))
-            crops.append(np.resize(stream[start : start + length + 1], length + 1))
-        return torch.from_numpy(np.stack(crops).astype(np.int64))
+            pieces.append(np.resize(stream[start : start + length + 1], length + 1))
+        return torch.from_numpy(np.stack(pieces).astype(np.int64))
