@@ -14,8 +14,8 @@ from layerskip.controller import PLAIN, Choice, Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
+from layerskip.guessing import judged
 from layerskip.plan import PlanFile
-from layerskip.speculation import judged
 
 FREE = Curve((1,), (0,), ((0.0,),))
 REPEATING = [*random_ids(12), *random_ids(12), *random_ids(7)]
