@@ -52,6 +52,7 @@ from xgrammar.contrib.hf import LogitsProcessor
 from layerskip import DecodeStats, Grammar, SamplingParams, SelfSpeculativeLM
 from layerskip.constraint import Constraint
 from layerskip.grammar_xgrammar import XGrammarMatcher
+from layerskip.hf_modes import generate_arguments
 from layerskip.params import NumDraftTokens
 
 FIXED = 3
@@ -155,9 +156,6 @@ class Theirs:
                 1, torch.tensor([token], device=scores.device), 0.0
             )
 
-        settings: dict[str, Any] = {"do_sample": not sampling.greedy}
-        if not sampling.greedy:
-            settings |= {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
         prompt = torch.tensor([ids], device=self.model.device)
         began = Clock.now()
         out = self.model.generate(
@@ -166,7 +164,7 @@ class Theirs:
             max_new_tokens=len(tokens),
             pad_token_id=0,
             logits_processor=[LogitsProcessor(compiled), choose],
-            **settings,
+            **generate_arguments(sampling),
         )
         return Decoded(tuple(out[0, len(ids) :].tolist()), Clock.now() - began)
 

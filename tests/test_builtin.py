@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM
 from layerskip.checkpoint import builtin_folder, held_out_modules, known_plan
-from layerskip.compare import teacher_forced
 from layerskip.prompts import held_out_code
+from layerskip.teacher_forced import teacher_forced
 
 FOLDER = builtin_folder()
 CARD: dict[str, Any] = json.loads((FOLDER / "layerskip.json").read_text(encoding="utf-8"))
