@@ -8,70 +8,26 @@ committed. ``k = 0`` is plain decoding through the same code.
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from layerskip.cache import CachedText, Segment
+from layerskip.cache import CachedText
 from layerskip.controller import Controller
 from layerskip.draft_head import DraftHead
-from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
+from layerskip.drafting import EarlyExitDrafter
 from layerskip.lookup import LookupStore
 from layerskip.model import DecoderStack
-from layerskip.outputs import Origin, Round
-from layerskip.params import MAX_NUM_DRAFT_TOKENS, most_draft_tokens
+from layerskip.outcome import NO_LOGITS, Judged, Outcome, Times, record_of
+from layerskip.outputs import Round
+from layerskip.params import most_draft_tokens
 from layerskip.plan import DraftPlan
 from layerskip.rounds import Workbench
-from layerskip.row import Emission, ExitStates, Row, RowSpec
-from layerskip.sampling import token_logprobs
+from layerskip.row import ExitStates, Row, RowSpec
 from layerskip.speculation import Attempt, Landing, Speculator
 from layerskip.verification import Verdict, judge
-
-NO_LOGITS = torch.empty(0)
-
-
-@dataclass(frozen=True)
-class Judged:
-    """One row's verify rows, ``(num_draft_tokens + 1, vocab)``, and what follows from them."""
-
-    logits: Tensor
-    verdict: Verdict
-
-
-@dataclass(frozen=True)
-class Times:
-    """Of a round's phases, which all its rows share.
-
-    Attributes:
-        draft: seconds.
-        began: when verify did. It ends with a row's record: finding its text counts.
-        sample: seconds of choosing tokens, a part of verify.
-        num_rows: of the round.
-    """
-
-    draft: float
-    began: float
-    sample: float
-    num_rows: int
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One row's finished work of a round, not yet applied; a prefill attempts nothing.
-
-    ``exit_states`` are those after the shared layers: of a prompt's chunks, or in one piece of the
-    tokens that verify ran. What has a ``landing`` the device has applied to its own state already.
-    """
-
-    row: Row
-    attempt: Attempt | None
-    emission: Emission
-    judged: Judged
-    num_committed: int
-    record: Round
-    exit_states: Sequence[Tensor] = ()
-    landing: Landing | None = None
+from layerskip.verify import Verifier
 
 
 class Decoder:
@@ -104,8 +60,10 @@ class Decoder:
             free_rows=stack.free_rows,
             head=head,
         )
-        self.plan, self.shared_depth = plan, plan.shared_depth if plan is not None else 0
+        self.plan = plan
         self._has_block = drafter is not None and stack.has_block_at(plan)
+        shared_depth = plan.shared_depth if plan is not None else 0
+        self.verifier = Verifier(stack, shared_depth, has_block=self._has_block)
         self.rounds = None
         if bench is None:
             self.cache = stack.new_cache(num_rows=num_rows, num_slots=num_slots)
@@ -287,7 +245,7 @@ class Decoder:
         attempts = self.speculator.attempt(rows, self.cache)
         drafted = time.perf_counter()
         requests, drafts = [a.request for a in attempts], [a.draft for a in attempts]
-        logits, states = self._verify(requests, drafts)
+        logits, states = self.verifier.verify(requests, drafts, self.cache)
         verified = time.perf_counter()
         judged = [
             Judged(part, judge(r.sampler, part, r.length + 1, d.tokens, d.q, r.context))
@@ -311,125 +269,22 @@ class Decoder:
     ) -> Outcome:
         """Emit the confirmed tokens and the one after them. All but the last are committed,
         and with them the token that was pending, or the prompt."""
-        draft = attempt.draft if attempt is not None else NO_DRAFT
-        stopper = attempt.stopper if attempt is not None else None
-        num_matches, drafted = judged.verdict.num_matches, len(draft.tokens)
         emission = row.emission(judged.verdict.tokens)
-        count, missing = len(emission.token_ids), len(row.spec.prompt) - row.length
-        left = drafted + 1 - len(draft.shared)  # for verify to run through the shared layers
-        after: Origin = "recovered" if num_matches < drafted else "bonus" if drafted else "plain"
-        top, ended = row.spec.logprobs, time.perf_counter()
-        record = Round(
-            row=row.id,
-            index=len(row.rounds),
-            token_ids=emission.token_ids,
-            text=emission.text,
-            num_draft_tokens=drafted,
-            num_accepted_tokens=min(num_matches, count),
-            origin=after if row.rounds else "prefill",
-            draft_seconds=times.draft,
-            verify_seconds=ended - times.began,
-            positions=draft.num_positions + left if row.rounds else missing,
-            finish_reason=emission.finish_reason,
-            logprobs=()
-            if top is None
-            else token_logprobs(judged.logits[:count], emission.token_ids, top),
-            drafter=attempt.source if attempt is not None else "none",
-            num_draft_passes=draft.num_passes,
-            chances=tuple(stopper.chances) if stopper is not None else (),
-            stopped=attempt.stopped if attempt is not None else "",
+        record = record_of(
+            row,
+            attempt,
+            judged,
+            emission,
+            times,
+            ended=time.perf_counter(),
             num_uncovered_tokens=self.speculator.uncovered(emission.token_ids),
-            request_id=row.spec.request_id,
-            labels=row.spec.labels,
-            rows=times.num_rows,
-            context=row.length,
             exit_layer=self._exit_layer(attempt),
-            sample_seconds=times.sample,
-            elapsed_seconds=ended - row.joined,
         )
-        committed = count if row.rounds else missing
+        missing = len(row.spec.prompt) - row.length
+        committed = len(emission.token_ids) if row.rounds else missing
         return Outcome(row, attempt, emission, judged, committed, record, exit_states)
 
     def _exit_layer(self, attempt: Attempt | None) -> int | None:
         if attempt is None or attempt.source != "early_exit" or self.plan is None:
             return None
         return self.plan.exit_layer
-
-    def _verify(
-        self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Each row's logits after the pending token and after each drafted one, and the hidden
-        states of these tokens after the shared layers."""
-        self._sweep_drafts(requests, drafts)
-        hidden = shared = self._through_shared_layers(requests, drafts)
-        segments = [
-            Segment(r.row, r.length, len(d.tokens) + 1)
-            for r, d in zip(requests, drafts, strict=True)
-        ]
-        layers = range(self.shared_depth, self.stack.num_layers)
-        hidden = self.stack.run_layers(hidden, layers, self.cache, segments)
-        counts = [s.count for s in segments]
-        parts = list(self.stack.logits(hidden)[: sum(counts)].split(counts))
-        for r, d in zip(requests, drafts, strict=True):
-            if r.sampler.constraint is not None:
-                r.sampler.constraint.prepare((*r.context, *d.tokens), len(d.tokens) + 1)
-        states = list(shared[: sum(counts)].split(counts))
-        if not hidden[: sum(counts)].isfinite().all():
-            for i, (r, d) in enumerate(zip(requests, drafts, strict=True)):
-                if d.tokens:
-                    parts[i], states[i] = self._one_by_one(r, d)
-        return parts, states
-
-    def _one_by_one(self, request: DraftRequest, draft: Draft) -> tuple[Tensor, Tensor]:
-        """What ``_verify`` gives of a row, without later tokens in the pass: as plain decoding
-        has it.
-
-        Attention reads what it masks, and 0 times NaN is NaN: one drafted token that the model
-        can't take spoils the positions before it, which have to be judged as if it were not there.
-        """
-        end = request.length + len(draft.tokens) + 1
-        self.cache.sweep(request.row, request.length, end, self.cache.model_layers)
-        rows, states, depth = [], [], self.shared_depth
-        for i, token in enumerate((request.pending, *draft.tokens)):
-            segments = [Segment(request.row, request.length + i, 1)]
-            hidden, deep = self.stack.embed([token]), range(depth, self.stack.num_layers)
-            hidden = self.stack.run_layers(hidden, range(depth), self.cache, segments)
-            states.append(hidden[:1])
-            hidden = self.stack.run_layers(hidden, deep, self.cache, segments)
-            rows.append(self.stack.logits(hidden)[:1])
-        return torch.cat(rows), torch.cat(states)
-
-    def _sweep_drafts(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
-        """Leave nothing of a draft but what is built on: the slots of the shared layers, and of
-        the adapter's block."""
-        depth = self.stack.num_layers
-        below, above = slice(0, self.shared_depth), slice(self.shared_depth, depth)
-        for r, d in zip(requests, drafts, strict=True):
-            end = r.length + MAX_NUM_DRAFT_TOKENS + 1
-            self.cache.sweep(r.row, r.length, end, above)
-            self.cache.sweep(r.row, r.length + len(d.shared), end, below)
-            if self._has_block:
-                self.cache.sweep(r.row, r.length + len(d.shared), end, slice(depth, None))
-
-    def _through_shared_layers(
-        self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]
-    ) -> Tensor:
-        """Hidden states after the shared layers for all tokens to verify, rows one after another.
-
-        An early exit's draft left them for every token but each row's last. What has none goes
-        through here: that one, and looked-up tokens.
-        """
-        rest = [
-            (r.pending, *d.tokens)[len(d.shared) :] for r, d in zip(requests, drafts, strict=True)
-        ]
-        segments = [
-            Segment(r.row, r.length + len(d.shared), len(tokens))
-            for r, d, tokens in zip(requests, drafts, rest, strict=True)
-        ]
-        hidden = self.stack.embed([token for tokens in rest for token in tokens])
-        hidden = self.stack.run_layers(hidden, range(self.shared_depth), self.cache, segments)
-        if not any(d.shared for d in drafts):
-            return hidden
-        parts = hidden[: sum(map(len, rest))].split([len(tokens) for tokens in rest])
-        states = [s for d, part in zip(drafts, parts, strict=True) for s in (*d.shared, *part)]
-        return torch.stack(states)

@@ -47,8 +47,8 @@ ENGINE = [
     {"exit_adapter", "packed_forward"},
     {"model"},
     {"drafting", "packed"},
-    {"seats", "speculation"},
-    {"device_round"},
+    {"seats", "speculation", "verify"},
+    {"device_round", "outcome"},
     {"rounds"},
     {"decode"},
 ]
