@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
+from einops import rearrange
 from torch import FloatTensor, LongTensor, Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -269,8 +270,12 @@ def _as_dynamic_cache(
         slots = torch.cat([slots, torch.arange(width, width + len(text.token_ids) - length)])
         keys[:, i, slots] = text.keys[:num_layers]
         values[:, i, slots] = text.values[:num_layers]
-    for layer, (k, v) in enumerate(zip(keys.transpose(2, 3), values.transpose(2, 3), strict=True)):
-        cache.update(k.contiguous(), v.contiguous(), layer)
+    keys, values = (
+        rearrange(x, "layer row slot head dim -> layer row head slot dim").contiguous()
+        for x in (keys, values)
+    )
+    for layer in range(num_layers):
+        cache.update(keys[layer], values[layer], layer)
     return cache
 
 
