@@ -43,7 +43,7 @@ ENGINE = [
     {"grammar_xgrammar", "sampling"},
     {"draft_head"},
     {"exactness", "dense", "admission", "guest", "verification", "processors", "row", "controller"},
-    {"exit_block", "guessing", "packing", "skeleton"},
+    {"exit_block", "guessing", "packing", "pass_sizes", "skeleton"},
     {"exit_adapter", "packed_forward"},
     {"model"},
     {"drafting", "packed"},
