@@ -40,6 +40,7 @@ from paired import (
     geometric_mean,
     quiet,
     ratios,
+    sampling_at,
     total,
     wrapped,
     write,
@@ -369,7 +370,7 @@ def main() -> None:
     quiet()
     console, documents = Console(width=120), []
     for temperature in options.temperatures:
-        sampling = SamplingParams(temperature=temperature, seed=0 if temperature else None)
+        sampling = sampling_at(temperature)
         bench = Bench(options.model, options.tokens, sampling)
         cases, shuffle = read(options.schemas, options.limit), random.Random(0)
         for case in cases:

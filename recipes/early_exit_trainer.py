@@ -7,7 +7,7 @@ exits count and the learning rate. What a checkpoint has to hold is weights and 
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -214,19 +214,3 @@ def in_evaluation(trainer: Trainer) -> Iterator[PreTrainedModel]:
         yield cast(PreTrainedModel, model)
     finally:
         trainer.module.train()
-
-
-def train(
-    trainer: Trainer,
-    *,
-    until: int,
-    stopping: Callable[[], bool],
-    on_step: Callable[[dict[str, Any]], None],
-) -> bool:
-    """Take steps up to ``until``; True if it was stopped before, on every process at once."""
-    while trainer.steps < until:
-        on_step(trainer.step())
-        asked = torch.tensor(float(stopping()), device=trainer.accelerator.device)
-        if float(cast(torch.Tensor, trainer.accelerator.reduce(asked, "sum"))) > 0.0:
-            return trainer.steps < until
-    return False

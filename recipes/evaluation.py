@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from exits import ExitLogits, ExitReport, ExitScores, evaluate_exits
+from exits import ExitReport, evaluate_exits
 from speed import SpeedReport, measure_speeds
 from tokens import Sample
 
@@ -15,20 +15,6 @@ from layerskip.model import DecoderStack
 from layerskip.params import AUTO
 from layerskip.prediction import draft_costs
 from layerskip.profiling import measure_cost
-
-__all__ = [
-    "ExitLogits",
-    "ExitReport",
-    "ExitScores",
-    "Measurement",
-    "SpeedReport",
-    "best_exit",
-    "evaluate_exits",
-    "exit_costs",
-    "measure",
-    "measure_speeds",
-    "named",
-]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 from layerskip import DecodeStats, Round, SamplingParams, SelfSpeculativeLM
 from layerskip.bootstrap import bootstrap_interval
 from layerskip.compare import repeated_share
+from layerskip.metrics import acceptance_by_position
 from layerskip.params import NumDraftTokens
 
 NAN = math.nan
@@ -175,7 +176,7 @@ def _report(
         cpu_interval,
         stats.acceptance_rate if stats.num_draft_tokens else NAN,
         stats.mean_accepted_length if stats.num_rounds else NAN,
-        _by_position(rounds),
+        acceptance_by_position(rounds),
         len(runs),
         left_out,
         sum(map(len, outputs)),
@@ -197,15 +198,3 @@ def _ratio(
         return NAN, (NAN, NAN)
     low, high = bootstrap_interval(ratios)
     return statistics.median(ratios), (low, high)
-
-
-def _by_position(rounds: Sequence[Round]) -> tuple[float, ...]:
-    """Rounds that a text ends in are left out: they may be cut before what was accepted."""
-    whole = [r for r in rounds if r.finish_reason is None]
-    shares = []
-    for i in range(max((r.num_draft_tokens for r in whole), default=0)):
-        judged = [r for r in whole if r.num_draft_tokens > i and r.num_accepted_tokens >= i]
-        if not judged:
-            break
-        shares.append(sum(r.num_accepted_tokens > i for r in judged) / len(judged))
-    return tuple(shares)
