@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from accelerate import Accelerator
+
 from layerskip.files import read_json, write_json
 
 KEPT, RUN = 2, "run.json"
@@ -39,6 +41,16 @@ def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> 
     for left in folder.glob("partial-*"):
         shutil.rmtree(left)
     return path
+
+
+def write_by_one(
+    accelerator: Accelerator, folder: Path, step: int, write: Callable[[Path], None]
+) -> None:
+    """``write_checkpoint`` by the main process; every process calls this."""
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        write_checkpoint(folder, step, write)
+    accelerator.wait_for_everyone()
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from checkpoints import read_run, step_of, write_checkpoint, write_run
+from checkpoints import read_run, step_of, write_by_one, write_run
 from early_exit_model import EarlyExitModel, ExitLosses, add_lora, weighted
 from early_exit_settings import NOT_OF_THE_WEIGHTS, Settings
 from packing import Batch, Batches, Packed
@@ -151,11 +151,8 @@ class Trainer:
         }
 
     def save(self, folder: Path) -> None:
-        """A checkpoint in ``folder``, by the main process; every process calls it."""
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            write_checkpoint(folder, self.steps, self._write)
-        self.accelerator.wait_for_everyone()
+        """A checkpoint in ``folder``; every process calls this."""
+        write_by_one(self.accelerator, folder, self.steps, self._write)
 
     def _write(self, folder: Path) -> None:
         self.peft.save_pretrained(folder, save_embedding_layers=False)
