@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from layerskip.adapter_shape import AdapterShape
-from layerskip.cache import Layout
 from layerskip.dense import Rope, product, rms_norm, rotate
+from layerskip.layout import Layout
 
 ROPE_CHUNK = 1024
 EPSILON = 1e-6

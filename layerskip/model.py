@@ -14,12 +14,13 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from layerskip.admission import check_model, decoder_layers, unwrapped
-from layerskip.cache import KVCache, Layout, PassLayout, PrefillLayout, Segment
+from layerskip.cache import KVCache, Segment
 from layerskip.dense import DenseModel, fits
 from layerskip.draft_head import DraftHead, Projection, head_over, why_whole
 from layerskip.exactness import SWITCHED_OFF, Exactness, probe
 from layerskip.exit_adapter import AdaptedHead, ExitAdapter, check_adapter
 from layerskip.families import position_limit
+from layerskip.layout import Layout, PassLayout, PrefillLayout
 from layerskip.packing import FAMILIES, pack
 from layerskip.pass_sizes import PassSizes
 from layerskip.plan import DraftPlan

@@ -12,8 +12,8 @@ from snapshots import check_untouched, hf_text, snapshot
 from toys import DTYPES, FAMILIES, NUM_LAYERS, PLANS, SHAPES, VOCAB_SIZE, make_model, random_ids
 
 from layerskip import SelfSpeculativeLM, UnsupportedModelError, pass_sizes
-from layerskip import cache as cache_module
 from layerskip import exactness as exactness_module
+from layerskip import layout as layout_module
 from layerskip import model as model_module
 from layerskip.cache import Segment
 from layerskip.model import DecoderStack
@@ -50,8 +50,8 @@ def test_an_exception_leaves_nothing_behind(monkeypatch, error):
     lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
     expected = lm.generate(PROMPTS, max_new_tokens=8)
     with monkeypatch.context() as patch:  # in the middle of the layers of a later pass
-        broken = Interruption(cache_module.decode_attention, 2 * NUM_LAYERS + 1, error)
-        patch.setattr(cache_module, "decode_attention", broken)
+        broken = Interruption(layout_module.decode_attention, 2 * NUM_LAYERS + 1, error)
+        patch.setattr(layout_module, "decode_attention", broken)
         with pytest.raises(error):
             lm.generate(PROMPTS, max_new_tokens=8)
     check_untouched(model, before)
