@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import decoding, lab, models, serving
+from gpu import decoding, lab, models, overlap, serving
 from gpu.backends import ROOT, Backend, CpuBackend, CudaBackend
 from gpu.frame import Found, Run
 
@@ -44,7 +44,7 @@ SECTIONS: dict[str, Section] = {
     "contexts": serving.contexts,
     "memory": serving.memory,
     "first-tokens": serving.first_tokens,
-    "launches": serving.launches,
+    "launches": overlap.launches,
 }
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.backends import BACKENDS, ROOT, Backend
-from gpu.bits import column_invariance, row_bits
+from gpu.bits import column_invariance, early_bits, row_bits
 from gpu.cases import cases, check
 from gpu.frame import Run
 from gpu.shapes import FULL, TOY, Sizes
@@ -128,6 +128,7 @@ SECTIONS: dict[str, Callable[[Check, dict[str, Any]], None]] = {
     "columns": lambda run, found: found.update(column_invariance(run.backend, run.sizes)),
     "rows": lambda run, found: found.update(row_bits(run.backend, run.sizes)),
     "operations": check_operations,
+    "early-starts": lambda run, found: found.update(early_bits(run.backend)),
     "sanitizer": sanitize,
     "speed": measure_speeds,
 }

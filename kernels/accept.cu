@@ -41,11 +41,10 @@ __device__ __forceinline__ void emit(const Emission &to, int64_t token, int num_
 //   grid   (batch), block 32, shared 0
 //   bytes  8 (2 k + 1) per sequence
 __global__ void __launch_bounds__(32)
-    accept_tokens(const int64_t *__restrict__ draft_token_ids,
-                  const int64_t *__restrict__ target_token_ids, const int64_t *__restrict__ eos_ids,
-                  int num_eos, int *__restrict__ cache_seqlens, int *__restrict__ num_left,
-                  int64_t *__restrict__ token_ids, int *__restrict__ num_accepted,
-                  int64_t *__restrict__ pending, int k) {
+    accept_tokens(const int64_t *draft_token_ids, const int64_t *target_token_ids,
+                  const int64_t *__restrict__ eos_ids, int num_eos, int *cache_seqlens,
+                  int *num_left, int64_t *token_ids, int *num_accepted, int64_t *pending, int k) {
+  take_turn();
   int lane = threadIdx.x;
   int64_t batch = blockIdx.x;
   int64_t draft = lane < k ? draft_token_ids[batch * k + lane] : -1;
@@ -105,10 +104,10 @@ struct Draft {
 //   bytes  4 (2 k + 1) vocab per sequence, once
 //   order  thread i adds entries i, i + 256, ...; a butterfly over each warp; warps from 0
 __global__ void __launch_bounds__(kVerifyThreads, 4)
-    block_verify(const int64_t *__restrict__ draft_token_ids,
-                 const float *__restrict__ draft_probs, const float *__restrict__ target_probs,
-                 const int64_t *__restrict__ seeds, const int64_t *__restrict__ positions,
-                 VerifySummary *__restrict__ summaries, int k, int vocab) {
+    block_verify(const int64_t *draft_token_ids, const float *draft_probs,
+                 const float *target_probs, const int64_t *seeds, const int64_t *positions,
+                 VerifySummary *summaries, int k, int vocab) {
+  take_turn();
   DYNAMIC_SMEM(VerifySummary, of_warps);
   int64_t batch = blockIdx.z;
   int i = blockIdx.y;
@@ -164,13 +163,12 @@ __global__ void __launch_bounds__(kVerifyThreads, 4)
 //   bytes  20 (k + 1) chunks per sequence
 //   order  lane l adds chunks l, l + 32, ...; a butterfly
 __global__ void __launch_bounds__(32)
-    accept_block(const int64_t *__restrict__ draft_token_ids,
-                 const float *__restrict__ draft_probs, const float *__restrict__ target_probs,
-                 const int64_t *__restrict__ seeds, const int64_t *__restrict__ positions,
-                 const VerifySummary *__restrict__ summaries, int chunks,
-                 const int64_t *__restrict__ eos_ids, int num_eos, int *__restrict__ cache_seqlens,
-                 int *__restrict__ num_left, int64_t *__restrict__ token_ids,
-                 int *__restrict__ num_accepted, int64_t *__restrict__ pending, int k, int vocab) {
+    accept_block(const int64_t *draft_token_ids, const float *draft_probs,
+                 const float *target_probs, const int64_t *seeds, const int64_t *positions,
+                 const VerifySummary *summaries, int chunks, const int64_t *__restrict__ eos_ids,
+                 int num_eos, int *cache_seqlens, int *num_left, int64_t *token_ids,
+                 int *num_accepted, int64_t *pending, int k, int vocab) {
+  take_turn();
   int lane = threadIdx.x;
   int64_t batch = blockIdx.x;
   Draft draft{draft_token_ids + batch * k, draft_probs + batch * k * vocab,

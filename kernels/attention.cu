@@ -246,12 +246,12 @@ struct Parts {
 // the others so many that values are spilled (0 is none).
 template <class T, int D, int TILES>
 __global__ void __launch_bounds__(32 * kSplitWarps, D * TILES == 64 ? 4 : 0)
-    decode_attention(const uint16_t *__restrict__ q, int q_batch, int q_token, int q_head,
-                     const uint16_t *__restrict__ k_cache, const uint16_t *__restrict__ v_cache,
-                     int64_t cache_batch, int cache_slot, int cache_head,
-                     const int *__restrict__ cache_seqlens, float *__restrict__ part_out,
-                     float2 *__restrict__ part_stats, int seqlen, int heads, int heads_k, int slots,
+    decode_attention(const uint16_t *q, int q_batch, int q_token, int q_head,
+                     const uint16_t *k_cache, const uint16_t *v_cache, int64_t cache_batch,
+                     int cache_slot, int cache_head, const int *cache_seqlens, float *part_out,
+                     float2 *part_stats, int seqlen, int heads, int heads_k, int slots,
                      float softmax_scale, float softcap, int window) {
+  take_turn();
   DYNAMIC_SMEM(float, memory);
   Parts<TILES> parts(memory);
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -327,10 +327,10 @@ __global__ void __launch_bounds__(32 * kSplitWarps, D * TILES == 64 ? 4 : 0)
 //   order  splits from the first that the row sees to the last; then the sink
 template <class T>
 __global__ void __launch_bounds__(128)
-    combine_splits(const float *__restrict__ part_out, const float2 *__restrict__ part_stats,
-                   const int *__restrict__ cache_seqlens, const float *__restrict__ sinks,
-                   uint16_t *__restrict__ out, int heads, int splits, int dim, int slots,
-                   int window) {
+    combine_splits(const float *part_out, const float2 *part_stats, const int *cache_seqlens,
+                   const float *__restrict__ sinks, uint16_t *out, int heads, int splits, int dim,
+                   int slots, int window) {
+  take_turn();
   int64_t batch = blockIdx.y, row = batch * gridDim.x + blockIdx.x;
   int head = blockIdx.x % heads, length = cache_seqlens[batch];
   int position = length + static_cast<int>(blockIdx.x) / heads;

@@ -69,6 +69,23 @@ __device__ __forceinline__ uint4 load_once(const uint16_t *address) {
   return v;
 }
 
+#if __CUDA_ARCH__ >= 900
+// Until the kernels before this one have ended, and what they wrote can be seen.
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// The next kernel may start once every block has said so, or has ended.
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Asks for what lies there to be brought to the L2 cache.
+__device__ __forceinline__ void ask_for(const uint16_t *address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+#endif
+
 #else
 
 inline unsigned transpose_8x8(unsigned pair) {
@@ -84,6 +101,29 @@ inline uint4 load_once(const uint16_t *address) {
 }
 
 #endif
+
+#if defined(LAYERSKIP_EMULATOR) || __CUDA_ARCH__ < 900  // one kernel after another, by itself
+__device__ __forceinline__ void wait_for_earlier_kernels() {}
+__device__ __forceinline__ void let_next_kernel_start() {}
+__device__ __forceinline__ void ask_for(const uint16_t *) {}
+#endif
+
+// First in every kernel: by every thread of every block, before it returns for any reason and
+// before it loads or stores anything. A kernel may be started while the one before it still runs
+// (`DriverLauncher.overlapping` in layerskip/ops/launch.py).
+//
+// The wait ends when that one has ended. It ended after its own wait, so that all before it have
+// ended, too: no kernel is left that still reads what this one overwrites. A block that returned
+// without waiting would break that chain.
+// The next kernel is let in right after the wait. Before it, more than two kernels could be there
+// at once, those that wait in the place of those that work; later, less of a start would be hidden.
+// What an earlier kernel may have written is taken through pointers without __restrict__. With it,
+// a compiler may load as from memory that nobody writes during the kernel's life, which has begun
+// before the wait: by another path (ld.global.nc), and even before the wait.
+__device__ __forceinline__ void take_turn() {
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+}
 
 // ---- number formats ----------------------------------------------------------------------------
 

@@ -11,22 +11,25 @@
 //   order  product.cuh; then + bias, round, + residual, round
 template <class T, int TILES>
 __global__ void __launch_bounds__(kThreads, 2)
-    linear(const uint16_t *__restrict__ x, int x_stride, const uint16_t *__restrict__ weight,
-           const uint16_t *__restrict__ bias, const uint16_t *__restrict__ residual,
-           int residual_stride, const uint16_t *__restrict__ norm_weight, float eps,
-           uint16_t *__restrict__ y, int m, int n, int k, bool aligned) {
+    linear(const uint16_t *x, int x_stride, const uint16_t *__restrict__ weight,
+           const uint16_t *__restrict__ bias, const uint16_t *residual, int residual_stride,
+           const uint16_t *__restrict__ norm_weight, float eps, uint16_t *y, int m, int n, int k,
+           bool aligned) {
   DYNAMIC_SMEM(float, warp_sums);
   float *inverse_rms = warp_sums + kWarps * TILES * 4 * 32;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int first_token = blockIdx.y * 8 * TILES, first_row = blockIdx.x * 16;
+  int row = first_row + (lane >> 2);
+  const uint16_t *upper = weight + static_cast<int64_t>(min(row, n - 1)) * k;
+  const uint16_t *lower = weight + static_cast<int64_t>(min(row + 8, n - 1)) * k;
+  ask_for_weights<blocks_ahead(TILES)>(upper, lower, k);
+  take_turn();
   Tokens<T> tokens{x + static_cast<int64_t>(first_token) * x_stride,
                    x_stride, min(m - first_token, 8 * TILES), k, aligned, norm_weight, inverse_rms};
   if (norm_weight != nullptr) inverse_rms_of_rows(tokens, eps, warp_sums, inverse_rms);
 
-  int row = first_row + (lane >> 2);
   float sums[TILES][4];
-  multiply<T, TILES>(sums, weight + static_cast<int64_t>(min(row, n - 1)) * k,
-                     weight + static_cast<int64_t>(min(row + 8, n - 1)) * k, tokens);
+  multiply<T, TILES>(sums, upper, lower, tokens);
   store_warp_sums<TILES>(sums, warp_sums);
   __syncthreads();
 
@@ -56,19 +59,21 @@ __global__ void __launch_bounds__(kThreads, 2)
 //   order  product.cuh; both products are rounded, then silu, then the product of the two
 template <class T, int TILES>
 __global__ void __launch_bounds__(kThreads, 2)
-    swiglu(const uint16_t *__restrict__ x, int x_stride, const uint16_t *__restrict__ gate,
+    swiglu(const uint16_t *x, int x_stride, const uint16_t *__restrict__ gate,
            const uint16_t *__restrict__ up, const uint16_t *__restrict__ norm_weight, float eps,
-           uint16_t *__restrict__ y, int m, int n, int k, bool aligned) {
+           uint16_t *y, int m, int n, int k, bool aligned) {
   DYNAMIC_SMEM(float, warp_sums);
   float *inverse_rms = warp_sums + kWarps * TILES * 4 * 32;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int first_token = blockIdx.y * 8 * TILES;
+  int column = blockIdx.x * 8 + (lane >> 2);
+  int64_t offset = static_cast<int64_t>(min(column, n - 1)) * k;
+  ask_for_weights<blocks_ahead(TILES)>(gate + offset, up + offset, k);
+  take_turn();
   Tokens<T> tokens{x + static_cast<int64_t>(first_token) * x_stride,
                    x_stride, min(m - first_token, 8 * TILES), k, aligned, norm_weight, inverse_rms};
   if (norm_weight != nullptr) inverse_rms_of_rows(tokens, eps, warp_sums, inverse_rms);
 
-  int column = blockIdx.x * 8 + (lane >> 2);
-  int64_t offset = static_cast<int64_t>(min(column, n - 1)) * k;
   float sums[TILES][4];
   multiply<T, TILES>(sums, gate + offset, up + offset, tokens);
   store_warp_sums<TILES>(sums, warp_sums);

@@ -99,16 +99,24 @@ __device__ __forceinline__ ChunkSummary summarise(const uint16_t *logits, int st
 //   order  product.cuh; in a chunk, entries l and l + 32 by lane l, then a butterfly
 template <class T, int TILES>
 __global__ void __launch_bounds__(kThreads, 2)
-    lm_head(const uint16_t *__restrict__ x, int x_stride, const uint16_t *__restrict__ weight,
+    lm_head(const uint16_t *x, int x_stride, const uint16_t *__restrict__ weight,
             const uint16_t *__restrict__ norm_weight, float eps, const int *__restrict__ vocab_ids,
-            const float *__restrict__ temperature, const int64_t *__restrict__ seeds,
-            const int64_t *__restrict__ positions, const int64_t *__restrict__ starts,
-            ChunkSummary *__restrict__ summaries, int m, int vocab, int k, bool aligned) {
+            const float *temperature, const int64_t *seeds, const int64_t *positions,
+            const int64_t *starts, ChunkSummary *summaries, int m, int vocab, int k,
+            bool aligned) {
+  // With two blocks ahead of eight tiles, as in linear, registers would be spilled.
+  constexpr int kAhead = TILES > 4 ? 1 : blocks_ahead(TILES);
   DYNAMIC_SMEM(float, warp_sums);
   float *inverse_rms = warp_sums + kWarps * TILES * 4 * 32;
   uint16_t *logits = reinterpret_cast<uint16_t *>(inverse_rms + 8 * TILES);  // (64, 8 TILES)
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int first_token = blockIdx.y * 8 * TILES, first = blockIdx.x * kChunk;
+  if (vocab_ids == nullptr) {  // else the rows' numbers would have to be loaded before the turn
+    int row = first + (lane >> 2);
+    ask_for_weights<kAhead>(weight + static_cast<int64_t>(min(row, vocab - 1)) * k,
+                            weight + static_cast<int64_t>(min(row + 8, vocab - 1)) * k, k);
+  }
+  take_turn();
   Tokens<T> tokens{x + static_cast<int64_t>(first_token) * x_stride,
                    x_stride, min(m - first_token, 8 * TILES), k, aligned, norm_weight, inverse_rms};
   if (norm_weight != nullptr) inverse_rms_of_rows(tokens, eps, warp_sums, inverse_rms);
@@ -123,8 +131,6 @@ __global__ void __launch_bounds__(kThreads, 2)
       rows[half] = weight + row * k;
     }
     float sums[TILES][4];
-    // With two blocks ahead of eight tiles, as in linear, registers would be spilled.
-    constexpr int kAhead = TILES > 4 ? 1 : TILES > 2 ? 2 : 4;
     multiply<T, TILES, kAhead>(sums, rows[0], rows[1], tokens);
     store_warp_sums<TILES>(sums, warp_sums);
     __syncthreads();
@@ -152,9 +158,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 //   bytes  16 per chunk and token
 //   order  thread i adds chunks i, i + 256, ...; a butterfly over each warp; warps from 0
 __global__ void __launch_bounds__(kThreads)
-    lm_head_finish(const ChunkSummary *__restrict__ summaries, int chunks,
-                   int64_t *__restrict__ token_ids, float *__restrict__ top_probability,
-                   float *__restrict__ log_sum_exp) {
+    lm_head_finish(const ChunkSummary *summaries, int chunks, int64_t *token_ids,
+                   float *top_probability, float *log_sum_exp) {
+  take_turn();
   DYNAMIC_SMEM(float, scratch);
   const ChunkSummary *own = summaries + static_cast<int64_t>(blockIdx.x) * chunks;
   float largest = -infinity(), sum = 0.f;

@@ -6,9 +6,9 @@
 //   grid   (ceil(vocab / 256), rows), block 256, shared 0
 //   bytes  4 vocab per row
 __global__ void __launch_bounds__(256)
-    gumbel_noise(const int64_t *__restrict__ seeds, const int64_t *__restrict__ positions,
-                 const int64_t *__restrict__ starts, float *__restrict__ out, int vocab,
-                 int stream) {
+    gumbel_noise(const int64_t *seeds, const int64_t *positions, const int64_t *starts, float *out,
+                 int vocab, int stream) {
+  take_turn();
   int64_t row = blockIdx.y;
   int token = blockIdx.x * 256 + threadIdx.x;
   if (token < vocab) {
@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(256)
 //   grid   (ceil(count / 4096)), block 128, shared 0
 //   bytes  8 per uniform
 __global__ void __launch_bounds__(128)
-    gumbel_from_bits(const int *__restrict__ bits, float *__restrict__ out, int count) {
+    gumbel_from_bits(const int *bits, float *out, int count) {
+  take_turn();
   int end = min(count, static_cast<int>(blockIdx.x + 1) * 4096);
   for (int i = blockIdx.x * 4096 + threadIdx.x; i < end; i += 128) {
     out[i] = gumbel_of_uniform(bits[i]);

@@ -10,9 +10,10 @@
 //   order  inverse_rms_of_rows, which the prologue of linear uses too: the bits are the same
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    rms_norm(const uint16_t *__restrict__ x, int x_stride, const uint16_t *__restrict__ residual,
-             int residual_stride, const uint16_t *__restrict__ weight, float eps,
-             uint16_t *__restrict__ y, uint16_t *__restrict__ sum, int width, bool aligned) {
+    rms_norm(const uint16_t *x, int x_stride, const uint16_t *residual, int residual_stride,
+             const uint16_t *__restrict__ weight, float eps, uint16_t *y, uint16_t *sum, int width,
+             bool aligned) {
+  take_turn();
   DYNAMIC_SMEM(float, partial);
   float *inverse_rms = partial + kWarps;
   int64_t row = blockIdx.x;

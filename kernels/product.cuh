@@ -72,6 +72,21 @@ __device__ __forceinline__ void inverse_rms_of_rows(const Tokens<T> &rows, float
   __syncthreads();
 }
 
+// How many blocks of K of its weights a warp has on their way at once.
+__device__ constexpr int blocks_ahead(int tiles) { return tiles > 2 ? 2 : 4; }
+
+// Before take_turn(): weights are no kernel's work, so what a warp will load of them first, as in
+// multiply, may be on its way while earlier kernels still run. Lane 4 g + i asks for block i of
+// rows g and g + 8, 64 bytes each. There is no result, so no bit depends on it.
+template <int AHEAD>
+__device__ __forceinline__ void ask_for_weights(const uint16_t *first, const uint16_t *second,
+                                                int width) {
+  int block = threadIdx.x & 3, k = (block * kWarps + (threadIdx.x >> 5)) * kBlockOfK;
+  if (block >= AHEAD || k >= width) return;
+  ask_for(first + k);
+  ask_for(second + k);
+}
+
 // Adds one block of K, of which a lane holds eight weights of each half of the A operand.
 template <class T, int TILES>
 __device__ __forceinline__ void multiply_block(float (&sums)[TILES][4], uint4 low, uint4 high,
@@ -92,7 +107,7 @@ __device__ __forceinline__ void multiply_block(float (&sums)[TILES][4], uint4 lo
 // operand, g = lane / 4) with the tokens. Rows past the last weight repeat a real one: a row of A
 // reaches its own sums alone, and theirs are not stored. Weights of AHEAD blocks are on their way at
 // once: a warp waits for memory once per group. It changes no order.
-template <class T, int TILES, int AHEAD = (TILES > 2 ? 2 : 4)>
+template <class T, int TILES, int AHEAD = blocks_ahead(TILES)>
 __device__ __forceinline__ void multiply(float (&sums)[TILES][4], const uint16_t *first,
                                          const uint16_t *second, const Tokens<T> &tokens) {
   int lane = threadIdx.x & 31, part = (lane & 3) * 8;

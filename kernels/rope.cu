@@ -13,14 +13,14 @@
 
 template <class T>
 __global__ void __launch_bounds__(32)
-    rope_append_kv(uint16_t *__restrict__ q, int q_batch, int q_token, int q_head,
-                   const uint16_t *__restrict__ k, int k_batch, int k_token, int k_head,
-                   const uint16_t *__restrict__ v, int v_batch, int v_token, int v_head,
-                   uint16_t *__restrict__ k_cache, uint16_t *__restrict__ v_cache,
+    rope_append_kv(uint16_t *q, int q_batch, int q_token, int q_head, const uint16_t *k,
+                   int k_batch, int k_token, int k_head, const uint16_t *v, int v_batch,
+                   int v_token, int v_head, uint16_t *k_cache, uint16_t *v_cache,
                    int64_t cache_batch, int cache_slot, int cache_head,
                    const float *__restrict__ cosine, const float *__restrict__ sine,
-                   const int *__restrict__ cache_seqlens, int heads, int heads_k, int dim,
-                   int rotary_dim, int slots, int positions, bool interleaved) {
+                   const int *cache_seqlens, int heads, int heads_k, int dim, int rotary_dim,
+                   int slots, int positions, bool interleaved) {
+  take_turn();
   int64_t token = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
   int length = cache_seqlens[batch];
   int64_t position = length + token;

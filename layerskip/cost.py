@@ -81,6 +81,8 @@ class CostTable:
         draft_sequence, verify_sequence: of each further sequence in a pass, before its context.
         pass_rows: most rows of one pass; more go through several. 0: any number go through one.
         greedy_sampling: as ``sampling``, where a row takes the likeliest token; None: no other.
+        slot_block: passes attend to whole blocks of this many slots, so that contexts within one
+            cost the same; the curves' contexts are where blocks begin. 0: to what there is.
     """
 
     draft_layers: Curve
@@ -94,6 +96,7 @@ class CostTable:
     verify_sequence: float = 0.0
     pass_rows: int = 0
     greedy_sampling: float | None = None
+    slot_block: int = 0
 
     def of(self, *, greedy: bool) -> "CostTable":
         """The table whose passes end in greedy sampling, or in drawing from a distribution."""
@@ -142,6 +145,7 @@ class CostTable:
     ) -> float:
         """Layers over several sequences, from what one takes: products over all rows at once,
         attention over each sequence's own context."""
+        context = self._block_start(context, self._padded(longest))
         if sequences == 1:
             return self._summed(curve, rows, context)
         each = curve.at(self._padded(longest), context) - curve.at(self._padded(longest), 0)
@@ -153,6 +157,12 @@ class CostTable:
         whole, rest = divmod(rows, self.pass_rows) if self.pass_rows else (0, rows)
         seconds = whole * curve.at(self._padded(self.pass_rows), context) if whole else 0.0
         return seconds + (curve.at(self._padded(rest), context) if rest or not whole else 0.0)
+
+    def _block_start(self, context: float, rows: int) -> float:
+        """Slots before the last block that a pass attends to."""
+        if self.slot_block == 0:
+            return context
+        return max(0.0, -(-(context + rows) // self.slot_block) - 1) * self.slot_block
 
     def _padded(self, rows: int) -> int:
         if rows < self.row_quantum:
@@ -200,6 +210,7 @@ class CostTable:
                 float(content["verify_sequence"]),
                 int(content["pass_rows"]),
                 None if greedy is None else float(greedy),
+                int(content.get("slot_block", 0)),  # older ones have none
             )
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"the cost table is not complete ({error!r})") from None

@@ -22,9 +22,10 @@ from layerskip.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
-QUICK_SECONDS, QUICK_MOST = 0.3, 1.5
+QUICK_SECONDS, QUICK_MOST = 0.4, 1.5
 MAX_SWEEPS, QUICK_SWEEPS = 40, 5
-LARGE_ROWS, LARGE_EVERY = 16, 4  # passes of more rows are rarely run, and take long to measure
+LARGE_EVERY = 4  # sweeps: passes of many rows are rarely run, and take long to measure
+LARGE_ROWS, QUICK_LARGE_ROWS = 16, 8  # are those of more rows
 MAX_CONTEXT, QUICK_CONTEXT = 4096, 1024
 MAX_CACHE_BYTES = 2**29
 NUM_SEQUENCES = 4
@@ -68,8 +69,10 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     longest = QUICK_CONTEXT if quick else MAX_CONTEXT
     fitting = MAX_CACHE_BYTES // stack.kv_bytes_per_token
     top = max(0, min(stack.max_positions, longest, fitting) - max(fine))
-    contexts = tuple(sorted({0, top // 2, top} | ({512} if top >= 2048 else set())))
-    ends = tuple(sorted({0, top}))
+    block = stack.exactness.slot_block
+    wanted = [0, top // 2, top] + ([512] if top >= 2048 else [])
+    contexts = tuple(sorted({c // block * block for c in wanted}))
+    ends = tuple(sorted({0, contexts[-1]}))
     one_by_one = stack.exactness.wanted and not stack.exactness.holds
     full = [Grid(coarse if one_by_one else fine, contexts)] if not quick else []
     return [*full, Grid(coarse, ends), Grid(coarse[:2], (0,))]
@@ -95,7 +98,7 @@ class Passes:
         self.stack = stack
         self.head = stack.logits if plan is None else stack.draft_head(plan, head)
         self.draft_layers = stack.draft_layers(plan) if plan is not None else ()
-        self.drafts_in_a_row = DRAFTS_IN_A_ROW
+        self.drafts_in_a_row, self.led_in = DRAFTS_IN_A_ROW, True
         self.cache = stack.new_cache(num_rows=1, num_slots=sum(largest))
         self.many = stack.new_cache(num_rows=NUM_SEQUENCES, num_slots=NUM_SEQUENCES)
         self.samplers = {
@@ -108,13 +111,21 @@ class Passes:
         self.drawn = 0
 
     def timing(self, point: Point) -> Timing:
-        """One timing of one pass."""
+        """One timing of one pass.
+
+        A verify pass is run after what it follows in decoding, as that leaves some weights in the
+        processor's caches: plain passes follow each other, others a draft.
+        """
         kind, rows, context = point
         kind, _, several = kind.partition(" ")
         segments = [Segment(0, context, rows)]
         if several:
             segments = [Segment(i, 0, 1) for i in range(rows)]
         if kind == "verify":
+            if self.led_in:
+                alone = [Segment(0, context, 1)]
+                drafts = bool(self.draft_layers) and rows > 1
+                (self._draft if drafts else self._verify)(1, alone)
             return self._timed(lambda: self._verify(rows, segments))
         if kind == "draft":
             return self._timed(lambda: self._draft(rows, segments), self.drafts_in_a_row)
@@ -198,12 +209,12 @@ def measure_cost(
         points = grid.points(drafts=plan is not None, sequences=not quick)
         first = _warmed(passes, points, began + bearable)
     if not first:  # of a huge model, or because the machine has become slower
-        grid, passes.drafts_in_a_row = least, 1
+        grid, passes.drafts_in_a_row, passes.led_in = least, 1, False
         points = least.points(drafts=plan is not None, sequences=False)
     times: dict[Point, list[Timing]] = {p: [] for p in points}
-    order = random.Random(0)
+    order, small = random.Random(0), QUICK_LARGE_ROWS if quick else LARGE_ROWS
     for sweep in range(QUICK_SWEEPS if quick else MAX_SWEEPS):
-        due = [p for p in points if p[1] <= LARGE_ROWS or sweep % LARGE_EVERY == 0]
+        due = [p for p in points if p[1] <= small or sweep % LARGE_EVERY == 0]
         for point in order.sample(due, len(due)):
             now = time.perf_counter()
             if now > ends and (sweep or first):
@@ -231,13 +242,15 @@ def _warmed(passes: Passes, points: Sequence[Point], ends: float) -> dict[Point,
 
 def _affordable(passes: Passes, offered: Sequence[Grid], seconds: float) -> Grid:
     """The finest grid that can be gone over twice, once to warm up; if there is none, the last."""
+    passes.led_in = False
     first = passes.timing(PLAIN)[0]
     # More if they are cheap: one slow pass must not make the table of a small model a coarse one.
     once = min(passes.timing(PLAIN)[0] for _ in range(5 if first < seconds / 50 else 2))
+    passes.led_in = True
     share = len(passes.draft_layers) / passes.stack.num_layers
     for grid in offered[:-1]:
         rows = sum(1 + r / 16 for r in grid.rows)  # a guess: rows are cheap, but not free
-        passes_of_a_point = 1.1 + DRAFTS_IN_A_ROW * share
+        passes_of_a_point = 1.4 + DRAFTS_IN_A_ROW * share
         if 2 * once * rows * len(grid.contexts) * passes_of_a_point < seconds:
             return grid
     return offered[-1]
@@ -290,6 +303,7 @@ def _table(
         verify_sequence=another("verify"),
         pass_rows=MAX_PASS_ROWS if stack.exactness.wanted else 0,
         greedy_sampling=typical["greedy", 1, 0],
+        slot_block=stack.exactness.slot_block if stack.exactness.slot_block > 1 else 0,
     )
 
 

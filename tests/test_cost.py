@@ -130,3 +130,18 @@ def test_what_is_no_table_is_refused(change, message):
 def test_a_bad_grid_is_refused(parts, message):
     with pytest.raises(ValueError, match=message):
         Curve(*parts)
+
+
+def test_contexts_within_a_block_of_slots_cost_the_same():
+    curve = Curve((1, 8), (0, 64, 192), ((1.0, 1.5), (2.0, 3.0), (4.0, 6.0)))
+    table = CostTable(curve, Curve((1, 8), (0,), ((0.0, 0.0),)), curve, 0.0, 8, {}, slot_block=64)
+    whole = [table.verify_pass(8, context) for context in (0, 55, 56, 57, 120, 121, 250)]
+    assert whole == [1.5, 1.5, 1.5, 3.0, 3.0, 4.5, 7.5]  # with its rows, 64 slots end at 56
+    assert table.draft_pass(1, 56) == table.draft_pass(1, 0)
+    several = table.verify_pass(16, 60, sequences=2)  # each to its second block
+    assert several == table.verify_pass(16, 0, sequences=2) + 2 * 1.5
+    older = replace(table, slot_block=0)
+    assert older.verify_pass(8, 32) == 2.25
+    content = {k: v for k, v in older.to_dict().items() if k != "slot_block"}
+    assert CostTable.from_dict(content) == older
+    assert CostTable.from_dict(table.to_dict()) == table

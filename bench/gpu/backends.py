@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from layerskip.ops.build import description, kernels_folder
 from layerskip.ops.catalog import CATALOG
 from layerskip.ops.kernels import KernelOps
 from layerskip.ops.launch import DriverLauncher, Launcher
+from layerskip.ops.registry import cuda_launcher
 
 ROOT = Path(__file__).parents[2]
 REPLAYS = 12
@@ -39,6 +41,14 @@ class Backend(Protocol):
 
     def seconds(self, calls: Sequence[Callable[[], Any]]) -> float:
         """Of one call: all are run one after another, several times; the median."""
+        ...
+
+    def why_no_overlap(self) -> str | None:
+        """Why no kernel can start before the one before it has ended, or None."""
+        ...
+
+    def overlapping(self) -> AbstractContextManager[None]:
+        """The operations' kernels may do so inside; see ``DriverLauncher.overlapping``."""
         ...
 
     def facts(self) -> dict[str, str]:
@@ -79,6 +89,16 @@ class CudaBackend:
             times.append(start.elapsed_time(end) / 1e3 / len(calls))
         return statistics.median(times[2:])
 
+    def why_no_overlap(self) -> str | None:
+        return self._launcher().why_no_overlap
+
+    def overlapping(self) -> AbstractContextManager[None]:
+        return self._launcher().overlapping()
+
+    def _launcher(self) -> DriverLauncher:
+        """The operations' own."""
+        return cuda_launcher(torch.device("cuda", torch.cuda.current_device()))
+
     def facts(self) -> dict[str, str]:
         properties = torch.cuda.get_device_properties(0)
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
@@ -109,6 +129,12 @@ class CpuBackend:
         for call in calls:
             call()
         return (time.perf_counter() - start) / len(calls)
+
+    def why_no_overlap(self) -> str | None:
+        return "a CPU ends each operation before it starts the next"
+
+    def overlapping(self) -> AbstractContextManager[None]:
+        raise RuntimeError(self.why_no_overlap())
 
     def facts(self) -> dict[str, str]:
         return {"gpu": "none", "cpu": platform.machine()}

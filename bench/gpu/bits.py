@@ -1,5 +1,6 @@
-"""Whether a row's bits depend on its column, its place or the number of rows."""
+"""Whether a row's bits depend on its column, its place, the number of rows, or an early start."""
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpu.backends import Backend, Noise, with_own_sources
-from gpu.shapes import ModelShape, Sizes
+from gpu.cases import Case, cases
+from gpu.shapes import TOY, ModelShape, Sizes
 
 MAX_ROWS = 16
 PROBE = Path(__file__).parent / "mma_probe.cu"
 FORMATS = {"Bf16": torch.bfloat16, "Fp16": torch.float16}
 DEPTH = 64  # of the products that probe mma
+EARLY_ROWS = 5
+EARLY_TURNS = 8
 
 
 def column_invariance(backend: Backend, sizes: Sizes) -> dict[str, Any]:
@@ -139,3 +143,40 @@ def cublas_rows(backend: Backend, model: ModelShape) -> int:
     weight = noise.normal(n, k, dtype=torch.bfloat16)
     alone = F.linear(x[:1], weight)[0]
     return sum(torch.equal(F.linear(x[:m], weight)[0], alone) for m in range(1, MAX_ROWS + 1))
+
+
+def early_bits(backend: Backend) -> dict[str, Any]:
+    """How often an operation's bits change where its kernels may start early.
+
+    All small cases are launched one after another, without anything between them, several times:
+    a kernel that did not wait would meet what another one leaves, or spoil what it reads.
+    """
+    if (reason := backend.why_no_overlap()) is not None:
+        return {"ok": True, "left_out": reason}
+    small = [case.to(backend.device) for case in cases(TOY.models[0], EARLY_ROWS, TOY, "cpu")]
+    wanted = one_after_another(small, backend)
+    with backend.overlapping():
+        turns = [one_after_another(small, backend) for _ in range(EARLY_TURNS)]
+    result: dict[str, Any] = {}
+    for i, case in enumerate(small):
+        name = f"{case.op} {case.shape}".strip()
+        result[name] = sum(turn[i] != wanted[i] for turn in turns)
+    result["ok"] = not any(result.values())
+    return result
+
+
+def one_after_another(some: list[Case], backend: Backend) -> list[list[bytes]]:
+    """The bytes of each case's results and arguments."""
+    args = [copy.deepcopy(case.args) for case in some]
+    results = [
+        getattr(backend.ops, case.op)(*own, **case.kwargs)
+        for case, own in zip(some, args, strict=True)
+    ]
+    return [
+        [_bytes(t) for t in (*own, *(out if isinstance(out, tuple) else (out,))) if t is not None]
+        for own, out in zip(args, results, strict=True)
+    ]
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.cpu().view(torch.uint8).numpy().tobytes()

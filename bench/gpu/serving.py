@@ -17,7 +17,6 @@ from gpu.lab import Lab, label
 from gpu.models import Loaded
 from gpu.moved import kv_bytes, round_bytes
 from gpu.timing import decode, in_turns, peak_of, synchronize
-from layerskip.ops.build import kernels_folder
 from layerskip.params import NumDraftTokens
 
 EAGER_GOALS = {"Llama-3.2-1B": 3.0, "Llama-3.1-8B": 1.3}  # plain over transformers' generate
@@ -32,7 +31,6 @@ EXIT_SETTINGS = {  # transformers' early exit, as ``layerskip compare`` tunes it
 }
 MODES: tuple[NumDraftTokens, ...] = (0, DRAFTED, "auto")
 NAMES = {0: "off", DRAFTED: "on", "auto": "auto"}
-CHAIN = 64  # small kernels one after another
 
 
 def beside_transformers(lab: Lab, found: Found, until: float) -> None:
@@ -259,56 +257,3 @@ def first_token(
         "ratio": lab.against(ratio, FIRST_TOKEN_GOAL, at_least=False),
         "complete": run.complete,
     }
-
-
-def launches(lab: Lab, found: Found, until: float) -> None:
-    """What is lost between kernels, and whether the next one could start before one ends.
-
-    A plain token's time less that of its bytes, and a chain of kernels with next to no work as a
-    graph replays them: their product with the launches of a token is what overlapping can save.
-    """
-    x = torch.ones(1, 64, dtype=torch.bfloat16, device=lab.device)
-    weight = torch.ones(64, dtype=torch.bfloat16, device=lab.device)
-    chain = [lambda: lab.backend.ops.rms_norm(x, weight, eps=1e-6)] * CHAIN
-    missing = missing_for_overlap()
-    found |= {
-        "small_kernel_us": 1e6 * lab.backend.seconds(chain),
-        "programmatic_dependent_launch": {"measured": False, "missing": missing},
-    }
-
-    def measure(loaded: Loaded, entry: Found, end: float) -> None:
-        ids, tokens = [lab.prompt(loaded, lab.extent.prompt)], lab.extent.tokens
-        run = in_turns(
-            {"plain": lambda: decode(loaded.lm, ids, 0, tokens).seconds_per_token},
-            end,
-            repeats=lab.extent.repeats,
-        )
-        moved = round_bytes(loaded.model, 0, context=lab.extent.prompt + tokens / 2)
-        gap = run.median("plain") - moved / lab.copy
-        entry |= {
-            "plain_ms_per_token": run.summary("plain", 1e3),
-            "us_beyond_bytes": 1e6 * gap,
-            "us_beyond_bytes_a_layer": 1e6 * gap / loaded.model.layers,
-        }
-
-    lab.each(found, until, measure)
-
-
-def missing_for_overlap() -> list[str]:
-    """What programmatic dependent launch needs and these sources have not."""
-    folder = kernels_folder()
-    sources = "".join(
-        file.read_text(encoding="utf-8") for file in [*folder.glob("*.cu"), *folder.glob("*.cuh")]
-    )
-    launcher = (folder.parent / "layerskip" / "ops" / "launch.py").read_text(encoding="utf-8")
-    needed = {
-        "kernels: griddepcontrol.wait before the first read of what another kernel wrote": (
-            "griddepcontrol.wait" in sources
-        ),
-        "kernels: griddepcontrol.launch_dependents": "griddepcontrol.launch" in sources,
-        "launcher: cuLaunchKernelEx with the attribute of programmatic stream serialization": (
-            "cuLaunchKernelEx" in launcher
-        ),
-        "launcher: a switch, so that both ways can be measured": False,
-    }
-    return [what for what, there in needed.items() if not there]

@@ -8,8 +8,9 @@ import ctypes
 import functools
 import importlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +28,8 @@ and a ctypes scalar for any other type."""
 
 _SCALARS = {ctypes.c_int64: "q", ctypes.c_uint64: "Q", ctypes.c_uint32: "I", ctypes.c_bool: "?"}
 DEFAULT_SMEM = 48 * 1024  # bytes that any kernel may use
+OVERLAP_CAPABILITY = (9, 0)
+OVERLAP_DRIVER = 12030  # CUDA 12.3: edges of a graph say when what follows may start
 # Every argument has a cell of 8 bytes of its own.
 _CELLS = {"P": "Q", "i": "i4x", "f": "f4x", "q": "q", "Q": "Q", "I": "I4x", "?": "?7x"}
 
@@ -87,7 +90,8 @@ class DriverLauncher:
                 "call an operation of layerskip.ops once before"
             )
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        arch = arch_for(torch.cuda.get_device_capability(self._index))
+        self._capability = torch.cuda.get_device_capability(self._index)
+        arch = arch_for(self._capability)
         names, sources = zip(*kernels, strict=True)
         with ThreadPoolExecutor() as pool:  # NVRTC runs without Python's lock
             compiling = [
@@ -105,6 +109,49 @@ class DriverLauncher:
                 found = self._call("cuModuleGetFunction", module, cubin.symbol.encode())
                 self._functions[name] = found[0]
         self._smem: dict[str, int] = {}
+        self._overlap = False  # nothing in bench/results/gpu says yet that it gains
+
+    @property
+    def why_no_overlap(self) -> str | None:
+        """What ``overlapping`` lacks here, one sentence; None where it can be had."""
+        if self._capability < OVERLAP_CAPABILITY:
+            major, minor = self._capability
+            return f"a kernel can start early from sm_90 on, and this GPU is sm_{major}{minor}"
+        (version,) = self._call("cuDriverGetVersion")
+        if version < OVERLAP_DRIVER:
+            found = f"{version // 1000}.{version % 1000 // 10}"
+            return f"graphs keep early starts from CUDA 12.3 on, and this driver is for {found}"
+        return None
+
+    @contextmanager
+    def overlapping(self) -> Iterator[None]:
+        """Let each kernel launched inside start while the one before it still runs.
+
+        That is programmatic dependent launch (CUDA Programming Guide 4.5; ``griddepcontrol`` in the
+        PTX ISA). Every kernel launched so has to begin with ``take_turn()`` of
+        ``kernels/common.cuh``, as all of the catalog do; no result depends on it.
+
+        Only the place between two of our kernels that follow each other is loosened. One of
+        torch's before ours lets nobody in early: ours starts when it ends; a library's that does
+        is waited for all the same. One of torch's after ours is launched the usual way: it starts
+        when ours has ended, and by then all before it have. So do copies, fills and events.
+        A CUDA graph captured inside keeps its loose edges (``CUgraphEdgeData`` in the driver's
+        reference) in every replay; one captured outside gets none. Cooperative launches stay as
+        they are.
+
+        It is off otherwise, and stays so until a committed figure of the section ``launches`` of
+        ``bench/gpu_bench.py`` says that it gains. It is the launcher's, for all threads.
+
+        Raises:
+            ValueError: this GPU or its driver cannot; ``why_no_overlap`` says why.
+        """
+        if (reason := self.why_no_overlap) is not None:
+            raise ValueError(f"kernels cannot overlap here: {reason}")
+        before, self._overlap = self._overlap, True
+        try:
+            yield
+        finally:
+            self._overlap = before
 
     def launch(
         self,
@@ -119,16 +166,19 @@ class DriverLauncher:
         """Start one kernel; see ``Launcher``."""
         params = pack_arguments(args)
         function = self._functions[kernel]
-        start = "cuLaunchCooperativeKernel" if cooperative else "cuLaunchKernel"
         with torch.cuda.device(self._index):
             # A thread in which torch has not called CUDA yet has no context.
             self._call("cuCtxSetCurrent", self._context)
             self._allow_smem(kernel, smem)
             stream = torch.cuda.current_stream().cuda_stream
-            rest = () if cooperative else (0,)
-            self._call(
-                start, function, *grid, *block, smem, stream, ctypes.addressof(params), *rest
-            )
+            sizes, place = (*grid, *block, smem, stream), ctypes.addressof(params)
+            if cooperative:
+                self._call("cuLaunchCooperativeKernel", function, *sizes, place)
+            elif self._overlap:
+                config = early_config(self._driver, grid, block, smem, stream)
+                self._call("cuLaunchKernelEx", config, function, place, 0)
+            else:
+                self._call("cuLaunchKernel", function, *sizes, place, 0)
 
     def _allow_smem(self, kernel: str, smem: int) -> None:
         """More dynamic shared memory than 48 KB has to be asked for."""
@@ -158,6 +208,26 @@ def _driver() -> Any:
             "cuda-bindings is missing: torch 2.11 and later bring it with their CUDA builds, "
             f"or install it ({error})"
         ) from error
+
+
+def early_config(driver: Any, grid: Dim3, block: Dim3, smem: int, stream: int) -> Any:
+    """The ``CUlaunchConfig`` of a kernel that may start before the one in front of it has ended.
+
+    Args:
+        driver: the module ``cuda.bindings.driver``.
+        grid, block, smem: as for ``Launcher.launch``.
+        stream: its handle.
+    """
+    early = driver.CUlaunchAttribute()
+    kinds = driver.CUlaunchAttributeID
+    early.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    early.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes, config.hStream = smem, stream
+    config.attrs, config.numAttrs = [early], 1
+    return config
 
 
 def argument_codes(args: Sequence[Argument]) -> str:

@@ -35,9 +35,19 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 
 @functools.cache
+def cuda_launcher(device: torch.device) -> DriverLauncher:
+    """What launches on one GPU, with all kernels compiled and loaded.
+
+    Args:
+        device: with an index, as tensors have it.
+    """
+    return DriverLauncher(device, [(k.name, k.source) for k in CATALOG.values()])
+
+
+@functools.cache
 def cuda_ops(device: torch.device) -> KernelOps:
     """The kernels on one GPU, compiled and loaded on first use."""
-    return KernelOps(DriverLauncher(device, [(k.name, k.source) for k in CATALOG.values()]))
+    return KernelOps(cuda_launcher(device))
 
 
 def _on_cpu(name: str) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """`make gpu-check` without a GPU: its control flow, over the emulator at toy sizes."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -51,6 +52,7 @@ def test_all_sections_pass_and_are_recorded(tmp_path, monkeypatch, capsys):
     assert set(record["machine"]) >= {"gpu", "commit", "torch", "python", "sizes"}
     rows = record["sections"]["rows"]
     assert rows["toy qkv"] == {"counts": 0, "alone": 0, "order": 0}
+    assert "before it starts the next" in record["sections"]["early-starts"]["left_out"]
     operations = record["sections"]["operations"]
     measured = record["sections"]["speed"]
     for op in (
@@ -122,6 +124,49 @@ def test_a_wrong_result_fails(tmp_path, backend, monkeypatch, op, change):
     failed = {name for name in failed if not record["sections"]["operations"][name]["ok"]}
     assert failed
     assert all(f" {op} " in f"{name} " for name in failed)
+
+
+@pytest.fixture
+def early(backend, monkeypatch):
+    """As if kernels could start early here: whether they may is in the list."""
+    may = [False]
+
+    @contextlib.contextmanager
+    def overlapping():
+        may[0] = True
+        yield
+        may[0] = False
+
+    monkeypatch.setattr(backend, "why_no_overlap", lambda: None)
+    monkeypatch.setattr(backend, "overlapping", overlapping)
+    return may
+
+
+@pytest.mark.usefixtures("early")
+def test_early_starts_that_change_nothing_pass(tmp_path):
+    status, record = run(tmp_path, "--sections", "early-starts")
+    assert status == 0
+    found = record["sections"]["early-starts"]
+    assert set(found.values()) == {0, True, found["seconds"]}
+    assert {"linear qkv", "rope_append_kv", "accept_block"} <= set(found)
+
+
+@pytest.mark.parametrize("where", ["a result", "an argument"])
+def test_a_bit_that_an_early_start_changes_fails(tmp_path, backend, early, monkeypatch, where):
+    real = backend.ops.rope_append_kv if where == "an argument" else backend.ops.swiglu
+
+    def late(*args, **kwargs):
+        out = real(*args, **kwargs)
+        changed = args[3] if where == "an argument" else out
+        if early[0]:
+            changed.view(torch.int16).view(-1)[-1] ^= 1
+        return out
+
+    monkeypatch.setattr(backend.ops, real.__name__, late)
+    status, record = run(tmp_path, "--sections", "early-starts")
+    assert status == 1
+    found = record["sections"]["early-starts"]
+    assert {name.split()[0] for name in found if found[name] == bits.EARLY_TURNS} == {real.__name__}
 
 
 def test_an_error_ends_its_section_alone(tmp_path, backend, monkeypatch):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from needs import need
 
 from layerskip.ops import launch
 from layerskip.ops.build import Cubin, KernelBuildError
@@ -26,6 +27,7 @@ class FakeDriver:
     def __init__(self):
         self.calls = []
         self.failing = None
+        self.version = 12030
 
     def __getattr__(self, name):
         return functools.partial(self._answer, name)
@@ -38,6 +40,7 @@ class FakeDriver:
             "cuCtxGetCurrent": CONTEXT,
             "cuModuleLoadData": f"module of {args[:1]}",
             "cuModuleGetFunction": f"function {args[-1:]}",
+            "cuDriverGetVersion": self.version,
         }
         return (0, answers[name]) if name in answers else (0,)
 
@@ -98,6 +101,109 @@ def test_a_cooperative_launch(driver, launcher):
     assert driver.named("cuLaunchKernel") == []
     ((_, *sizes, _smem, stream, _params),) = driver.named("cuLaunchCooperativeKernel")
     assert (sizes, stream) == ([3, 1, 1, 64, 1, 1], STREAM)
+
+
+@pytest.fixture
+def early(driver) -> FakeDriver:
+    """The same driver with the real structures of a launch."""
+    try:
+        bindings = importlib.import_module("cuda.bindings.driver")
+    except ImportError:
+        bindings = None
+    need(bindings, "cuda-bindings (pip install 'layerskip[kernels]')")
+    for name in ("CUlaunchAttribute", "CUlaunchAttributeID", "CUlaunchConfig"):
+        setattr(driver, name, getattr(bindings, name))
+    return driver
+
+
+def start(launcher, **options):
+    launcher.launch("sum", (3, 2, 1), (64, 4, 1), 256, [1], **options)
+
+
+def test_kernels_start_early_only_where_asked_for(early, launcher):
+    start(launcher)
+    with launcher.overlapping():
+        start(launcher)
+        with launcher.overlapping():
+            pass
+        start(launcher)
+    start(launcher)
+    assert [call[0] for call in early.calls if call[0].startswith("cuLaunch")] == [
+        "cuLaunchKernel",
+        *["cuLaunchKernelEx"] * 2,
+        "cuLaunchKernel",
+    ]
+
+
+def test_an_early_start_is_an_attribute_of_the_launch(early, launcher):
+    with launcher.overlapping():
+        start(launcher)
+    ((config, function, params, extra),) = early.named("cuLaunchKernelEx")
+    assert function == "function (b'SUM',)"
+    assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (3, 2, 1)
+    assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (64, 4, 1)
+    assert (config.sharedMemBytes, int(config.hStream)) == (256, STREAM)
+    (attribute,) = config.attrs
+    kinds = early.CUlaunchAttributeID
+    assert config.numAttrs == 1
+    assert attribute.id == kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    assert attribute.value.programmaticStreamSerializationAllowed == 1
+    assert isinstance(params, int)
+    assert extra == 0
+
+
+def test_a_cooperative_launch_never_starts_early(early, launcher):
+    with launcher.overlapping():
+        start(launcher, cooperative=True)
+    assert early.named("cuLaunchKernelEx") == []
+    assert len(early.named("cuLaunchCooperativeKernel")) == 1
+
+
+def test_an_error_ends_early_starts(early, launcher):
+    early.failing = "cuLaunchKernelEx"
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed: 701"), launcher.overlapping():
+        start(launcher)
+    start(launcher)
+    assert len(early.named("cuLaunchKernel")) == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "reason"),
+    [
+        ((8, 9), 13000, "from sm_90 on, and this GPU is sm_89"),
+        ((9, 0), 12020, "from CUDA 12.3 on, and this driver is for 12.2"),
+    ],
+)
+def test_early_starts_are_refused_where_there_are_none(
+    driver, monkeypatch, capability, version, reason
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    driver.version = version
+    launcher = DriverLauncher(torch.device("cuda"), KERNELS)
+    refused = pytest.raises(ValueError, match=f"kernels cannot overlap here: .*{reason}")
+    with refused, launcher.overlapping():
+        pass
+    start(launcher)
+    assert len(driver.named("cuLaunchKernel")) == 1
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
+def test_newer_gpus_can_overlap(driver, monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    assert DriverLauncher(torch.device("cuda"), KERNELS).why_no_overlap is None
+
+
+def test_the_operations_of_a_gpu_share_the_switch(driver):
+    from layerskip.ops import registry
+
+    device = torch.device("cuda", 0)
+    registry.cuda_ops.cache_clear()
+    registry.cuda_launcher.cache_clear()
+    try:
+        assert registry.cuda_ops(device)._launch.__self__ is registry.cuda_launcher(device)
+    finally:
+        registry.cuda_ops.cache_clear()
+        registry.cuda_launcher.cache_clear()
 
 
 def test_more_shared_memory_is_asked_for_once(driver, launcher):

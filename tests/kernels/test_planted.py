@@ -169,7 +169,7 @@ def test_a_write_out_of_bounds_is_found(tmp_path, compiler):
 def test_every_kernel_by_another_toolchain(toolchain):
     """The tests that launch kernels, again; under AddressSanitizer and UBSan by either compiler."""
     need_compiler(toolchain)
-    names = ("build", "gpu_bench", "gpu_check", "gpu_frame", "launch", "planted")
+    names = ("build", "gpu_bench", "gpu_check", "gpu_frame", "launch", "planted", "turns")
     apart = {f"test_{name}.py" for name in names}
     tests = [str(p) for p in Path(__file__).parent.glob("test_*.py") if p.name not in apart]
     options = ["-q", "-x", "-p", "no:cacheprovider"]

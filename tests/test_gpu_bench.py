@@ -1,5 +1,6 @@
 """`make gpu-bench` without a GPU: byte counts, and every section over toys on the CPU."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -11,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-BENCH = Path(__file__).parents[2] / "bench"
+BENCH = Path(__file__).parents[1] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import gpu_bench  # noqa: E402
-from gpu import backends, decoding, lab, models, moved, serving, timing  # noqa: E402
+from gpu import backends, decoding, lab, models, moved, overlap, serving, timing  # noqa: E402
 
 from layerskip import Round, SamplingParams  # noqa: E402
 
@@ -267,9 +268,15 @@ def test_every_section_measures_and_is_recorded(record):
     memory = sections["memory"]
     assert memory["on"]["kv_cache_bytes"] == memory["off"]["kv_cache_bytes"] > 0
     assert sections["first-tokens"]["prompt 8"]["ratio"]["value"] > 0.0
-    overlap = record["sections"]["launches"]["programmatic_dependent_launch"]
-    assert not overlap["measured"]
-    assert overlap["missing"]
+    early = record["sections"]["launches"]["programmatic_dependent_launch"]
+    assert early == {
+        "measured": False,
+        "why_not": "a CPU ends each operation before it starts the next",
+    }
+    assert record["sections"]["launches"]["small_kernel_us"]["off"]["median"] > 0.0
+    for what in ("plain", "round"):
+        assert sections["launches"][what].keys() == {"off"}
+        assert sections["launches"][what]["off"]["ms"]["median"] > 0.0
 
 
 def test_every_acceptance_says_that_it_is_synthetic(record):
@@ -394,6 +401,76 @@ def test_sampled_runs_are_the_same_too(loaded):
     assert decoding.same(off, on)["equal"]
     other = decoding.kept(loaded, ids, 3, 12, SamplingParams(temperature=0.8, seed=2), far())
     assert not decoding.same(off, other)["equal"]
+
+
+class Early(backends.CpuBackend):
+    """A CPU that says its operations could start early; ``modes`` holds whether they may."""
+
+    def __init__(self):
+        super().__init__()
+        self.modes = [False]
+
+    def why_no_overlap(self):
+        return None
+
+    @contextlib.contextmanager
+    def overlapping(self):
+        self.modes.append(True)
+        yield
+        self.modes.append(False)
+
+
+def overlapped(loaded, **changes):
+    """The section over a toy, off and on; the rounds of "on" are its own."""
+    here = bench_lab(loaded, tokens=6, **changes)
+    here.backend = Early()
+    found = {}
+    overlap.launches(here, found, far())
+    return here, found
+
+
+def test_early_starts_are_measured_off_and_on(loaded, monkeypatch):
+    seen = []
+    real = overlap.decode
+
+    def watched(lm, ids, drafted, tokens):
+        seen.append((lm is loaded.lm, drafted))
+        return real(lm, ids, drafted, tokens)
+
+    monkeypatch.setattr(overlap, "decode", watched)
+    _, found = overlapped(loaded)
+    assert found["ok"]
+    assert found["programmatic_dependent_launch"] == {"measured": True, "chain_equal": True}
+    assert {*found["small_kernel_us"]} == {"off", "on", "gained"}
+    for what in ("plain", "round"):
+        assert {*found["toy"][what]} == {"off", "on", "gained"}
+        assert found["toy"][what]["gained"] > 0.0
+        assert found["toy"]["bits"][what]["compared_tokens"] == 6
+    assert set(seen) == {(own, drafted) for own in (True, False) for drafted in (0, 4)}
+
+
+@pytest.mark.parametrize("where", ["a chain", "a cache"])
+def test_a_bit_that_an_early_start_changes_fails_the_section(loaded, monkeypatch, where):
+    modes = []
+    real_kept, real_chain = overlap.kept, overlap.chained
+
+    def kept(*args):
+        run = real_kept(*args)
+        modes.append(len(modes) % 2)
+        if modes[-1] and where == "a cache":
+            run.caches[0].keys[0, 0, 0, 0] += 1
+        return run
+
+    def chained(here, mode):
+        out = real_chain(here, mode)
+        return out[:-1] + b"?" if where == "a chain" and mode == "on" else out
+
+    monkeypatch.setattr(overlap, "kept", kept)
+    monkeypatch.setattr(overlap, "chained", chained)
+    _, found = overlapped(loaded)
+    assert not found["ok"]
+    assert found["programmatic_dependent_launch"]["chain_equal"] == (where == "a cache")
+    assert found["toy"]["ok"] == (where == "a chain")
 
 
 def test_mistakes_end_in_one_sentence(tmp_path, capsys):
