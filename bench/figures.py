@@ -75,7 +75,7 @@ def drafting(
         "mean_accepted_length": stats.mean_accepted_length,
         "draft_tokens_per_round": stats.num_draft_tokens / max(1, stats.num_rounds),
         "share_of_plain_rounds": stats.num_plain_rounds / max(1, stats.num_rounds),
-        "acceptance_by_position": acceptance_by_position(decoded),
+        "acceptance_by_position": list(acceptance_by_position(decoded)),
     }
     if cost is not None:
         after, base = ([t.whole.wall - t.first for t in of] for of in (turns, plain))

@@ -220,7 +220,7 @@ class Workload:
         return {
             "acceptance_rate": stats.acceptance_rate,
             "mean_accepted_length": stats.mean_accepted_length,
-            "acceptance_by_position": acceptance_by_position(rounds),
+            "acceptance_by_position": list(acceptance_by_position(rounds)),
             "draft_tokens_per_round": stats.num_draft_tokens / max(1, stats.num_rounds),
             "share_of_plain_rounds": stats.num_plain_rounds / max(1, stats.num_rounds),
             "share_of_lookup_rounds": stats.num_lookup_rounds / max(1, stats.num_rounds),
