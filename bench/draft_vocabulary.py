@@ -20,17 +20,18 @@ from functools import partial
 
 import torch
 import transformers
+from paired import quiet
+from tasks import CODE_CHOICE, examples_from
 from torch import Tensor
 
 from layerskip import SelfSpeculativeLM
 from layerskip.admission import decoder_layers
 from layerskip.cache import Segment
-from layerskip.checkpoint import held_out_modules
 from layerskip.draft_head import greedy_kept
 from layerskip.model import DecoderStack
 from layerskip.params import SamplingParams
 from layerskip.plan import DraftPlan
-from layerskip.prompts import Example, held_out_code, read_prompts
+from layerskip.prompts import Example, read_prompts
 from layerskip.sampling import Sampler, greedy_tokens
 from layerskip.vocabulary import choose_vocabulary
 
@@ -196,8 +197,7 @@ def main() -> None:
     parser.add_argument("--turns", default=60, type=int, help="of all passes (60)")
     parser.add_argument("--sizes", type=int, nargs="+")
     options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet()
 
     if options.synthetic:
         lm = synthetic(options.synthetic)
@@ -229,10 +229,7 @@ def main() -> None:
 def quality_of(
     lm: SelfSpeculativeLM, options: argparse.Namespace, sizes: Sequence[int]
 ) -> dict[int, Quality]:
-    if options.prompts:
-        examples = [e for e in read_prompts(options.prompts) if e.continuation]
-    else:
-        examples = held_out_code(held_out_modules(), 400)
+    examples = [e for e in examples_from(options.prompts, CODE_CHOICE) if e.continuation]
     texts = read_prompts(options.texts) if options.texts else examples[options.limit :]
     ids = [lm.tokenizer(e.prompt + e.continuation)["input_ids"] for e in texts]
     print(f"ranked by {sum(map(len, ids))} tokens of {len(ids)} texts")

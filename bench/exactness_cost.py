@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import transformers
+from paired import quiet
+from tasks import examples_from
 
 from layerskip import SelfSpeculativeLM
-from layerskip.checkpoint import held_out_modules
-from layerskip.prompts import held_out_code
 
 BATCH_SIZES, DRAFTED = (1, 8), 5
 PERCENT = 100.0
@@ -52,12 +51,11 @@ def main() -> None:
     parser.add_argument("--rounds", default=12, type=int, help="of one timed run (12)")
     parser.add_argument("--repeats", default=20, type=int, help="pairs of runs per figure (20)")
     options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet()
 
     load = partial(SelfSpeculativeLM.load_parts, options.model, dtype=options.dtype, device="cpu")
     exact, free = (SelfSpeculativeLM(*load()[:3], exact=exact) for exact in (True, False))
-    examples = held_out_code(held_out_modules(), 60)
+    examples = examples_from(None, 60)
     room = exact.stack.max_positions - options.rounds * (DRAFTED + 1) - 2
     prompts = [ids for ids in (exact.encode(e.prompt) for e in examples) if len(ids) <= room]
     print(f"{options.dtype}, {torch.get_num_threads()} threads; {exact.exactness},")

@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import transformers
+from paired import quiet
+from tasks import CODE_CHOICE, examples_from
 
 from layerskip import SelfSpeculativeLM
-from layerskip.checkpoint import held_out_modules
 from layerskip.compare import repeated_share
 from layerskip.cost import CostTable
 from layerskip.params import SamplingParams
-from layerskip.prompts import held_out_code, read_prompts
 from layerskip.sampling import Sampler
 
 MOST = 10  # draft tokens
@@ -256,14 +255,11 @@ def main() -> None:
     parser.add_argument("--max-repeated", type=float, default=0.2, help="8-grams (0.2)")
     parser.add_argument("--exits", type=int, nargs="+", default=[1, 2, 3, 4])
     options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet()
     lm = SelfSpeculativeLM.from_pretrained(options.model, device="cpu")
     if lm.plan is None:
         raise SystemExit("the model has no plan, and a cost table without drafts says too little")
-    examples = (
-        read_prompts(options.prompts) if options.prompts else held_out_code(held_out_modules(), 400)
-    )
+    examples = examples_from(options.prompts, CODE_CHOICE)
     room = lm.stack.max_positions - options.tokens
     prompts = [ids for ids in map(lm.encode, (e.prompt for e in examples)) if len(ids) <= room]
     exits = [e for e in options.exits if e < lm.stack.num_layers]

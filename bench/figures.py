@@ -10,7 +10,7 @@ from modes import BASE, THEIR_BASE, Turn
 from layerskip import DecodeStats, Round
 from layerskip.bootstrap import bootstrap_interval
 from layerskip.cost import CostTable
-from layerskip.params import MAX_AUTO_DRAFT_TOKENS
+from layerskip.metrics import acceptance_by_position
 
 PERCENTILES = (50, 90, 99)
 
@@ -75,28 +75,13 @@ def drafting(
         "mean_accepted_length": stats.mean_accepted_length,
         "draft_tokens_per_round": stats.num_draft_tokens / max(1, stats.num_rounds),
         "share_of_plain_rounds": stats.num_plain_rounds / max(1, stats.num_rounds),
-        "acceptance_by_position": by_position(decoded),
+        "acceptance_by_position": list(acceptance_by_position(decoded)),
     }
     if cost is not None:
         after, base = ([t.whole.wall - t.first for t in of] for of in (turns, plain))
         found |= prediction(decoded, stats, cost, context)
         found["measured_speedup"] = sum(base) / sum(after) if sum(after) else None
     return found
-
-
-def by_position(rounds: Sequence[Round]) -> list[float]:
-    """Share of the first, second, ... drafted token that is accepted after accepted ones.
-
-    The rounds that a text ends in are left out: they may be cut before what was accepted.
-    """
-    shares = []
-    whole = [r for r in rounds if r.finish_reason is None]
-    for i in range(MAX_AUTO_DRAFT_TOKENS):
-        judged = [r for r in whole if r.num_draft_tokens > i and r.num_accepted_tokens >= i]
-        if not judged:
-            break
-        shares.append(sum(r.num_accepted_tokens > i for r in judged) / len(judged))
-    return shares
 
 
 def prediction(

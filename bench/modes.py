@@ -14,7 +14,13 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from layerskip import Round, SamplingParams, SelfSpeculativeLM
-from layerskip.compare import PROMPT_LOOKUP_TOKENS, Comparison, EarlyExitSettings, _counted
+from layerskip.hf_modes import (
+    PROMPT_LOOKUP_TOKENS,
+    EarlyExitSettings,
+    configured,
+    counted,
+    generate_arguments,
+)
 from layerskip.params import NumDraftTokens
 
 FIXED = 4
@@ -150,9 +156,6 @@ class Theirs:
         self.model, self.lm, self.draft_model, self.sampling = model, lm, draft_model, sampling
         self.settings = dict.fromkeys(TUNED, NOT_TUNED)
         self._models = [m for m in (model, draft_model) if m is not None]
-        self._configs = [
-            Comparison(m, lm, sampling=sampling, max_new_tokens=1) for m in self._models
-        ]
 
     def decode(
         self,
@@ -173,9 +176,9 @@ class Theirs:
         attention_mask = torch.tensor(mask, device=self.model.device)
         settings = self._settings(mode)
         with ExitStack() as stack:
-            for config in self._configs:
-                stack.enter_context(config._configured(self.settings.get(mode, NOT_TUNED)))
-            counts = [stack.enter_context(_counted(m, count)) for m in self._models]
+            for model in self._models:
+                stack.enter_context(configured(model, self.settings.get(mode, NOT_TUNED)))
+            counts = [stack.enter_context(counted(m, count)) for m in self._models]
             began, arrivals = Clock.now(), _Arrivals()
             out = self.model.generate(
                 ids,
@@ -192,11 +195,9 @@ class Theirs:
         return Turn(texts, whole, tuple(arrivals.times or ()), (), cache)
 
     def _settings(self, mode: str) -> dict[str, Any]:
-        settings: dict[str, Any] = {"do_sample": False}
+        settings = generate_arguments(self.sampling)
         if not self.sampling.greedy:
             torch.manual_seed(self.sampling.seed or 0)
-            settings = {"do_sample": True, "temperature": self.sampling.temperature}
-            settings |= {"top_k": 0, "top_p": 1.0}
         if mode == "hf-early-exit":
             settings["assistant_early_exit"] = self.settings[mode].exit_layer
         elif mode == "hf-draft-model":

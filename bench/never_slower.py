@@ -43,11 +43,10 @@ from paired import (
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from tasks import examples_from
 
 from layerskip import SamplingParams, SelfSpeculativeLM
-from layerskip.checkpoint import held_out_modules
 from layerskip.cost import CostTable
-from layerskip.prompts import held_out_code, read_prompts
 
 ROWS = 32
 SWITCHED = 5  # draft tokens
@@ -308,10 +307,7 @@ def lab_of(options: argparse.Namespace) -> Lab:
     if known.plan is None:
         raise SystemExit(f"no plan is known for {options.model}")
     cost = wrapped(model, tokenizer, known.plan, known.cost, lookup=False).controller.cost
-    if options.prompts:
-        examples = read_prompts(options.prompts)
-    else:
-        examples = held_out_code(held_out_modules(), max(64, options.turns))
+    examples = examples_from(options.prompts, max(64, options.turns))
     random.Random(0).shuffle(examples)
     room = model.config.max_position_embeddings // 2
     prompts = [

@@ -98,6 +98,11 @@ def decode(
     return Decoded(tokens, whole, first or whole, tuple(rounds))
 
 
+def sampling_at(temperature: float) -> SamplingParams:
+    """Seed 0, or greedy."""
+    return SamplingParams(temperature=temperature, seed=0 if temperature else None)
+
+
 def wrapped(
     model: Any,
     tokenizer: Any,

@@ -14,15 +14,15 @@ import statistics
 import time
 from collections.abc import Sequence
 
-import transformers
+from paired import quiet
+from tasks import examples_from
 
 from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM
 from layerskip.calibration import Calibration, read_texts
-from layerskip.checkpoint import held_out_modules
 from layerskip.plan import ranges
 from layerskip.prediction import count, draft_costs, predict
 from layerskip.profiling import measure_cost
-from layerskip.prompts import Example, held_out_code, read_prompts
+from layerskip.prompts import Example
 from layerskip.skipping import closest_skip_sets
 from layerskip.timing import time_against_plain
 
@@ -52,16 +52,11 @@ def main() -> None:
     parser.add_argument("--exits", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8, 11])
     parser.add_argument("--skipped", type=int, nargs="+", default=[2, 5, 8, 10, 11, 12, 13])
     args = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet()
     lm = SelfSpeculativeLM.from_pretrained(args.model)
     stack, depth = lm.stack, lm.stack.num_layers
     sampling = SamplingParams(temperature=0.8, seed=0)
-    examples = (
-        read_prompts(args.prompts)
-        if args.prompts
-        else held_out_code(held_out_modules(), args.texts)
-    )
+    examples = examples_from(args.prompts, args.texts)
     if args.written:
         examples = [Example(e.prompt) for e in examples]
     texts = read_texts(

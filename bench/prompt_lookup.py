@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import transformers
+from paired import quiet
 from rich.progress import track
+from tasks import examples_from
 
 from layerskip import SelfSpeculativeLM
-from layerskip.checkpoint import held_out_modules
 from layerskip.compare import repeated_share
-from layerskip.prompts import Example, held_out_code, read_prompts
+from layerskip.prompts import Example
 
 DRAFTED, LOOPS = 10, 0.2
 COPIED_LINES = 3
@@ -86,15 +86,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--copying", action="store_true", help="ask for what the prompt holds")
     options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet()
     model, tokenizer, _, _ = SelfSpeculativeLM.load_parts(options.model, device="cpu")
     lm = SelfSpeculativeLM(model, tokenizer, num_draft_tokens=DRAFTED)
-    examples = (
-        read_prompts(options.prompts)
-        if options.prompts
-        else held_out_code(held_out_modules(), 4 * options.limit)
-    )
+    examples = examples_from(options.prompts, 4 * options.limit)
     if options.copying:
         examples = [copying(e) for e in examples]
     room = lm.stack.max_positions - options.tokens

@@ -27,8 +27,8 @@ from typing import Any
 from paired import circumstances, write
 
 from layerskip import Round, SelfSpeculativeLM
+from layerskip.bootstrap import bootstrap_interval
 from layerskip.checkpoint import held_out_modules
-from layerskip.compare import bootstrap_interval
 from layerskip.prompts import held_out_code
 
 REPO = Path(__file__).parents[1]

@@ -34,14 +34,13 @@ from paired import Clock, circumstances, dated, write
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from tasks import examples_from
 
 import layerskip.decode
 from layerskip import SelfSpeculativeLM
-from layerskip.checkpoint import held_out_modules
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.profiling import measure_cost
-from layerskip.prompts import held_out_code, read_prompts
 from layerskip.simulate import Cell, most_drafted, simulate
 from layerskip.telemetry.replay import Replay, replay
 
@@ -244,10 +243,7 @@ def main() -> None:
     lm = SelfSpeculativeLM.from_pretrained(
         options.model, device="cpu", lookup=options.lookup, num_draft_tokens=0
     )
-    if options.prompts:
-        examples = read_prompts(options.prompts)
-    else:
-        examples = held_out_code(held_out_modules(), options.num_prompts)
+    examples = examples_from(options.prompts, options.num_prompts)
     room = lm.stack.max_positions - options.new_tokens - 32
     prompts = [ids for ids in (lm.encode(e.prompt) for e in examples) if len(ids) <= room]
     prompts = random.Random(0).sample(prompts, min(len(prompts), options.num_prompts))

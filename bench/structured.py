@@ -40,6 +40,7 @@ from paired import (
     geometric_mean,
     quiet,
     ratios,
+    sampling_at,
     total,
     wrapped,
     write,
@@ -52,6 +53,7 @@ from xgrammar.contrib.hf import LogitsProcessor
 from layerskip import DecodeStats, Grammar, SamplingParams, SelfSpeculativeLM
 from layerskip.constraint import Constraint
 from layerskip.grammar_xgrammar import XGrammarMatcher
+from layerskip.hf_modes import generate_arguments
 from layerskip.params import NumDraftTokens
 
 FIXED = 3
@@ -155,9 +157,6 @@ class Theirs:
                 1, torch.tensor([token], device=scores.device), 0.0
             )
 
-        settings: dict[str, Any] = {"do_sample": not sampling.greedy}
-        if not sampling.greedy:
-            settings |= {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
         prompt = torch.tensor([ids], device=self.model.device)
         began = Clock.now()
         out = self.model.generate(
@@ -166,7 +165,7 @@ class Theirs:
             max_new_tokens=len(tokens),
             pad_token_id=0,
             logits_processor=[LogitsProcessor(compiled), choose],
-            **settings,
+            **generate_arguments(sampling),
         )
         return Decoded(tuple(out[0, len(ids) :].tolist()), Clock.now() - began)
 
@@ -371,7 +370,7 @@ def main() -> None:
     quiet()
     console, documents = Console(width=120), []
     for temperature in options.temperatures:
-        sampling = SamplingParams(temperature=temperature, seed=0 if temperature else None)
+        sampling = sampling_at(temperature)
         bench = Bench(options.model, options.tokens, sampling)
         cases, shuffle = read(options.schemas, options.limit), random.Random(0)
         for case in cases:

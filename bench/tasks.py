@@ -27,8 +27,13 @@ def examples_of(task: str, wanted: int = CODE_CHOICE) -> list[Example]:
     """A task's prompts; of code and copying at most so many are looked at."""
     if task in ("math", "chat"):
         return read_prompts(FOLDER / f"{task}.jsonl")
-    code = held_out_code(held_out_modules(), wanted)
+    code = examples_from(None, wanted)
     return copying(code) if task == "copying" else code
+
+
+def examples_from(path: str | None, wanted: int) -> list[Example]:
+    """A file's prompts; without one, those of so many held-out functions."""
+    return read_prompts(path) if path else held_out_code(held_out_modules(), wanted)
 
 
 def copying(examples: Sequence[Example]) -> list[Example]:

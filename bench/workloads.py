@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bad_drafters import Corrupted, install
-from figures import by_position, prediction
+from figures import prediction
 from paired import (
     Clock,
     Decoded,
@@ -33,6 +33,7 @@ from paired import (
     geometric_mean,
     quiet,
     ratios,
+    sampling_at,
     total,
     wrapped,
     write,
@@ -45,6 +46,7 @@ from tasks import TASKS, examples_of, spread
 from layerskip import DecodeStats, SamplingParams, SelfSpeculativeLM
 from layerskip.compare import Comparison, repeated_share
 from layerskip.cost import CostTable
+from layerskip.metrics import acceptance_by_position
 from layerskip.params import NumDraftTokens
 from layerskip.prompts import Example, read_prompts
 
@@ -218,7 +220,7 @@ class Workload:
         return {
             "acceptance_rate": stats.acceptance_rate,
             "mean_accepted_length": stats.mean_accepted_length,
-            "acceptance_by_position": by_position(rounds),
+            "acceptance_by_position": list(acceptance_by_position(rounds)),
             "draft_tokens_per_round": stats.num_draft_tokens / max(1, stats.num_rounds),
             "share_of_plain_rounds": stats.num_plain_rounds / max(1, stats.num_rounds),
             "share_of_lookup_rounds": stats.num_lookup_rounds / max(1, stats.num_rounds),
@@ -340,7 +342,7 @@ def main() -> None:
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=float(turns))
         for temperature in options.temperatures:
-            sampling = SamplingParams(temperature=temperature, seed=0 if temperature else None)
+            sampling = sampling_at(temperature)
             for name in dict.fromkeys(names):
                 workload = Workload(name, setting, sampling)
 

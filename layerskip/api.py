@@ -18,23 +18,16 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip import hf
-from layerskip.adapter_file import read_adapter
-from layerskip.adapter_shape import AdapterShape
-from layerskip.batch import Batch, RowSettings, StreamStep, as_grammar, seeded
+from layerskip.batch import Batch, StreamStep
 from layerskip.cache import CachedText
-from layerskip.checkpoint import (
-    BUILTIN,
-    builtin_folder,
-    known_plan,
-    load_checkpoint,
-    trained_exits,
-)
+from layerskip.checkpoint import BUILTIN, trained_exits
 from layerskip.controller import Controller
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
 from layerskip.exit_adapter import ExitAdapter
 from layerskip.grammar_xgrammar import XGrammarBackend
+from layerskip.loading import check_exit, check_plan_depth, eos_ids_of, load_parts
 from layerskip.lookup import LookupStore
 from layerskip.outputs import GenerationOutput, Round
 from layerskip.packed import open_stack
@@ -47,9 +40,10 @@ from layerskip.params import (
     check_num_draft_tokens,
     check_sampling,
 )
-from layerskip.plan import DraftPlan, PlanFile, ranges
+from layerskip.plan import DraftPlan, PlanFile
 from layerskip.policy import Policy
 from layerskip.profiling import fitting_cost, warn_of_another_checkpoint
+from layerskip.request import RowSettings, as_grammar, seeded
 from layerskip.rounds import open_bench
 from layerskip.sampling import Processor
 from layerskip.vocabulary import CoverageMeter
@@ -119,30 +113,13 @@ class SelfSpeculativeLM:
         packed: bool | None = None,
         exit_adapter: ExitAdapter | None = None,
     ) -> None:
-        if plan is not None and not isinstance(plan, DraftPlan | PlanFile):
-            raise TypeError(
-                f"plan must be a DraftPlan, a PlanFile or None, got {type(plan).__name__}"
-            )
+        _check_arguments(plan, num_draft_tokens, lookup, policy, exit_adapter)
         known = plan if isinstance(plan, PlanFile) else PlanFile(plan)
-        check_num_draft_tokens(num_draft_tokens)
-        if not isinstance(lookup, bool | LookupStore | None):
-            raise TypeError(f"lookup must be a bool, a LookupStore or None, got {lookup!r}")
-        if policy is not None and not isinstance(policy, Policy):
-            raise TypeError(
-                f"policy must be a Policy or None, got {type(policy).__name__}; Policy.load(path) "
-                "reads one"
-            )
-        _check_plan_depth(getattr(model, "config", None), None, known.plan)
+        check_plan_depth(getattr(model, "config", None), None, known.plan)
         if exit_adapter is not None:
-            if not isinstance(exit_adapter, ExitAdapter):
-                raise TypeError(
-                    "exit_adapter must be an ExitAdapter or None, got "
-                    f"{type(exit_adapter).__name__}; ExitAdapter.load(folder, model) reads one"
-                )
-            known = (
-                known if known.plan is not None else replace(known, plan=exit_adapter.shape.plan)
-            )
-            _check_exit(known.plan, exit_adapter.shape)
+            if known.plan is None:
+                known = replace(known, plan=exit_adapter.shape.plan)
+            check_exit(known.plan, exit_adapter.shape)
         self.stack, self._stack_choice = open_stack(
             model, exact=exact, packed=packed, adapter=exit_adapter
         )
@@ -157,7 +134,7 @@ class SelfSpeculativeLM:
         self._grammars = (
             XGrammarBackend(tokenizer, self.stack.vocab_size) if tokenizer is not None else None
         )
-        self._eos_ids = _eos_ids(model)
+        self._eos_ids = eos_ids_of(getattr(model, "generation_config", None) or model.config)
         self._drafter = EarlyExitDrafter(self.stack, self.plan) if self.plan is not None else None
         self._head, self.coverage_meter = self._trimmed(known)
         self._bench, self._rounds_choice = open_bench(self.stack, self.plan, self._head)
@@ -234,56 +211,7 @@ class SelfSpeculativeLM:
             _ = lm.controller  # measured now, not in the first request
         return lm
 
-    @staticmethod
-    def load_parts(
-        model: str | Path,
-        *,
-        exit_layer: int | None = None,
-        plan: DraftPlan | PlanFile | None = None,
-        num_draft_tokens: NumDraftTokens | None = None,
-        dtype: str | torch.dtype | None = None,
-        device: str = "auto",
-        revision: str | None = None,
-        cache_dir: str | Path | None = None,
-        token: str | None = None,
-        local_files_only: bool = False,
-        exit_adapter: str | Path | None = None,
-    ) -> tuple[PreTrainedModel, Any, PlanFile, NumDraftTokens]:
-        """What ``from_pretrained`` wraps: model, tokenizer, plan file, number of draft tokens.
-
-        Of an adapter only the exit is read here; ``ExitAdapter.load`` takes the model.
-        """
-        if exit_layer is not None and plan is not None:
-            raise ValueError("give exit_layer or plan, not both")
-        folder = builtin_folder() if str(model) == BUILTIN else model
-        shape = None if exit_adapter is None else read_adapter(exit_adapter).shape
-        if exit_layer is None and plan is None:
-            plan = known_plan(folder)
-            if shape is not None and exit_adapter is not None:
-                plan = known_plan(exit_adapter) or _at_exit(plan, shape)
-        known = plan if isinstance(plan, PlanFile) else PlanFile(plan)
-        if shape is not None:
-            _check_exit(known.plan, shape, exit_layer)
-        loaded, tokenizer = load_checkpoint(
-            folder,
-            dtype=dtype,
-            device=device,
-            revision=revision,
-            cache_dir=cache_dir,
-            token=token,
-            local_files_only=local_files_only,
-            check=lambda config: _check_plan_depth(config, exit_layer, known.plan),
-        )
-        if exit_layer is not None:
-            depth = loaded.config.num_hidden_layers
-            known = PlanFile(DraftPlan.exiting(num_layers=depth, exit_layer=exit_layer))
-        exits = trained_exits(loaded.config, known)
-        if plan is None and exit_layer is None and exits:
-            known = PlanFile(
-                DraftPlan.exiting(num_layers=loaded.config.num_hidden_layers, exit_layer=exits[0])
-            )
-        wanted = known.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-        return loaded, tokenizer, known, wanted
+    load_parts = staticmethod(load_parts)
 
     @property
     def exactness(self) -> str:
@@ -598,47 +526,22 @@ class SelfSpeculativeLM:
         return self._encoder.encode(prompt)
 
 
-def _at_exit(known: PlanFile | None, shape: AdapterShape) -> PlanFile:
-    """A checkpoint's own plan, moved to an adapter's exit: what was measured of the plan goes."""
-    if known is None:
-        return PlanFile(shape.plan)
-    coverage = {k: v for k, v in known.measurements.items() if k == "coverage"}
-    return PlanFile(
-        shape.plan,
-        draft_vocabulary=known.draft_vocabulary,
-        fingerprint=known.fingerprint,
-        measurements=coverage,
-    )
-
-
-def _check_exit(plan: DraftPlan | None, shape: AdapterShape, exit_layer: int | None = None) -> None:
-    """Raise unless drafts leave where an adapter goes on."""
-    where = exit_layer if plan is None else plan.exit_layer
-    if where != shape.exit_layer:
-        skips = plan and plan.exit_layer is None
-        said = f"runs layers {ranges(plan.layers)}" if plan and skips else f"exits after {where}"
-        raise ValueError(
-            f"the exit adapter goes on after layer {shape.exit_layer}, and the plan {said}; give "
-            "that exit, or no plan"
+def _check_arguments(
+    plan: object, num_draft_tokens: object, lookup: object, policy: object, exit_adapter: object
+) -> None:
+    """Raise unless the arguments of ``SelfSpeculativeLM`` are of the right types."""
+    if plan is not None and not isinstance(plan, DraftPlan | PlanFile):
+        raise TypeError(f"plan must be a DraftPlan, a PlanFile or None, got {type(plan).__name__}")
+    check_num_draft_tokens(num_draft_tokens)
+    if not isinstance(lookup, bool | LookupStore | None):
+        raise TypeError(f"lookup must be a bool, a LookupStore or None, got {lookup!r}")
+    if policy is not None and not isinstance(policy, Policy):
+        raise TypeError(
+            f"policy must be a Policy or None, got {type(policy).__name__}; Policy.load(path) "
+            "reads one"
         )
-
-
-def _check_plan_depth(config: Any, exit_layer: int | None, plan: DraftPlan | None) -> None:
-    depth = getattr(config, "num_hidden_layers", None)
-    if depth is None:  # no model that we know: refused later, with the reason
-        return
-    if exit_layer is not None:
-        DraftPlan.exiting(num_layers=depth, exit_layer=exit_layer)
-    if plan is not None and plan.num_layers != depth:
-        raise ValueError(
-            f"the plan is for a model of {plan.num_layers} layers; this one has {depth}"
+    if exit_adapter is not None and not isinstance(exit_adapter, ExitAdapter):
+        raise TypeError(
+            f"exit_adapter must be an ExitAdapter or None, got {type(exit_adapter).__name__}; "
+            "ExitAdapter.load(folder, model) reads one"
         )
-
-
-def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    """What ends a sequence; the generation config rules, as in transformers."""
-    config = getattr(model, "generation_config", None) or model.config
-    eos = getattr(config, "eos_token_id", None)
-    if eos is None:
-        return frozenset()
-    return frozenset([eos] if isinstance(eos, int) else eos)

@@ -3,10 +3,8 @@
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
-
-from torch import Tensor
 
 from layerskip.cache import CachedText
 from layerskip.constraint import Constraint
@@ -15,37 +13,32 @@ from layerskip.decode import Decoder
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
-from layerskip.grammar import Grammar
 from layerskip.grammar_xgrammar import XGrammarBackend
 from layerskip.lookup import LookupStore
 from layerskip.model import DecoderStack
 from layerskip.outputs import DecodeStats, GenerationOutput, Round
 from layerskip.params import (
     AUTO,
-    MAX_NUM_DRAFT_TOKENS,
     MAX_SEED,
     NumDraftTokens,
     SamplingParams,
     Verification,
     check_integer,
-    check_num_draft_tokens,
     check_sampling,
-    check_verification,
-    most_draft_tokens,
 )
 from layerskip.plan import DraftPlan
 from layerskip.policy import Policy
 from layerskip.processors import processors_of
+from layerskip.request import RowRequest, RowSettings, as_grammar, seeded
 from layerskip.rounds import Workbench
 from layerskip.row import Row, RowSpec
-from layerskip.sampling import Processor, Sampler
+from layerskip.sampling import Sampler
 from layerskip.text import TextStream
 from layerskip.vocabulary import CoverageMeter
 
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 32
-MAX_LOGPROBS = 100
 
 
 @dataclass(frozen=True)
@@ -61,71 +54,6 @@ class StreamStep:
     text: str
     token_ids: tuple[int, ...]
     round: Round
-
-
-@dataclass(frozen=True)
-class RowSettings:
-    """How a row of a ``Batch`` decodes; the arguments of ``generate``, checked.
-
-    ``ends`` and ``sink`` are of ``RowSpec``, for callers that are decoders themselves.
-    ``follows_policy`` is of requests that named no number of draft tokens.
-    """
-
-    max_new_tokens: int
-    sampling: SamplingParams
-    num_draft_tokens: NumDraftTokens
-    stop: tuple[str, ...] = ()
-    eos_ids: frozenset[int] = frozenset()
-    verification: Verification = "coupled"
-    logits_processor: tuple[Processor, ...] = ()
-    logprobs: int | None = None
-    cache: CachedText | None = None
-    return_cache: bool = False
-    grammar: Grammar | None = None
-    ends: Callable[[Sequence[int]], bool] | None = None
-    sink: Callable[[Tensor, Tensor], None] | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
-    max_draft_tokens: int = MAX_NUM_DRAFT_TOKENS
-    follows_policy: bool = False
-
-    def __post_init__(self) -> None:
-        check_labels(self.labels)
-        check_integer("max_new_tokens", self.max_new_tokens, 1)
-        check_sampling(self.sampling)
-        check_num_draft_tokens(self.num_draft_tokens)
-        check_verification(self.verification)
-        if not all(callable(p) for p in self.logits_processor):
-            raise TypeError(
-                "logits_processor must be a list of callables (input_ids, scores) -> scores, "
-                f"got {self.logits_processor!r}"
-            )
-        if self.logprobs is not None:
-            check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.cache is not None and not isinstance(self.cache, CachedText):
-            raise TypeError(
-                f"cache must be the cache of an earlier output, got {type(self.cache).__name__}"
-            )
-        if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise TypeError(
-                "grammar must be a Grammar or a pydantic model class, "
-                f"got {type(self.grammar).__name__}; make one with Grammar.json_schema(...), "
-                ".regex(...), .ebnf(...), .json() or .choice(...)"
-            )
-
-
-@dataclass(frozen=True)
-class RowRequest:
-    """A checked prompt, ready to join."""
-
-    prompt: tuple[int, ...]
-    seed: int | None
-    settings: RowSettings
-    request_id: str
-
-    @property
-    def num_slots(self) -> int:
-        most = most_draft_tokens(self.settings.num_draft_tokens)
-        return len(self.prompt) + self.settings.max_new_tokens + most
 
 
 class Batch:
@@ -406,25 +334,3 @@ def _either(one: Condition | None, other: Condition | None) -> Condition | None:
     if one is None or other is None:
         return one or other
     return lambda context: one(context) or other(context)
-
-
-def check_labels(labels: Mapping[str, str]) -> None:
-    """Raise unless it maps texts to texts."""
-    if not isinstance(labels, Mapping) or not all(
-        isinstance(part, str) for pair in labels.items() for part in pair
-    ):
-        raise TypeError(
-            f"labels must map names to texts, such as {{'task': 'code'}}, got {labels!r}"
-        )
-
-
-def as_grammar(value: Any) -> Any:
-    """A pydantic model class stands for its schema; anything else is left."""
-    return Grammar.json_schema(value) if hasattr(value, "model_json_schema") else value
-
-
-def seeded(sampling: SamplingParams) -> SamplingParams:
-    """The same with a seed, drawn if there is none."""
-    if sampling.greedy or sampling.seed is not None:
-        return sampling
-    return replace(sampling, seed=secrets.randbelow(2**32))

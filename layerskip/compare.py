@@ -3,27 +3,31 @@
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from layerskip.admission import decoder_layers
 from layerskip.api import SelfSpeculativeLM
 from layerskip.bootstrap import bootstrap_interval
 from layerskip.cache import Segment
+from layerskip.hf_modes import (
+    DEFAULT_EARLY_EXIT,
+    PROMPT_LOOKUP_TOKENS,
+    EarlyExitSettings,
+    configured,
+    counted,
+    generate_arguments,
+)
 from layerskip.model import Head
 from layerskip.outputs import DecodeStats, GenerationOutput
 from layerskip.params import SamplingParams
 from layerskip.prompts import Example
-from layerskip.sampling import Sampler
 
 MODES = ("plain", "layerskip", "hf", "hf-early-exit", "hf-early-exit-default", "hf-prompt-lookup")
 REPEAT_SPAN = 8
-PROMPT_LOOKUP_TOKENS = 10
 
 
 @dataclass(frozen=True)
@@ -49,23 +53,6 @@ class Run:
     @property
     def tokens_per_second(self) -> float:
         return len(self.token_ids) / self.seconds
-
-
-@dataclass(frozen=True)
-class EarlyExitSettings:
-    """Transformers' early exit, at its best on this work or as it comes.
-
-    Attributes:
-        exit_layer: ``assistant_early_exit``.
-        num_assistant_tokens, confidence: as in its generation config.
-    """
-
-    exit_layer: int
-    num_assistant_tokens: int
-    confidence: float
-
-
-DEFAULT_EARLY_EXIT = EarlyExitSettings(2, 20, 0.4)  # transformers' defaults but for the exit
 
 
 @dataclass(frozen=True)
@@ -119,7 +106,7 @@ class Comparison:
             extra["assistant_early_exit"] = settings.exit_layer
         elif mode == "hf-prompt-lookup":
             extra["prompt_lookup_num_tokens"] = PROMPT_LOOKUP_TOKENS
-        with _counted(self.model, count) as counts, self._configured(settings):
+        with counted(self.model, count) as counts, configured(self.model, settings):
             began, cpu_began = time.perf_counter(), time.process_time()
             tokens = self._transformers(ids, extra)
             cpu_seconds = time.process_time() - cpu_began
@@ -142,17 +129,8 @@ class Comparison:
         return Run(out.token_ids, seconds, stats, positions, cache, cpu_seconds)
 
     def _transformers(self, ids: Sequence[int], extra: dict[str, Any]) -> tuple[int, ...]:
-        sampling = self.sampling
-        settings: dict[str, Any] = {"do_sample": False}
-        if not sampling.greedy:
-            torch.manual_seed(sampling.seed or 0)
-            settings = {
-                "do_sample": True,
-                "temperature": sampling.temperature,
-                "top_k": sampling.top_k,
-                "top_p": sampling.top_p,
-                "min_p": sampling.min_p or None,
-            }
+        if not self.sampling.greedy:
+            torch.manual_seed(self.sampling.seed or 0)
         prompt = torch.tensor([ids], device=self.model.device)
         generate: Callable[..., torch.Tensor] = self.model.generate  # type: ignore[assignment]
         out = generate(
@@ -160,24 +138,10 @@ class Comparison:
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=self.max_new_tokens,
             pad_token_id=0,
-            **settings,
+            **generate_arguments(self.sampling),
             **extra,
         )
         return tuple(out[0, len(ids) :].tolist())
-
-    @contextmanager
-    def _configured(self, settings: EarlyExitSettings) -> Iterator[None]:
-        """Transformers reads these from the model's own generation config only."""
-        before = self.model.generation_config
-        config: GenerationConfig = GenerationConfig.from_dict(before.to_dict())
-        config.num_assistant_tokens = settings.num_assistant_tokens
-        config.num_assistant_tokens_schedule = "constant"
-        config.assistant_confidence_threshold = settings.confidence
-        self.model.generation_config = config
-        try:
-            yield
-        finally:
-            self.model.generation_config = before
 
     def tune_early_exit(self, prompts: Sequence[Sequence[int]]) -> None:
         """Find transformers' best exit settings on a few prompts, before anything is timed."""
@@ -216,39 +180,6 @@ class Comparison:
         v = statistics.median(verify / plain for _, verify, plain in times)
         passes = stats.num_draft_passes / max(1, stats.num_rounds)  # look-ups save some
         return Theory(c, v, stats.mean_accepted_length / (passes * c + v))
-
-
-@dataclass
-class _Counts:
-    positions: int = 0
-    kv_cache_bytes: int = 0
-
-
-@contextmanager
-def _counted(model: PreTrainedModel, wanted: bool) -> Iterator[_Counts]:
-    """Count what transformers runs through layer 0, and the caches it uses."""
-    counts = _Counts()
-    if not wanted:
-        yield counts
-        return
-    caches: dict[int, Any] = {}
-
-    def hook(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        counts.positions += hidden.shape[0] * hidden.shape[1]
-        cache = kwargs.get("past_key_values")
-        if cache is not None:
-            caches[id(cache)] = cache
-
-    handle = decoder_layers(model)[0].register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        yield counts
-    finally:
-        handle.remove()
-    for cache in caches.values():
-        for layer in cache.layers:
-            if getattr(layer, "keys", None) is not None:
-                counts.kv_cache_bytes += layer.keys.nbytes + layer.values.nbytes
 
 
 def compare(
@@ -381,52 +312,3 @@ def repeated_share(outputs: Sequence[Sequence[int]]) -> float:
         total += len(grams)
         seen_before += len(grams) - len(set(grams))
     return seen_before / total if total else 0.0
-
-
-@torch.inference_mode()
-def teacher_forced(
-    lm: SelfSpeculativeLM,
-    examples: Sequence[Example],
-    *,
-    sampling: SamplingParams,
-    exits: Sequence[int],
-    max_new_tokens: int,
-) -> dict[str, Any]:
-    """Acceptance of the first drafted token along each prompt's real continuation, by exit.
-
-    At every position of the continuation the exit and the full model pick a token, with the same
-    noise when sampling; acceptance is the share of positions where they agree. Text does not
-    loop here, whatever the model would write by itself.
-
-    Returns:
-        ``{"positions": n, "exits": {E: {"acceptance_rate": a, "overlap": 1 - TV}}}``.
-    """
-    stack = lm.stack
-    settings = replace(sampling, seed=sampling.seed or 0)
-    agree = dict.fromkeys(exits, 0)
-    overlap = dict.fromkeys(exits, 0.0)
-    positions = 0
-    for example in examples:
-        prompt = lm.encode(example.prompt)
-        ids = lm.tokenizer(example.prompt + example.continuation)["input_ids"]
-        ids = ids[: min(len(prompt) + max_new_tokens, stack.max_positions)]
-        if len(ids) <= len(prompt):
-            continue
-        first = len(prompt) - 1
-        logits = stack.all_exit_logits(ids[:-1], (*exits, stack.num_layers))
-        sampler = Sampler(settings, settings.seed or 0, stack.vocab_size)
-        target_logits = logits[stack.num_layers][first:]
-        target = sampler.pick(target_logits, len(prompt))
-        p = target_logits.softmax(-1)
-        positions += len(target)
-        for e in exits:
-            picked = sampler.pick(logits[e][first:], len(prompt))
-            agree[e] += sum(a == b for a, b in zip(picked, target, strict=True))
-            overlap[e] += torch.minimum(p, logits[e][first:].softmax(-1)).sum().item()
-    if not positions:
-        raise ValueError("--teacher-forced needs prompts with a continuation, and none has one")
-    rates = {
-        e: {"acceptance_rate": agree[e] / positions, "overlap": overlap[e] / positions}
-        for e in exits
-    }
-    return {"positions": positions, "exits": rates}

@@ -8,13 +8,13 @@ never depends on any of this; for token-level and block verification a drafted t
 in the draft, so that its length depends only on what was drawn before (DESIGN 3.5).
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layerskip.cost import CostTable
 from layerskip.estimates import DEFAULT_ACCEPTANCE, Experience, RowState
 from layerskip.outputs import Drafter, StopReason
+from layerskip.pace import Pace, affordable, fill, offer
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
 HYSTERESIS = 0.03
@@ -34,7 +34,7 @@ class Ask:
     Attributes:
         state: of its request.
         context: committed slots.
-        room: most tokens that may be drafted.
+        room: most tokens that the row takes.
         num_guessed: tokens that a look-up offers.
         match_length: of the look-up.
         stored: whether it is from a store.
@@ -46,6 +46,11 @@ class Ask:
     num_guessed: int = 0
     match_length: int = 0
     stored: bool = False
+
+    @property
+    def most(self) -> int:
+        """Tokens that the controller lets a row draft."""
+        return min(self.room, MAX_AUTO_DRAFT_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,11 @@ class Controller:
         tokens = STAKE_TOKENS if shared.ledger > 0.0 else min(limit, STAKE_TOKENS)
         return RowState(shared, stake=STAKE_SHARE * tokens, greedy=greedy)
 
+    @property
+    def row_quantum(self) -> int:
+        """Rows that a pass is padded to."""
+        return self.cost.row_quantum
+
     def calibration_error(self, kind: str) -> float:
         """Expected calibration error of the draft's confidence, for requests of ``kind``."""
         known = self._experiences.get(kind)
@@ -248,19 +258,28 @@ class Controller:
         pace = Pace(self, max(a.context for a in asks), len(asks) + len(fixed), greedy=greedy)
         # Rows share passes, so they share what may be lost on them.
         stake = pace.token * sum(a.state.stake for a in asks) / len(asks)
-        longest = _affordable(stake, pace) if drafts else 0
-        mosts = [min(longest, _most(a)) for a in asks]
+        longest = affordable(stake, pace) if drafts else 0
+        mosts = [min(longest, a.most) for a in asks]
         least = PAYING * (pace.draft_share + min(pace.steps)) / pace.token
         lines = [a.state.survivals(most, least) for a, most in zip(asks, mosts, strict=True)]
-        offers = [_offer(a, pace, line) for a, line in zip(asks, lines, strict=True)]
+        offers = [
+            offer(
+                pace,
+                line,
+                chance=a.state.lookup_acceptance(a.match_length, a.stored),
+                num_guessed=a.num_guessed,
+                most=a.most,
+            )
+            for a, line in zip(asks, lines, strict=True)
+        ]
         lookups, expected = [n for n, _ in offers], sum(gain for n, gain in offers if n)
         gains = [[] if n else line for n, line in zip(lookups, lines, strict=True)]
         others, resting = [*lookups, *fixed], not any(a.state.last for a in asks)
         bias = 1.0 + HYSTERESIS if resting else 1.0 - HYSTERESIS
-        counts, rate = _fill(pace, gains, len(asks) + expected, others, bias=bias)
+        counts, rate = fill(pace, gains, len(asks) + expected, others, bias=bias)
         probing = drafts and resting and not any(counts) and _may_probe(asks, pace)
         if probing:
-            counts = mosts = [min(1, _most(a)) for a in asks]
+            counts = mosts = [min(1, a.most) for a in asks]
             lookups = [0] * len(asks)
         pace = pace.settled(sum((*counts, *lookups, *fixed)), sum(n > 0 for n in (*counts, *fixed)))
         choices = []
@@ -321,162 +340,6 @@ class Controller:
             self._slowness = _followed(self._slowness, measured / expected)
 
 
-class Pace:
-    """What passes of a round with so many rows take.
-
-    Attributes:
-        plain: seconds of a plain pass of one row.
-        token: of a row's share of a plain pass.
-        draft_share: of one more draft pass, a drafting row's share.
-        steps: seconds that the verify pass grows by for a row's first, second, ... drafted token.
-    """
-
-    def __init__(
-        self,
-        costs: Controller,
-        context: int,
-        rows: int,
-        tokens: int = 0,
-        drafting: int = 0,
-        *,
-        greedy: bool = False,
-    ) -> None:
-        self._costs, self._context, self.num_rows, self._greedy = costs, context, rows, greedy
-        self.plain = costs.verify_seconds(1, context, greedy=greedy)
-        self.token = self.verify_share(1)
-        drafting = drafting or rows
-        self.draft_share = self.draft(drafting) / drafting
-        if rows == 1:
-            ends = [self.verify(n, n) for n in range(1, MAX_AUTO_DRAFT_TOKENS + 2)]
-            self.steps = tuple(b - a for a, b in itertools.pairwise(ends))
-        else:
-            wide, base = 2 * costs.cost.row_quantum, rows + tokens
-            longest = -(-base // rows)
-            growth = self.verify(base + wide, longest) - self.verify(base, longest)
-            self.steps = (max(0.0, growth) / wide,) * MAX_AUTO_DRAFT_TOKENS
-
-    def settled(self, tokens: int, drafting: int) -> "Pace":
-        """The same once it is known how many tokens are drafted, and in how many rows."""
-        shape = (self._context, self.num_rows, tokens, drafting)
-        return Pace(self._costs, *shape, greedy=self._greedy)
-
-    def draft(self, rows: int) -> float:
-        """Seconds of a draft pass of so many rows."""
-        return self._costs.draft_seconds(rows, self._context, greedy=self._greedy)
-
-    def verify(self, tokens: int, longest: int) -> float:
-        """Seconds of the verify pass."""
-        return self._costs.verify_seconds(
-            tokens, self._context, rows=self.num_rows, longest=longest, greedy=self._greedy
-        )
-
-    def verify_share(self, each: int) -> float:
-        """Of one row, if every row has ``each`` tokens in the verify pass."""
-        return self.verify(self.num_rows * each, each) / self.num_rows
-
-
-def _offer(ask: Ask, pace: Pace, survivals: Sequence[float]) -> tuple[int, float]:
-    """Looked-up tokens that go straight to the verify pass, none where an early exit is better;
-    and how many of them will be accepted.
-
-    Args:
-        survivals: of the early exit's tokens.
-    """
-    a = ask.state.lookup_acceptance(ask.match_length, ask.stored)
-    best, best_gain, rate = 0, 0.0, 1.0 / pace.verify_share(1)
-    gain, survival = 0.0, 1.0
-    for n in range(1, min(ask.num_guessed, _most(ask)) + 1):
-        survival *= a
-        gain += survival
-        got = (1.0 + gain) / pace.verify_share(n + 1)
-        if got > rate:
-            best, best_gain, rate = n, gain, got
-    if best and rate < _exit_rate(survivals, ask.num_guessed, a, pace):
-        return 0, 0.0
-    return best, best_gain
-
-
-def _exit_rate(survivals: Sequence[float], num_guessed: int, guessed: float, pace: Pace) -> float:
-    """Tokens a second with an early exit; looked-up tokens that it confirms save passes.
-
-    Args:
-        guessed: chance of each looked-up token.
-    """
-    best, tokens, saved, chance = 0.0, 1.0, 0.0, 1.0
-    for k, survival in enumerate(survivals, start=1):
-        tokens += survival
-        if 1 < k <= num_guessed + 1:
-            chance *= guessed
-            saved += chance
-        seconds = pace.verify_share(k + 1) + (k - saved) * pace.draft_share
-        best = max(best, tokens / seconds)
-    return best
-
-
-def _fill(
-    pace: Pace,
-    gains: Sequence[Sequence[float]],
-    tokens: float,
-    others: Sequence[int],
-    *,
-    bias: float = 1.0,
-) -> tuple[list[int], float]:
-    """Draft tokens of each row with the most tokens a second, and how many those are.
-
-    Two orders are tried, of which the best first tokens are taken, for each row a prefix of its
-    draft: by survival, and pass by pass, which fills passes that some rows' tokens pay for.
-
-    Args:
-        gains: for each row the survival of its first, second, ... drafted token.
-        tokens: that the round emits without them.
-        others: tokens of the verify pass that are drafted in any case, by row.
-        bias: drafting has to beat the rate without it by this factor.
-    """
-    items = [(g, i, r) for r, line in enumerate(gains) for i, g in enumerate(line)]
-    orders = [sorted(items, key=lambda item: (-item[0], item[1]))]
-    if len(gains) > 1:
-        orders.append(sorted(items, key=lambda item: (item[1], -item[0])))
-    # Every row verifies its pending token; a row that looks up stands in `others`, too.
-    num_verified, longest = pace.num_rows + sum(others), 1 + max(others, default=0)
-    alone = tokens / pace.verify(num_verified, longest)
-    best, taken = bias * alone, []
-    for order in orders:
-        count, rate = _best_prefix(pace, order, tokens, num_verified, longest)
-        if rate > best:
-            best, taken = rate, order[:count]
-    counts = [0] * len(gains)
-    for _, _, r in taken:
-        counts[r] += 1
-    return counts, best if taken else alone
-
-
-def _best_prefix(
-    pace: Pace,
-    order: Sequence[tuple[float, int, int]],
-    tokens: float,
-    num_verified: int,
-    longest: int,
-) -> tuple[int, float]:
-    """How many of the drafted tokens, in this order, give the most tokens a second. Each is charged
-    the rise of its draft pass and of verify."""
-    best, count, drafting = 0.0, 0, 0.0
-    depth = [0] * MAX_AUTO_DRAFT_TOKENS
-    draft = [pace.draft(n) for n in range(pace.num_rows + 1)]
-    for done, (gain, i, _) in enumerate(order, 1):
-        drafting += draft[depth[i] + 1] - draft[depth[i]]
-        depth[i] += 1
-        longest = max(longest, i + 2)
-        tokens += gain
-        rate = tokens / (drafting + pace.verify(num_verified + done, longest))
-        if rate > best:
-            best, count = rate, done
-    return count, best
-
-
-def _most(ask: Ask) -> int:
-    return min(ask.room, MAX_AUTO_DRAFT_TOKENS)
-
-
 def _may_probe(asks: Sequence[Ask], pace: Pace) -> bool:
     """Whether what plain rounds earned pays for trying the early exit, which the rows gave up, once
     more: all rows together, since they share its pass."""
@@ -488,15 +351,6 @@ def _may_probe(asks: Sequence[Ask], pace: Pace) -> bool:
     for shared in (a.state.shared for a in asks):  # of each kind of request, once or more
         shared.credit = min(shared.credit, max(MOST_CREDIT, cost))  # a long rest buys no long run
     return min(a.state.shared.credit for a in asks) >= cost
-
-
-def _affordable(stake: float, pace: Pace) -> int:
-    """Tokens of a row's draft that cost no more than ``stake`` seconds if all are wrong."""
-    for n, step in enumerate(pace.steps):
-        stake -= pace.draft_share + step
-        if stake < 0.0:
-            return n
-    return len(pace.steps)
 
 
 def _followed(ratio: float, measured: float) -> float:

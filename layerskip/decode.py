@@ -8,70 +8,26 @@ committed. ``k = 0`` is plain decoding through the same code.
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from layerskip.cache import CachedText, Segment
+from layerskip.cache import CachedText
 from layerskip.controller import Controller
 from layerskip.draft_head import DraftHead
-from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
+from layerskip.drafting import EarlyExitDrafter
 from layerskip.lookup import LookupStore
 from layerskip.model import DecoderStack
-from layerskip.outputs import Origin, Round
-from layerskip.params import MAX_NUM_DRAFT_TOKENS, most_draft_tokens
+from layerskip.outcome import NO_LOGITS, Judged, Outcome, Times, record_of
+from layerskip.outputs import Round
+from layerskip.params import most_draft_tokens
 from layerskip.plan import DraftPlan
 from layerskip.rounds import Workbench
-from layerskip.row import Emission, ExitStates, Row, RowSpec
-from layerskip.sampling import token_logprobs
+from layerskip.row import ExitStates, Row, RowSpec
 from layerskip.speculation import Attempt, Landing, Speculator
 from layerskip.verification import Verdict, judge
-
-NO_LOGITS = torch.empty(0)
-
-
-@dataclass(frozen=True)
-class Judged:
-    """One row's verify rows, ``(num_draft_tokens + 1, vocab)``, and what follows from them."""
-
-    logits: Tensor
-    verdict: Verdict
-
-
-@dataclass(frozen=True)
-class Times:
-    """Of a round's phases, which all its rows share.
-
-    Attributes:
-        draft: seconds.
-        began: when verify did. It ends with a row's record: finding its text counts.
-        sample: seconds of choosing tokens, a part of verify.
-        num_rows: of the round.
-    """
-
-    draft: float
-    began: float
-    sample: float
-    num_rows: int
-
-
-@dataclass(frozen=True)
-class Step:
-    """One row's finished work of a round, not yet applied; a prefill attempts nothing.
-
-    ``exit_states`` are those after the shared layers: of a prompt's chunks, or in one piece of the
-    tokens that verify ran. What has a ``landing`` the device has applied to its own state already.
-    """
-
-    row: Row
-    attempt: Attempt | None
-    emission: Emission
-    judged: Judged
-    num_committed: int
-    record: Round
-    exit_states: Sequence[Tensor] = ()
-    landing: Landing | None = None
+from layerskip.verify import Verifier
 
 
 class Decoder:
@@ -104,8 +60,10 @@ class Decoder:
             free_rows=stack.free_rows,
             head=head,
         )
-        self.plan, self.shared_depth = plan, plan.shared_depth if plan is not None else 0
+        self.plan = plan
         self._has_block = drafter is not None and stack.has_block_at(plan)
+        shared_depth = plan.shared_depth if plan is not None else 0
+        self.verifier = Verifier(stack, shared_depth, has_block=self._has_block)
         self.rounds = None
         if bench is None:
             self.cache = stack.new_cache(num_rows=num_rows, num_slots=num_slots)
@@ -173,50 +131,50 @@ class Decoder:
         going = [row for row in self.rows.values() if row.finish_reason is None]
         new = [row for row in going if not row.token_ids]
         decoding = [row for row in going if row.token_ids]
-        steps = [self._prefill(row) for row in new]
+        outcomes = [self._prefill(row) for row in new]
         if decoding and self.rounds is not None:
             # A prefill's token is known when this step ends: its row joins the round after that.
-            steps += self._land(decoding, ahead=not new)
-            decoding = self._left_to_host(decoding, steps)
+            outcomes += self._land(decoding, ahead=not new)
+            decoding = self._left_to_host(decoding, outcomes)
         if decoding:
-            steps += self._round(decoding)
+            outcomes += self._round(decoding)
         if self.rounds is not None:
             self.rounds.landed()
-        for step in steps:
-            self._apply(step)
-        return [step.record for step in steps]
+        for outcome in outcomes:
+            self._apply(outcome)
+        return [outcome.record for outcome in outcomes]
 
-    def _apply(self, step: Step) -> None:
-        row, emission = step.row, step.emission
+    def _apply(self, outcome: Outcome) -> None:
+        row, emission = outcome.row, outcome.emission
         if row.exit_states is not None:
-            self._keep(row.exit_states, step)
-        row.length += step.num_committed
-        if step.landing is None:
-            self._commit(step)
+            self._keep(row.exit_states, outcome)
+        row.length += outcome.num_committed
+        if outcome.landing is None:
+            self._commit(outcome)
         row.token_ids.extend(emission.token_ids)
         row.stream, row.finish_reason = emission.stream, emission.finish_reason
-        row.rounds.append(step.record)
+        row.rounds.append(outcome.record)
         row.spec.sampler.forget_before(len(row.spec.prompt) + len(row.token_ids))
-        if step.attempt is None:
+        if outcome.attempt is None:
             self.speculator.began(row)
         else:
-            num_matches = step.judged.verdict.num_matches
-            self.speculator.observe(row, step.attempt, emission.token_ids, num_matches)
-        if step.landing is not None and self.rounds is not None:
-            self.rounds.settle(step.landing)
+            num_matches = outcome.judged.verdict.num_matches
+            self.speculator.observe(row, outcome.attempt, emission.token_ids, num_matches)
+        if outcome.landing is not None and self.rounds is not None:
+            self.rounds.settle(outcome.landing)
         if row.spec.sink is not None:
-            count, scores = len(emission.token_ids), step.judged.verdict.scores
-            logits = step.judged.logits[:count].float()
+            count, scores = len(emission.token_ids), outcome.judged.verdict.scores
+            logits = outcome.judged.logits[:count].float()
             row.spec.sink(logits, logits if scores is None else scores[:count])
 
-    def _commit(self, step: Step) -> None:
-        row = step.row
-        self.cache.commit(row.slot_row, step.num_committed)
-        num_rejected = step.record.num_draft_tokens + 1 - step.num_committed
+    def _commit(self, outcome: Outcome) -> None:
+        row = outcome.row
+        self.cache.commit(row.slot_row, outcome.num_committed)
+        num_rejected = outcome.record.num_draft_tokens + 1 - outcome.num_committed
         if num_rejected > 0:  # of a prefill nothing is
             self.cache.sweep(row.slot_row, row.length, row.length + num_rejected)
 
-    def _land(self, rows: Sequence[Row], *, ahead: bool) -> list[Step]:
+    def _land(self, rows: Sequence[Row], *, ahead: bool) -> list[Outcome]:
         """What the oldest round that the device ran by itself did for these rows; the one after it
         is on its way by then."""
         assert self.rounds is not None
@@ -234,43 +192,43 @@ class Decoder:
             for landing, attempt in zip(landings, attempts, strict=True)
         ]
 
-    def _left_to_host(self, rows: Sequence[Row], steps: Sequence[Step]) -> list[Row]:
+    def _left_to_host(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> list[Row]:
         """Rows that the device neither had in this round nor has in the next one."""
         assert self.rounds is not None
-        done = {step.row.id for step in steps}
+        done = {outcome.row.id for outcome in outcomes}
         left = [row for row in rows if row.id not in done and not self.rounds.flies(row)]
         for row in left:
             self.rounds.leave(row)
         return left
 
-    def _landed(self, landing: Landing, attempt: Attempt, times: Times) -> Step:
+    def _landed(self, landing: Landing, attempt: Attempt, times: Times) -> Outcome:
         judged = Judged(NO_LOGITS, Verdict(landing.tokens, None))
-        step = self._finished(landing.row, attempt, judged, times)
-        count, sent = len(step.emission.token_ids), landing.num_sent
-        if count > sent or (count < sent and step.emission.finish_reason != "stop"):
+        outcome = self._finished(landing.row, attempt, judged, times)
+        count, sent = len(outcome.emission.token_ids), landing.num_sent
+        if count > sent or (count < sent and outcome.emission.finish_reason != "stop"):
             raise RuntimeError(
                 f"the device emitted {sent} tokens where {count} were due: this is an error of "
                 "layerskip; please report it"
             )
-        return replace(step, landing=landing)
+        return replace(outcome, landing=landing)
 
-    def _keep(self, kept: ExitStates, step: Step) -> None:
+    def _keep(self, kept: ExitStates, outcome: Outcome) -> None:
         """What the block has seen, and what it has not: of a draft, what went through its passes
         and was accepted; of a plain round or of looked-up tokens, nothing."""
-        row, seen = step.row, 0
-        if step.attempt is None:
-            kept.prompt += step.exit_states
+        row, seen = outcome.row, 0
+        if outcome.attempt is None:
+            kept.prompt += outcome.exit_states
             return
-        draft = step.attempt.draft
+        draft = outcome.attempt.draft
         if draft.num_passes:
             kept.clear()
-            seen = min(step.num_committed, len(draft.shared))
+            seen = min(outcome.num_committed, len(draft.shared))
             self.cache.adapter_lengths[row.slot_row] = row.length + seen
-        if seen < step.num_committed:
+        if seen < outcome.num_committed:
             # Copied: a view would keep all rows of the pass, spare ones too.
-            kept.decoded += [s[seen : step.num_committed].clone() for s in step.exit_states]
+            kept.decoded += [s[seen : outcome.num_committed].clone() for s in outcome.exit_states]
 
-    def _prefill(self, row: Row) -> Step:
+    def _prefill(self, row: Row) -> Outcome:
         began = time.perf_counter()
         prompt = row.spec.prompt
         states: list[Tensor] | None = None if row.exit_states is None else []
@@ -282,12 +240,12 @@ class Decoder:
         times = Times(0.0, began, time.perf_counter() - filled, 1)
         return self._finished(row, None, Judged(logits, verdict), times, states or ())
 
-    def _round(self, rows: Sequence[Row]) -> list[Step]:
+    def _round(self, rows: Sequence[Row]) -> list[Outcome]:
         began = time.perf_counter()
         attempts = self.speculator.attempt(rows, self.cache)
         drafted = time.perf_counter()
         requests, drafts = [a.request for a in attempts], [a.draft for a in attempts]
-        logits, states = self._verify(requests, drafts)
+        logits, states = self.verifier.verify(requests, drafts, self.cache)
         verified = time.perf_counter()
         judged = [
             Judged(part, judge(r.sampler, part, r.length + 1, d.tokens, d.q, r.context))
@@ -308,128 +266,25 @@ class Decoder:
         judged: Judged,
         times: Times,
         exit_states: Sequence[Tensor] = (),
-    ) -> Step:
+    ) -> Outcome:
         """Emit the confirmed tokens and the one after them. All but the last are committed,
         and with them the token that was pending, or the prompt."""
-        draft = attempt.draft if attempt is not None else NO_DRAFT
-        stopper = attempt.stopper if attempt is not None else None
-        num_matches, drafted = judged.verdict.num_matches, len(draft.tokens)
         emission = row.emission(judged.verdict.tokens)
-        count, missing = len(emission.token_ids), len(row.spec.prompt) - row.length
-        left = drafted + 1 - len(draft.shared)  # for verify to run through the shared layers
-        after: Origin = "recovered" if num_matches < drafted else "bonus" if drafted else "plain"
-        top, ended = row.spec.logprobs, time.perf_counter()
-        record = Round(
-            row=row.id,
-            index=len(row.rounds),
-            token_ids=emission.token_ids,
-            text=emission.text,
-            num_draft_tokens=drafted,
-            num_accepted_tokens=min(num_matches, count),
-            origin=after if row.rounds else "prefill",
-            draft_seconds=times.draft,
-            verify_seconds=ended - times.began,
-            positions=draft.num_positions + left if row.rounds else missing,
-            finish_reason=emission.finish_reason,
-            logprobs=()
-            if top is None
-            else token_logprobs(judged.logits[:count], emission.token_ids, top),
-            drafter=attempt.source if attempt is not None else "none",
-            num_draft_passes=draft.num_passes,
-            chances=tuple(stopper.chances) if stopper is not None else (),
-            stopped=attempt.stopped if attempt is not None else "",
+        record = record_of(
+            row,
+            attempt,
+            judged,
+            emission,
+            times,
+            ended=time.perf_counter(),
             num_uncovered_tokens=self.speculator.uncovered(emission.token_ids),
-            request_id=row.spec.request_id,
-            labels=row.spec.labels,
-            rows=times.num_rows,
-            context=row.length,
             exit_layer=self._exit_layer(attempt),
-            sample_seconds=times.sample,
-            elapsed_seconds=ended - row.joined,
         )
-        committed = count if row.rounds else missing
-        return Step(row, attempt, emission, judged, committed, record, exit_states)
+        missing = len(row.spec.prompt) - row.length
+        committed = len(emission.token_ids) if row.rounds else missing
+        return Outcome(row, attempt, emission, judged, committed, record, exit_states)
 
     def _exit_layer(self, attempt: Attempt | None) -> int | None:
         if attempt is None or attempt.source != "early_exit" or self.plan is None:
             return None
         return self.plan.exit_layer
-
-    def _verify(
-        self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Each row's logits after the pending token and after each drafted one, and the hidden
-        states of these tokens after the shared layers."""
-        self._sweep_drafts(requests, drafts)
-        hidden = shared = self._through_shared_layers(requests, drafts)
-        segments = [
-            Segment(r.row, r.length, len(d.tokens) + 1)
-            for r, d in zip(requests, drafts, strict=True)
-        ]
-        layers = range(self.shared_depth, self.stack.num_layers)
-        hidden = self.stack.run_layers(hidden, layers, self.cache, segments)
-        counts = [s.count for s in segments]
-        parts = list(self.stack.logits(hidden)[: sum(counts)].split(counts))
-        for r, d in zip(requests, drafts, strict=True):
-            if r.sampler.constraint is not None:
-                r.sampler.constraint.prepare((*r.context, *d.tokens), len(d.tokens) + 1)
-        states = list(shared[: sum(counts)].split(counts))
-        if not hidden[: sum(counts)].isfinite().all():
-            for i, (r, d) in enumerate(zip(requests, drafts, strict=True)):
-                if d.tokens:
-                    parts[i], states[i] = self._one_by_one(r, d)
-        return parts, states
-
-    def _one_by_one(self, request: DraftRequest, draft: Draft) -> tuple[Tensor, Tensor]:
-        """What ``_verify`` gives of a row, without later tokens in the pass: as plain decoding
-        has it.
-
-        Attention reads what it masks, and 0 times NaN is NaN: one drafted token that the model
-        can't take spoils the positions before it, which have to be judged as if it were not there.
-        """
-        end = request.length + len(draft.tokens) + 1
-        self.cache.sweep(request.row, request.length, end, self.cache.model_layers)
-        rows, states, depth = [], [], self.shared_depth
-        for i, token in enumerate((request.pending, *draft.tokens)):
-            segments = [Segment(request.row, request.length + i, 1)]
-            hidden, deep = self.stack.embed([token]), range(depth, self.stack.num_layers)
-            hidden = self.stack.run_layers(hidden, range(depth), self.cache, segments)
-            states.append(hidden[:1])
-            hidden = self.stack.run_layers(hidden, deep, self.cache, segments)
-            rows.append(self.stack.logits(hidden)[:1])
-        return torch.cat(rows), torch.cat(states)
-
-    def _sweep_drafts(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> None:
-        """Leave nothing of a draft but what is built on: the slots of the shared layers, and of
-        the adapter's block."""
-        depth = self.stack.num_layers
-        below, above = slice(0, self.shared_depth), slice(self.shared_depth, depth)
-        for r, d in zip(requests, drafts, strict=True):
-            end = r.length + MAX_NUM_DRAFT_TOKENS + 1
-            self.cache.sweep(r.row, r.length, end, above)
-            self.cache.sweep(r.row, r.length + len(d.shared), end, below)
-            if self._has_block:
-                self.cache.sweep(r.row, r.length + len(d.shared), end, slice(depth, None))
-
-    def _through_shared_layers(
-        self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]
-    ) -> Tensor:
-        """Hidden states after the shared layers for all tokens to verify, rows one after another.
-
-        An early exit's draft left them for every token but each row's last. What has none goes
-        through here: that one, and looked-up tokens.
-        """
-        rest = [
-            (r.pending, *d.tokens)[len(d.shared) :] for r, d in zip(requests, drafts, strict=True)
-        ]
-        segments = [
-            Segment(r.row, r.length + len(d.shared), len(tokens))
-            for r, d, tokens in zip(requests, drafts, rest, strict=True)
-        ]
-        hidden = self.stack.embed([token for tokens in rest for token in tokens])
-        hidden = self.stack.run_layers(hidden, range(self.shared_depth), self.cache, segments)
-        if not any(d.shared for d in drafts):
-            return hidden
-        parts = hidden[: sum(map(len, rest))].split([len(tokens) for tokens in rest])
-        states = [s for d, part in zip(drafts, parts, strict=True) for s in (*d.shared, *part)]
-        return torch.stack(states)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from layerskip.cache import Layout
 from layerskip.draft_head import Projection
+from layerskip.layout import Layout
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 CAPTURING = "transformers.utils.output_capturing"

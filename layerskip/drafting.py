@@ -8,12 +8,11 @@ from torch import Tensor
 
 from layerskip.cache import KVCache, Segment
 from layerskip.draft_head import DraftHead, greedy_kept, spread
+from layerskip.guessing import Guesser
 from layerskip.model import DecoderStack, Head
 from layerskip.plan import DraftPlan
 from layerskip.row import ExitStates
 from layerskip.sampling import Sampler, greedy_tokens
-
-Guesser = Callable[[Sequence[int], int], Sequence[int]]
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from layerskip.adapter_file import read_adapter, write_adapter
 from layerskip.adapter_shape import WIDTH_QUANTUM, AdapterShape, check_temperature
 from layerskip.admission import unwrapped
-from layerskip.cache import Layout
 from layerskip.draft_head import DraftHead, Projection
 from layerskip.exit_block import ExitBlock, LowRank, by_rows
 from layerskip.fingerprint import fingerprint_of
+from layerskip.layout import Layout
 from layerskip.skeleton import Skeleton, share_twin
 
 if TYPE_CHECKING:

@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from layerskip.adapter_shape import AdapterShape
-from layerskip.cache import Layout
 from layerskip.dense import Rope, product, rms_norm, rotate
+from layerskip.layout import Layout
 
 ROPE_CHUNK = 1024
 EPSILON = 1e-6
@@ -79,16 +80,20 @@ class ExitBlock(nn.Module):
         qk, value = self._heads(states, len(states))
         qk = self._turn(qk, self._rope(positions, qk.dtype))
         query, key = qk.split([self.shape.num_heads, self.shape.num_kv_heads], dim=-2)
+        query, key, value = (
+            rearrange(x, "row token head dim -> row head token dim") for x in (query, key, value)
+        )
         mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
+            query,
+            key,
+            value,
             attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype),
             is_causal=mask is None,
             scale=self.shape.head_dim**-0.5,
             enable_gqa=True,
         )
-        return self._after(states, mixed.transpose(1, 2), len(states))
+        mixed = rearrange(mixed, "row head token dim -> row token head dim")
+        return self._after(states, mixed, len(states))
 
     def rows(self, hidden: Tensor, layout: Layout, layer: int, at_once: int | None) -> Tensor:
         """For decoding: ``(rows, hidden)`` -> the same.

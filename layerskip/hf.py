@@ -10,15 +10,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
+from einops import rearrange
 from torch import FloatTensor, LongTensor, Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from layerskip.batch import Batch, RowRequest, RowSettings
+from layerskip.batch import Batch
 from layerskip.cache import CachedText
 from layerskip.grammar import Grammar
+from layerskip.loading import eos_ids_of
 from layerskip.outputs import GenerationOutput
 from layerskip.params import NumDraftTokens, SamplingParams, Verification
+from layerskip.request import RowRequest, RowSettings
 
 MODEL_KWARGS = {
     "attention_mask",
@@ -151,18 +154,13 @@ class HostedRow:
             logits_processor=(self.process,) if self.call.logits_processor else (),
             return_cache=dictionary and self.call.model_kwargs.get("use_cache") is not False,
             # A stopping criterion ends the row as well; a grammar has to know what may.
-            eos_ids=_eos_ids(config) if grammar is not None else frozenset(),
+            eos_ids=eos_ids_of(config) if grammar is not None else frozenset(),
             grammar=grammar,
             ends=self.ends,
             sink=self.keep
             if dictionary and (config.output_scores or config.output_logits)
             else None,
         )
-
-
-def _eos_ids(config: GenerationConfig) -> frozenset[int]:
-    eos = config.eos_token_id
-    return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
 
 
 def _knows_rows(processor: Any) -> bool:
@@ -272,8 +270,12 @@ def _as_dynamic_cache(
         slots = torch.cat([slots, torch.arange(width, width + len(text.token_ids) - length)])
         keys[:, i, slots] = text.keys[:num_layers]
         values[:, i, slots] = text.values[:num_layers]
-    for layer, (k, v) in enumerate(zip(keys.transpose(2, 3), values.transpose(2, 3), strict=True)):
-        cache.update(k.contiguous(), v.contiguous(), layer)
+    keys, values = (
+        rearrange(x, "layer row slot head dim -> layer row head slot dim").contiguous()
+        for x in (keys, values)
+    )
+    for layer in range(num_layers):
+        cache.update(keys[layer], values[layer], layer)
     return cache
 
 

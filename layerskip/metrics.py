@@ -1,12 +1,16 @@
-"""Acceptance of one request, in the shape that serving engines report it.
+"""Acceptance: of one request, in the shape that serving engines report it; and by position.
 
-Fields and definitions are those of vLLM's ``metrics.speculative_decoding`` (documentation of 0.32,
-"Per-Request Acceptance Metrics"), which load generators read; ``accepted_*`` and ``mode`` are ours.
+Fields and definitions of the first are those of vLLM's ``metrics.speculative_decoding``
+(documentation of 0.32, "Per-Request Acceptance Metrics"), which load generators read;
+``accepted_*`` and ``mode`` are ours.
 """
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from layerskip.outputs import Round
 
 QUANTILES = (10, 50, 90)
 
@@ -14,7 +18,7 @@ QUANTILES = (10, 50, 90)
 def speculative_metrics(rounds: Iterable[tuple[int, int]]) -> dict[str, Any]:
     """Sum up a request's rounds.
 
-    Rounds without a draft count as in vLLM: not among the steps, so that they lower no mean.
+    Rounds without a draft are left out, as in vLLM, so that they lower no mean.
 
     Args:
         rounds: drafted and accepted tokens of each, prefill left out.
@@ -22,33 +26,48 @@ def speculative_metrics(rounds: Iterable[tuple[int, int]]) -> dict[str, Any]:
     Returns:
         ``num_spec_steps`` rounds that drafted, ``num_draft_tokens``, ``num_accepted_draft_tokens``,
         ``num_spec_tokens`` (most drafted in a round), ``mean_acceptance_length`` (1 + accepted a
-        step), ``draft_acceptance_rate``, ``acceptance_histogram`` (steps by accepted tokens), the
+        round), ``draft_acceptance_rate``, ``acceptance_histogram`` (rounds by accepted tokens), the
         same ``_by_draft_length``, ``per_step_accepted``, ``per_step_drafted``; ``accepted_p10``,
-        ``_p50``, ``_p90`` of accepted tokens a step, nearest rank, None without steps; ``mode``,
+        ``_p50``, ``_p90`` of accepted tokens a round, nearest rank, None without any; ``mode``,
         "speculative" or "plain".
     """
-    steps = [(drafted, accepted) for drafted, accepted in rounds if drafted]
-    drafted = sum(d for d, _ in steps)
-    accepted = [a for _, a in steps]
-    most = max((d for d, _ in steps), default=0)
+    drafts = [(drafted, accepted) for drafted, accepted in rounds if drafted]
+    drafted = sum(d for d, _ in drafts)
+    accepted = [a for _, a in drafts]
+    most = max((d for d, _ in drafts), default=0)
     by_length = {
-        str(k): _histogram((a for d, a in steps if d == k), k)
-        for k in sorted({d for d, _ in steps})
+        str(k): _histogram((a for d, a in drafts if d == k), k)
+        for k in sorted({d for d, _ in drafts})
     }
     return {
-        "mean_acceptance_length": 1.0 + sum(accepted) / max(1, len(steps)),
+        "mean_acceptance_length": 1.0 + sum(accepted) / max(1, len(drafts)),
         "draft_acceptance_rate": sum(accepted) / max(1, drafted),
         "acceptance_histogram": _histogram(accepted, most),
         "acceptance_histogram_by_draft_length": by_length,
-        "num_spec_steps": len(steps),
+        "num_spec_steps": len(drafts),
         "num_accepted_draft_tokens": sum(accepted),
         "num_draft_tokens": drafted,
         "num_spec_tokens": most,
         "per_step_accepted": accepted,
-        "per_step_drafted": [d for d, _ in steps],
+        "per_step_drafted": [d for d, _ in drafts],
         **{f"accepted_p{q}": _nearest_rank(accepted, q) for q in QUANTILES},
-        "mode": "speculative" if steps else "plain",
+        "mode": "speculative" if drafts else "plain",
     }
+
+
+def acceptance_by_position(rounds: Iterable["Round"]) -> tuple[float, ...]:
+    """Share of the first, second, ... drafted token that is accepted after accepted ones.
+
+    Rounds that a text ends in are left out: they may be cut before what was accepted.
+    """
+    whole = [r for r in rounds if r.finish_reason is None]
+    shares: list[float] = []
+    for i in range(max((r.num_draft_tokens for r in whole), default=0)):
+        judged = [r for r in whole if r.num_draft_tokens > i and r.num_accepted_tokens >= i]
+        if not judged:
+            break
+        shares.append(sum(r.num_accepted_tokens > i for r in judged) / len(judged))
+    return tuple(shares)
 
 
 def _histogram(accepted: Iterable[int], most: int) -> list[int]:

@@ -4,7 +4,6 @@ The user's model is never touched: everything runs on a twin that shares every t
 own modules and config, and whose attention is ours.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
@@ -15,28 +14,20 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from layerskip.admission import check_model, decoder_layers, unwrapped
-from layerskip.cache import KVCache, Layout, PassLayout, PrefillLayout, Segment
+from layerskip.cache import KVCache, Segment
 from layerskip.dense import DenseModel, fits
 from layerskip.draft_head import DraftHead, Projection, head_over, why_whole
-from layerskip.exactness import (
-    MAX_PASS_ROWS,
-    ROW_QUANTA,
-    SWITCHED_OFF,
-    Exactness,
-    attention_agrees,
-    probe,
-    rows_agree,
-)
+from layerskip.exactness import SWITCHED_OFF, Exactness, probe
 from layerskip.exit_adapter import AdaptedHead, ExitAdapter, check_adapter
 from layerskip.families import position_limit
+from layerskip.layout import Layout, PassLayout, PrefillLayout
 from layerskip.packing import FAMILIES, pack
+from layerskip.pass_sizes import PassSizes
 from layerskip.plan import DraftPlan
 from layerskip.skeleton import Skeleton, share_twin
 
 if TYPE_CHECKING:
     from layerskip.packed_forward import PackedModel
-
-logger = logging.getLogger(__name__)
 
 Head = Callable[[Tensor], Tensor]
 PREFILL_CHUNK = 512
@@ -81,14 +72,12 @@ class DecoderStack:
         self.max_positions = position_limit(config)
         self.dtype, self.device = self.twin.dtype, self.twin.device
         self._positions = torch.zeros(1, 0, dtype=torch.int64, device=self.device)
-        self._proven: dict[tuple[int, int], bool] = {}
-        self._product_rows: dict[int, int] = {}
+        self.pass_sizes = PassSizes(self, divides_products=forward.divides_products)
         self.adapter: ExitAdapter | None = None
         self.exactness: Exactness
         with torch.inference_mode():
             self.exactness = self._settle(exact)
-        at_start = (torch.get_num_threads(), self.exactness.row_quantum)
-        self._proven[at_start] = self.exactness.holds  # not proven again in the first round
+        self.pass_sizes.note_probe()
         if adapter is not None:
             check_adapter(adapter, self)
             self.adapter = adapter
@@ -159,7 +148,7 @@ class DecoderStack:
     @property
     def product_rows(self) -> int:
         """Most rows of a decode pass that a linear map takes at once, with this thread's cores."""
-        return self._product_rows.get(torch.get_num_threads(), MAX_PASS_ROWS)
+        return self.pass_sizes.product_rows
 
     @property
     def free_rows(self) -> int:
@@ -209,7 +198,7 @@ class DecoderStack:
 
         Learned positions are added when the rows enter ``run_layers``, which knows where they are.
         """
-        padded = [*token_ids, *[0] * (self._padded(len(token_ids)) - len(token_ids))]
+        padded = [*token_ids, *[0] * (self.pass_sizes.padded(len(token_ids)) - len(token_ids))]
         return self._forward.embed(torch.tensor(padded, device=self.device))
 
     def run_layers(
@@ -229,7 +218,7 @@ class DecoderStack:
         layers = tuple(layers)
         if not layers:
             return hidden
-        parts = self._split(segments)
+        parts = self.pass_sizes.split(segments)
         if len(parts) == 1 and (self.exactness.holds or not self.exactness.wanted):
             return self.run_pass(hidden, layers, cache, parts[0])
         outputs, start = [], 0
@@ -246,7 +235,7 @@ class DecoderStack:
         Args:
             project: in the place of the head, where ``why_whole_head`` is None.
         """
-        limit = self._largest_proven(hidden.shape[0])
+        limit = self.pass_sizes.largest(hidden.shape[0])
         if hidden.shape[0] <= limit:
             return self.head(self._pad(hidden), project=project)
         pieces = hidden.split(limit)
@@ -395,74 +384,9 @@ class DecoderStack:
         assert self.adapter is not None
         return self.adapter.run(hidden, layout, self._at_once if layout.padded else None)
 
-    def _padded(self, num_tokens: int) -> int:
-        quantum = self.exactness.row_quantum
-        return -(-num_tokens // quantum) * quantum
-
     def _pad(self, hidden: Tensor) -> Tensor:
-        missing = self._padded(hidden.shape[0]) - hidden.shape[0]
+        missing = self.pass_sizes.padded(hidden.shape[0]) - hidden.shape[0]
         return F.pad(hidden, (0, 0, 0, missing)) if missing else hidden
-
-    def _split(self, segments: Sequence[Segment]) -> list[list[Segment]]:
-        """Passes of proven sizes; token by token where no size is proven, and row by row where
-        the layers' own attention knows no rows."""
-        total = sum(s.count for s in segments)
-        limit = self._largest_proven(total)
-        if total <= limit and (len(segments) == 1 or not self.one_row):
-            return [list(segments)]
-        parts: list[list[Segment]] = []
-        part: list[Segment] = []
-        room = limit
-        for s in segments:
-            start, left = s.start, s.count
-            while left:
-                take = min(room, left)
-                part.append(Segment(s.row, start, take))
-                start, left, room = start + take, left - take, room - take
-                if room == 0 or self.one_row:
-                    parts.append(part)
-                    part, room = [], limit
-        return [*parts, part] if part else parts
-
-    def _largest_proven(self, num_tokens: int) -> int:
-        """The most tokens one pass may hold for ``num_tokens`` to keep their bits."""
-        if not self.exactness.wanted:
-            return num_tokens
-        if not self.exactness.holds:
-            return 1
-        size = min(self._padded(num_tokens), MAX_PASS_ROWS)
-        if not self._is_proven(self.exactness.row_quantum):  # what larger passes are held against
-            return 1
-        while size and not self._is_proven(size):
-            size -= self.exactness.row_quantum
-        return max(size, 1)
-
-    def _is_proven(self, size: int) -> bool:
-        key = (torch.get_num_threads(), size)
-        if key not in self._proven:
-            self._proven[key] = self._prove(size)
-            if not self._proven[key]:
-                logger.info("passes of %d rows change bits; smaller ones are used", size)
-        return self._proven[key]
-
-    def _prove(self, size: int) -> bool:
-        """Whether a pass of ``size`` rows keeps bits, its products divided if that helps."""
-        threads, quantum, now = (
-            torch.get_num_threads(),
-            self.exactness.row_quantum,
-            self.product_rows,
-        )
-        if size == quantum and not attention_agrees(self):
-            return False
-        fewer = [q for q in ROW_QUANTA if quantum <= q < min(now, size)][::-1]
-        for rows in (now, *(fewer if self._forward.divides_products else ())):
-            if rows_agree(self, size, quantum if size > quantum else 1, rows):
-                if rows != now:
-                    # What other sizes were proven with: they are proven again when they are met.
-                    self._proven = {k: v for k, v in self._proven.items() if k[0] != threads}
-                    self._product_rows[threads] = rows
-                return True
-        return False
 
     def _positions_below(self, num_positions: int) -> Tensor:
         """``(1, >= num_positions)``: 0, 1, 2, ... Beyond the last legal position, where only spare

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from layerskip.cache import KVCache, Layout, PrefillLayout
+from layerskip.cache import KVCache
 from layerskip.dense import windows_of
 from layerskip.draft_head import Projection
 from layerskip.families import position_limit
+from layerskip.layout import Layout, PrefillLayout
 from layerskip.packing import LayerWeights
 
 Attend = Callable[[LayerWeights, Tensor, Tensor, Tensor], Tensor]

@@ -200,10 +200,10 @@ def measure_cost(
     key = cost_key(stack, plan, draft_vocabulary)
     ends = began + (min(seconds, QUICK_SECONDS) if quick else RESERVE * seconds)
     bearable = min(seconds, QUICK_MOST) if quick else seconds / 2
-    candidates = grids(stack, quick=quick)
-    largest = max(candidates[0].rows), max(candidates[0].contexts)
+    offered = grids(stack, quick=quick)
+    largest = max(offered[0].rows), max(offered[0].contexts)
     passes = Passes(stack, plan, head, largest)
-    grid, least = _affordable(passes, candidates, bearable), candidates[-1]
+    grid, least = _affordable(passes, offered, bearable), offered[-1]
     first: dict[Point, Timing] = {}
     if grid is not least:
         points = grid.points(drafts=plan is not None, sequences=not quick)
@@ -240,7 +240,7 @@ def _warmed(passes: Passes, points: Sequence[Point], ends: float) -> dict[Point,
     return first
 
 
-def _affordable(passes: Passes, candidates: Sequence[Grid], seconds: float) -> Grid:
+def _affordable(passes: Passes, offered: Sequence[Grid], seconds: float) -> Grid:
     """The finest grid that can be gone over twice, once to warm up; if there is none, the last."""
     passes.led_in = False
     first = passes.timing(PLAIN)[0]
@@ -248,12 +248,12 @@ def _affordable(passes: Passes, candidates: Sequence[Grid], seconds: float) -> G
     once = min(passes.timing(PLAIN)[0] for _ in range(5 if first < seconds / 50 else 2))
     passes.led_in = True
     share = len(passes.draft_layers) / passes.stack.num_layers
-    for grid in candidates[:-1]:
+    for grid in offered[:-1]:
         rows = sum(1 + r / 16 for r in grid.rows)  # a guess: rows are cheap, but not free
         passes_of_a_point = 1.4 + DRAFTS_IN_A_ROW * share
         if 2 * once * rows * len(grid.contexts) * passes_of_a_point < seconds:
             return grid
-    return candidates[-1]
+    return offered[-1]
 
 
 def _say_if_busy(stack: DecoderStack, times: Mapping[Point, Sequence[Timing]], level: int) -> None:

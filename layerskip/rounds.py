@@ -212,15 +212,15 @@ class Rounds:
         short = self._shape_for(wanted, rows)
         return short if short in self.recordings else self._shape_for(max(wanted, most), rows)
 
-    def _shape_for(self, k: int, rows: Sequence[Row]) -> Shape:
+    def _shape_for(self, num_draft_tokens: int, rows: Sequence[Row]) -> Shape:
         num_rows, num_slots = 1, FIRST_SLOTS
         while num_rows <= max(row.slot_row for row in rows):
             num_rows *= 2
         flying = sum(flight.shape.num_draft_tokens + 1 for flight in self._flights)
-        while num_slots < max(row.length for row in rows) + flying + k + 1:
+        while num_slots < max(row.length for row in rows) + flying + num_draft_tokens + 1:
             num_slots *= 2
         return Shape(
-            k,
+            num_draft_tokens,
             min(num_rows, self.cache.num_rows),
             min(num_slots, self.cache.num_slots),
             any(not row.spec.sampler.params.greedy for row in rows),

@@ -200,17 +200,17 @@ class Sampler:
         # As ``lm_head_argmax`` does: to normalise the scores first would round them differently.
         return (scores + noise.to(scores.device)).argmax(-1).tolist()
 
-    def pick(self, logits: Tensor, position: int, context: Sequence[int] = ()) -> list[int]:
-        """Next tokens of consecutive positions; ties go to the lowest id.
+    def pick(self, logits: Tensor, position: int) -> list[int]:
+        """Next tokens of consecutive positions, of a row without processors and grammar; ties go
+        to the lowest id.
 
         Args:
             logits: ``(rows, vocab)``; row i predicts the token at ``position + i``.
             position: absolute position of the first predicted token.
-            context: as in ``scores``.
         """
         if self.is_argmax:
             return greedy_tokens(logits)
-        return self.choose(self.scores(logits, context), position)
+        return self.choose(self.scores(logits), position)
 
     def draft(
         self,

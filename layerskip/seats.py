@@ -10,6 +10,7 @@ from layerskip.row import Row
 
 MOST_DRAFTED = 31  # what acceptance on the device takes
 MOST_EOS = 32
+ON_THEIR_WAY = 2  # packets: one is waited for while the next is made
 
 
 @dataclass(frozen=True)
@@ -93,15 +94,14 @@ class Ring:
     Args:
         width: numbers of the largest packet.
         device: that packets come from.
-        depth: packets that may be on their way.
     """
 
-    def __init__(self, width: int, device: torch.device, depth: int = 2) -> None:
+    def __init__(self, width: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._host = [
-            torch.zeros(width, dtype=torch.int64, pin_memory=on_gpu) for _ in range(depth)
+            torch.zeros(width, dtype=torch.int64, pin_memory=on_gpu) for _ in range(ON_THEIR_WAY)
         ]
-        self._events = [_event_pair() for _ in range(depth)] if on_gpu else []
+        self._events = [_event_pair() for _ in range(ON_THEIR_WAY)] if on_gpu else []
         self._next = 0
 
     def begin(self) -> None:

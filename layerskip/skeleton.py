@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from layerskip.admission import decoder_layers
-from layerskip.cache import Layout
 from layerskip.draft_head import Projection
 from layerskip.errors import UnsupportedModelError
 from layerskip.guest import NAME, RUN, CacheGuest, Call, LearntMask, Lesson, Places, Run
+from layerskip.layout import Layout
 
 
 def share_twin(model: PreTrainedModel) -> PreTrainedModel:

@@ -8,13 +8,12 @@ import torch
 from layerskip.cache import KVCache
 from layerskip.controller import PLAIN, Ask, Choice, Controller, Stopper
 from layerskip.draft_head import DraftHead
-from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter, Guesser
-from layerskip.lookup import FORCED_MATCH, Guess, LookupStore, TokenIndex
+from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
+from layerskip.guessing import NO_GUESS, guess_for, guesser, judged, room
+from layerskip.lookup import FORCED_MATCH, Guess, LookupStore
 from layerskip.outputs import Drafter, StopReason
-from layerskip.params import AUTO, MAX_NUM_DRAFT_TOKENS, most_draft_tokens
+from layerskip.params import AUTO, most_draft_tokens
 from layerskip.row import Row
-
-NO_GUESS = Guess()
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +117,7 @@ class Speculator:
 
     def attempt(self, rows: Sequence[Row], cache: KVCache) -> list[Attempt]:
         """A draft for each row; many are empty."""
-        guesses = [self._guess(row) for row in rows]
+        guesses = [guess_for(row, self.store, looks_up=self.looks_up) for row in rows]
         choices = self._choices(rows, guesses)
         drafting = sum(c.source == "early_exit" for c in choices)
         context = max(row.length for row in rows)
@@ -156,31 +155,13 @@ class Speculator:
         """The draft of a round that is over, each token by a pass of its own."""
         row, tokens = landing.row, landing.draft
         # When it was launched the row's limit looked farther by a round.
-        count = min(landing.choice.num_draft_tokens, _room(row))
+        count = min(landing.choice.num_draft_tokens, room(row))
         choice = replace(landing.choice, num_draft_tokens=count)
         request = self._request(row, choice, None, 0)
         # Together, draft and verify ran every token through the first layer once: it is counted
         # with verify, which does so without a draft.
         draft = Draft(tokens, (), num_passes=len(tokens))
         return Attempt(request, choice, draft, NO_GUESS, None, landing.probing)
-
-    def _guess(self, row: Row) -> Guess:
-        room, wanted = _room(row), row.spec.num_draft_tokens
-        constraint = row.spec.sampler.constraint
-        if not (self.looks_up or constraint) or room == 0 or wanted == 0:
-            return NO_GUESS
-        if self.looks_up and row.index is None:
-            row.index = TokenIndex(row.context, store=self.store)
-        most = min(room, most_draft_tokens(wanted))
-        guess = row.index.guess(most) if row.index is not None else NO_GUESS
-        guess = _until_end(guess, row.spec.eos_ids)
-        if constraint is None:
-            return guess
-        tokens, forced = constraint.guess(row.context, guess.tokens, most)
-        if not tokens:
-            return NO_GUESS
-        length = FORCED_MATCH if forced else guess.match_length
-        return Guess(tokens, length, guess.stored and not forced)
 
     def _choices(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> list[Choice]:
         choices: dict[int, Choice] = {}
@@ -191,7 +172,7 @@ class Speculator:
             else:
                 count = len(guess.tokens)
                 asks[i] = Ask(
-                    row.state, row.length, _room(row), count, guess.match_length, guess.stored
+                    row.state, row.length, room(row), count, guess.match_length, guess.stored
                 )
         if asks:
             assert self.controller is not None
@@ -205,7 +186,7 @@ class Speculator:
 
     def _fixed(self, row: Row, guess: Guess) -> Choice:
         wanted = row.spec.num_draft_tokens
-        count = 0 if wanted == AUTO else min(most_draft_tokens(wanted), _room(row))
+        count = 0 if wanted == AUTO else min(most_draft_tokens(wanted), room(row))
         # What is forced needs no draft pass, if there is nothing to draft after it.
         forced = guess.match_length == FORCED_MATCH and (
             len(guess.tokens) >= count or row.spec.sampler.closed((*row.context, *guess.tokens))
@@ -240,7 +221,7 @@ class Speculator:
             sampler,
             row.context if sampler.reads_context else (),
             stopper.goes_on if stopper is not None else None,
-            _guesser(row),
+            guesser(row),
             width,
             row.own_ids,
             row.exit_states,
@@ -375,45 +356,6 @@ class Speculator:
             num_drafted=drafted,
         )
         row.state.probing = latest
-
-
-def _guesser(row: Row) -> Guesser | None:
-    """What may follow tokens drafted so far: forced text, else what is looked up."""
-    index, constraint = row.index, row.spec.sampler.constraint
-    if index is None and constraint is None:
-        return None
-
-    def guess(ahead: Sequence[int], most: int) -> Sequence[int]:
-        found = index.guess(most, ahead).tokens if index is not None else ()
-        if constraint is None:
-            return found
-        return constraint.guess((*row.context, *ahead), found, most)[0]
-
-    return guess
-
-
-def _until_end(guess: Guess, eos_ids: frozenset[int]) -> Guess:
-    """Nothing is emitted after an end of sequence."""
-    ends = [i for i, token in enumerate(guess.tokens) if token in eos_ids]
-    if not ends:
-        return guess
-    return Guess(guess.tokens[: ends[0] + 1], guess.match_length, guess.stored)
-
-
-def judged(guessed: Sequence[int], emitted: Sequence[int]) -> list[bool]:
-    """Right guesses up to the first wrong one, which is False; none beyond what was emitted."""
-    verdicts = []
-    for guess, token in zip(guessed, emitted, strict=False):
-        verdicts.append(guess == token)
-        if guess != token:
-            break
-    return verdicts
-
-
-def _room(row: Row) -> int:
-    """Tokens that may be drafted: the pending token's successor is emitted without."""
-    most = min(MAX_NUM_DRAFT_TOKENS, row.spec.max_draft_tokens)
-    return min(most, row.spec.limit - len(row.token_ids) - 1)
 
 
 def _looked_up(request: DraftRequest, tokens: tuple[int, ...]) -> Draft:

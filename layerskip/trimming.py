@@ -119,7 +119,7 @@ class TrimmingSettings:
     more_texts: tuple[tuple[int, ...], ...] = ()
 
 
-def candidates(
+def vocabularies(
     texts: Sequence[Sequence[int]], vocab_size: int, always: Collection[int]
 ) -> list[tuple[int, ...]]:
     """Vocabularies that cover a share of ``texts``, the smallest first, without the whole one;
@@ -204,7 +204,7 @@ class _Trimmer:
         tokens, vocab_size = sum(map(len, ranked)), self.lm.stack.vocab_size
         special = getattr(self.lm.tokenizer, "all_special_ids", ())
         always = {i for i in (*special, *self.lm.eos_ids) if 0 <= i < vocab_size}
-        found = candidates(ranked, vocab_size, always)
+        found = vocabularies(ranked, vocab_size, always)
         if not found or len(self.texts) < 2:
             return _whole(
                 f"the whole vocabulary of {vocab_size} ids is drafted over: too little text to "

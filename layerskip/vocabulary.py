@@ -14,11 +14,6 @@ KEPT_MULTIPLE = 128  # columns that kernels take at a time
 DOUBT = 3.0  # standard errors by which coverage must fall short before it is said
 
 
-def rank_tokens(texts: Iterable[Sequence[int]]) -> list[int]:
-    """Every token id of ``texts``, most frequent first; ties go to the lowest id."""
-    return _ranked(_counted(texts))
-
-
 def coverage(vocabulary: Collection[int], tokens: Iterable[int]) -> float:
     """Share of ``tokens`` that are in ``vocabulary``; 1.0 of none."""
     kept, counts = frozenset(vocabulary), Counter(tokens)

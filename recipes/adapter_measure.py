@@ -8,8 +8,10 @@ import torch
 from adapter_settings import Settings
 from adapter_trainer import Trainer
 from draft_training import Backbone, acceptance
-from evaluation import Measurement, best_exit, evaluate_exits, measure_speeds, named
+from evaluation import Measurement, best_exit, named
+from exits import evaluate_exits
 from packing import Packed, document_mask
+from speed import measure_speeds
 from tokens import Sample
 from torch import Tensor
 

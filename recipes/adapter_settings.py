@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from draft_training import Rollout
-from settings import RunSettings
+from settings import RunSettings, check_exits
 
 from layerskip.params import check_integer, check_number
 
@@ -15,8 +15,6 @@ class Settings(RunSettings):
     model's own continuations and of the distributions that the loss compares.
 
     Attributes:
-        held_out: held-out texts of their own, in the place of a share of the data; "": none.
-        dtype: "auto" (the checkpoint's), "float32" or "bfloat16": of the frozen weights.
         exit_layer: that gets the adapter; 0: that of ``exits`` which is predicted fastest.
         exits: tried where ``exit_layer`` is 0, and measured before.
         search_steps: of each exit that is tried.
@@ -35,16 +33,11 @@ class Settings(RunSettings):
         survival_tokens: of the drafts whose survival weighs positions.
         rollout_every: steps between those that train on drafts of the adapter's own; 0: never.
         rollout_starts, rollout_tokens: of such a step: drafts of each row, tokens of each draft.
-        clip: norm that gradients are cut to.
         draft_vocabulary: ids that the result drafts over, the most frequent of what was trained
             on: the less of the head, the cheaper a draft; 0: all.
-        eval_tokens: of held-out text, for the curve of acceptance.
         calibration_tokens: of held-out text, for the temperature, and as many to judge it.
-        final_tokens, final_prompts: of the measurement at the end.
     """
 
-    held_out: str = ""
-    dtype: str = "auto"
     exit_layer: int = 1
     exits: tuple[int, ...] = (1, 2)
     search_steps: int = 40
@@ -62,17 +55,11 @@ class Settings(RunSettings):
     rollout_every: int = 4
     rollout_starts: int = 8
     rollout_tokens: int = 3
-    clip: float = 1.0
     draft_vocabulary: int = 0
-    eval_tokens: int = 4_000
     calibration_tokens: int = 4_000
-    final_tokens: int = 20_000
-    final_prompts: int = 24
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise ValueError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
         if not self.text and not self.continuations:
             raise ValueError("there is nothing to train on; give text=true or continuations=65536")
         least = {"exit_layer": 0, "head_rank": 0, "bridge_rank": 0, "block_width": 0}
@@ -83,15 +70,10 @@ class Settings(RunSettings):
             "rollout_every": 0,
         }
         ones = ("search_steps", "survival_tokens", "rollout_starts", "rollout_tokens")
-        more = ("eval_tokens", "calibration_tokens", "final_tokens", "final_prompts")
-        for name, low in (least | dict.fromkeys((*ones, *more), 1)).items():
+        for name, low in (least | dict.fromkeys((*ones, "calibration_tokens"), 1)).items():
             check_integer(name, getattr(self, name), low)
-        if not self.exits or list(self.exits) != sorted(set(self.exits)):
-            raise ValueError(f"exits must be ascending exit layers, got {list(self.exits)}")
-        for layer in self.exits:
-            check_integer("an exit", layer, 1)
+        check_exits(self.exits)
         check_number("cross_entropy", self.cross_entropy, 0.0, 1.0)
-        check_number("clip", self.clip, 0.0, 1e6)
 
     @property
     def rollout(self) -> Rollout:

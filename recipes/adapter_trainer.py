@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from adapter_settings import OF_THE_WEIGHTS, Settings
-from checkpoints import read_run, step_of, write_checkpoint, write_run
+from checkpoints import read_run, step_of, write_by_one, write_run
 from draft_training import Backbone, DraftLoss, acceptance, roll_out
 from packing import Batch, Batches, Packed, document_mask
 from torch import Tensor, nn
@@ -219,11 +219,8 @@ class Trainer:
                     yield self.loss.logits(h[at], end[at])
 
     def save(self, folder: Path) -> None:
-        """A checkpoint in ``folder``, by the main process; every process calls it."""
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            write_checkpoint(folder, self.steps, self._write)
-        self.accelerator.wait_for_everyone()
+        """A checkpoint in ``folder``; every process calls this."""
+        write_by_one(self.accelerator, folder, self.steps, self._write)
 
     def _write(self, folder: Path) -> None:
         self.adapter.save(folder)  # so that a checkpoint can be decoded with, too

@@ -12,21 +12,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from accelerate import Accelerator
+
 from layerskip.files import read_json, write_json
 
 KEPT, RUN = 2, "run.json"
 
 
-def write_checkpoint(
-    folder: Path, step: int, write: Callable[[Path], None], *, keep: int = KEPT
-) -> Path:
-    """Write ``folder/step-N``, and remove all but the newest ``keep``.
+def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
+    """Write ``folder/step-N``, and remove all but the newest ``KEPT``.
 
     Args:
         folder: of the run's checkpoints; made if it is not there.
         step: steps that were taken.
         write: puts the files into the folder it is given.
-        keep: checkpoints left afterwards.
     """
     path, partial = folder / f"step-{step}", folder / f"partial-{step}"
     shutil.rmtree(partial, ignore_errors=True)
@@ -37,11 +36,21 @@ def write_checkpoint(
     shutil.rmtree(path, ignore_errors=True)
     partial.rename(path)
     _flush(folder)
-    for old in checkpoints(folder)[:-keep]:
+    for old in checkpoints(folder)[:-KEPT]:
         shutil.rmtree(old)
     for left in folder.glob("partial-*"):
         shutil.rmtree(left)
     return path
+
+
+def write_by_one(
+    accelerator: Accelerator, folder: Path, step: int, write: Callable[[Path], None]
+) -> None:
+    """``write_checkpoint`` by the main process; every process calls this."""
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        write_checkpoint(folder, step, write)
+    accelerator.wait_for_everyone()
 
 
 def checkpoints(folder: Path) -> list[Path]:

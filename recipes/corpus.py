@@ -17,14 +17,15 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
+HELD_OUT_EVERY = 40  # files
 MAX_FILE_BYTES = 300_000  # larger ones in the standard library are tables, not code
 # Newlines, indentation and single digits stand alone: easy tokens that early layers get right.
 SPLIT = r"\n| {2,}| ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\s"
 
 
-def is_held_out(module_path: str, *, every: int = 40) -> bool:
-    """True for about one module path in ``every``, by its hash alone."""
-    return _path_hash(module_path) % every == 0
+def is_held_out(module_path: str) -> bool:
+    """True for about one module path in ``HELD_OUT_EVERY``, by its hash alone."""
+    return _path_hash(module_path) % HELD_OUT_EVERY == 0
 
 
 def _path_hash(path: str) -> int:
@@ -136,11 +137,11 @@ class Corpus:
     def batch(
         self, rng: np.random.Generator, rows: int, length: int, math_share: float
     ) -> torch.Tensor:
-        """``(rows, length + 1)`` int64 ids, each row a random crop."""
-        crops = []
+        """``(rows, length + 1)`` int64 ids, each row a random piece of text."""
+        pieces = []
         for _ in range(rows):
             use_math = self.math is not None and rng.random() < math_share
             stream = self.math if use_math else self.code
             start = int(rng.integers(0, max(1, len(stream) - length - 1)))
-            crops.append(np.resize(stream[start : start + length + 1], length + 1))
-        return torch.from_numpy(np.stack(crops).astype(np.int64))
+            pieces.append(np.resize(stream[start : start + length + 1], length + 1))
+        return torch.from_numpy(np.stack(pieces).astype(np.int64))

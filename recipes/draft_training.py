@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import rearrange, repeat
 from packing import Batch, document_mask
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -127,9 +128,11 @@ def with_chains(batch: Batch, starts: Tensor, tokens: Tensor) -> Sequences:
     """
     rows, num_starts, steps = tokens.shape
     length = batch.ids.shape[1]
-    begins = starts.repeat_interleave(steps, dim=1)  # of each chain token
+    begins = repeat(starts, "row start -> row (start step)", step=steps)  # of each chain token
     after = torch.arange(1, steps + 1, device=starts.device).repeat(num_starts)
-    chain = torch.arange(num_starts, device=starts.device).repeat_interleave(steps)
+    chain = repeat(
+        torch.arange(num_starts, device=starts.device), "start -> (start step)", step=steps
+    )
     slots = torch.arange(length, device=starts.device)
     document = batch.documents.gather(1, begins)
     to_text = (batch.documents[:, None] == document[..., None]) & (slots <= begins[..., None])
@@ -138,7 +141,7 @@ def with_chains(batch: Batch, starts: Tensor, tokens: Tensor) -> Sequences:
     upper = document_mask(batch.documents)[:, 0]
     upper = torch.cat([upper, upper.new_zeros(rows, length, num_starts * steps)], dim=2)
     return Sequences(
-        torch.cat([batch.ids, tokens.flatten(1)], dim=1),
+        torch.cat([batch.ids, rearrange(tokens, "row start step -> row (start step)")], dim=1),
         torch.cat([batch.positions, batch.positions.gather(1, begins) + after], dim=1),
         torch.cat([upper, lower], dim=1)[:, None],
         starts,
@@ -252,7 +255,9 @@ class DraftLoss(nn.Module):
     def _chains(self, hidden: Tensor, at_end: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
         """Summed loss of chains and its weight; ``accepted``: ``(starts,)``, of first tokens."""
         draft, target = self.logits(hidden, at_end)
-        chances = acceptance(draft, target).view(len(accepted), -1)
+        chances = rearrange(
+            acceptance(draft, target), "(start step) -> start step", start=len(accepted)
+        )
         arrives = torch.cat([accepted[:, None], chances[:, :-1]], dim=1).cumprod(1).flatten()
         return self._loss(draft, target, arrives), arrives.sum()
 
@@ -301,8 +306,10 @@ def roll_out(loss: DraftLoss, batch: Batch, rollout: Rollout | None, step: int) 
         ends = torch.arange(1, rollout.starts + 1, device=starts.device) * drawn + length - 1
         last = starts if drawn == 0 else ends.expand(rows, -1)
         picked = torch.stack([h[at] for h, at in zip(hidden, last, strict=True)])
-        logits = adapter.logits(picked.flatten(0, 1), backbone.finish, backbone.head).float()
-        logits = logits.view(rows, rollout.starts, -1) / rollout.temperature
+        picked = rearrange(picked, "row start hidden -> (row start) hidden")
+        logits = adapter.logits(picked, backbone.finish, backbone.head).float()
+        logits = rearrange(logits, "(row start) vocab -> row start vocab", row=rows)
+        logits = logits / rollout.temperature
         noise = torch.stack(
             [torch.rand(logits.shape[1:], generator=g).clamp_min(1e-30) for g in generators]
         ).to(logits.device)

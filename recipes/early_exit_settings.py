@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from settings import RunSettings
+from settings import RunSettings, check_exits
 
 from layerskip.params import check_integer, check_number
 from layerskip.training.schedules import Curriculum
@@ -13,8 +13,6 @@ class Settings(RunSettings):
     """What decides the result, and ``RunSettings``.
 
     Attributes:
-        held_out: held-out texts of their own, in the place of a share of the data; "": none.
-        dtype: "auto" (the checkpoint's), "float32" or "bfloat16": of the frozen weights.
         rank, alpha: of LoRA; its updates are scaled with ``alpha / rank``.
         exits: exit layers that are trained, ascending, below full depth.
         curriculum: "rotational", "gradual" or "none" (``enabled_exits``).
@@ -25,14 +23,10 @@ class Settings(RunSettings):
         layer_dropout: of the last layer; rates rise exponentially with depth.
         gradient_checkpointing: a layer's activations are made again in the backward pass.
         chunk_tokens: tokens whose logits exist at once.
-        clip: norm that gradients are cut to.
         merge: whether the result is a whole model, or an adapter beside the one it was made of.
-        eval_tokens: of held-out text, for the curve of acceptance.
-        final_tokens, final_prompts, cost_seconds: of the measurement at the end.
+        cost_seconds: of the measurement at the end.
     """
 
-    held_out: str = ""
-    dtype: str = "auto"
     rank: int = 16
     alpha: float = 32.0
     exits: tuple[int, ...] = (1, 2, 4)
@@ -45,27 +39,17 @@ class Settings(RunSettings):
     layer_dropout: float = 0.1
     gradient_checkpointing: bool = False
     chunk_tokens: int = 512
-    clip: float = 1.0
     merge: bool = True
-    eval_tokens: int = 4_000
-    final_tokens: int = 20_000
-    final_prompts: int = 24
     cost_seconds: float = 6.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise ValueError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
-        if not self.exits or list(self.exits) != sorted(set(self.exits)):
-            raise ValueError(f"exits must be ascending exit layers, got {list(self.exits)}")
-        names = ("rank", "rotation", "chunk_tokens", "eval_tokens", "final_tokens", "final_prompts")
-        for name in (*names, "exits"):
-            values = self.exits if name == "exits" else (getattr(self, name),)
-            for value in values:
-                check_integer(name, value, 1)
+        check_exits(self.exits)
+        for name in ("rank", "rotation", "chunk_tokens"):
+            check_integer(name, getattr(self, name), 1)
         for name, most in {"distil": 1.0, "layer_dropout": 0.99, "floor": 0.99}.items():
             check_number(name, getattr(self, name), 0.0, most)
-        for name in ("early_scale", "consistency", "alpha", "clip", "cost_seconds"):
+        for name in ("early_scale", "consistency", "alpha", "cost_seconds"):
             check_number(name, getattr(self, name), 0.0, 1e6)
 
     def check_depth(self, num_layers: int) -> None:

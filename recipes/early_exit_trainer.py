@@ -7,7 +7,7 @@ exits count and the learning rate. What a checkpoint has to hold is weights and 
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from checkpoints import read_run, step_of, write_checkpoint, write_run
+from checkpoints import read_run, step_of, write_by_one, write_run
 from early_exit_model import EarlyExitModel, ExitLosses, add_lora, weighted
 from early_exit_settings import NOT_OF_THE_WEIGHTS, Settings
 from packing import Batch, Batches, Packed
@@ -151,11 +151,8 @@ class Trainer:
         }
 
     def save(self, folder: Path) -> None:
-        """A checkpoint in ``folder``, by the main process; every process calls it."""
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            write_checkpoint(folder, self.steps, self._write)
-        self.accelerator.wait_for_everyone()
+        """A checkpoint in ``folder``; every process calls this."""
+        write_by_one(self.accelerator, folder, self.steps, self._write)
 
     def _write(self, folder: Path) -> None:
         self.peft.save_pretrained(folder, save_embedding_layers=False)
@@ -214,19 +211,3 @@ def in_evaluation(trainer: Trainer) -> Iterator[PreTrainedModel]:
         yield cast(PreTrainedModel, model)
     finally:
         trainer.module.train()
-
-
-def train(
-    trainer: Trainer,
-    *,
-    until: int,
-    stopping: Callable[[], bool],
-    on_step: Callable[[dict[str, Any]], None],
-) -> bool:
-    """Take steps up to ``until``; True if it was stopped before, on every process at once."""
-    while trainer.steps < until:
-        on_step(trainer.step())
-        asked = torch.tensor(float(stopping()), device=trainer.accelerator.device)
-        if float(cast(torch.Tensor, trainer.accelerator.reduce(asked, "sum"))) > 0.0:
-            return trainer.steps < until
-    return False

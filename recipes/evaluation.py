@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from exits import ExitLogits, ExitReport, ExitScores, evaluate_exits
-from speed import SpeedReport, measure_speed, measure_speeds
+from exits import ExitReport, evaluate_exits
+from speed import SpeedReport, measure_speeds
 from tokens import Sample
 
 from layerskip import DraftPlan, PlanFile, SelfSpeculativeLM
@@ -15,21 +15,6 @@ from layerskip.model import DecoderStack
 from layerskip.params import AUTO
 from layerskip.prediction import draft_costs
 from layerskip.profiling import measure_cost
-
-__all__ = [
-    "ExitLogits",
-    "ExitReport",
-    "ExitScores",
-    "Measurement",
-    "SpeedReport",
-    "best_exit",
-    "evaluate_exits",
-    "exit_costs",
-    "measure",
-    "measure_speed",
-    "measure_speeds",
-    "named",
-]
 
 
 @dataclass(frozen=True)
@@ -107,7 +92,6 @@ def measure(
     temperature: float,
     max_new_tokens: int,
     seed: int = 0,
-    exit_layer: int | None = None,
     cost_seconds: float = 6.0,
     max_tokens: int = 20_000,
     on_progress: Callable[[str], None] = lambda what: None,
@@ -120,8 +104,7 @@ def measure(
     Args:
         model: a transformers causal LM, or one inside PEFT.
         samples, exits, max_tokens: as of ``evaluate_exits``.
-        prompts, max_new_tokens, seed: as of ``measure_speed``.
-        exit_layer: drafted from; None: the best by prediction.
+        prompts, max_new_tokens, seed: as of ``measure_speeds``.
         cost_seconds: as of ``exit_costs``.
         on_progress: called with what is done next.
     """
@@ -134,8 +117,7 @@ def measure(
         )
     on_progress("costs of passes")
     context = statistics.fmean(map(len, prompts)) + max_new_tokens / 2
-    tried = exits if exit_layer is None else [exit_layer]
-    costs = exit_costs(bare.stack, tried, seconds=cost_seconds)
+    costs = exit_costs(bare.stack, exits, seconds=cost_seconds)
     layer, k, _ = best_exit(reports[-1], costs, context)
     plan = DraftPlan.exiting(num_layers=bare.stack.num_layers, exit_layer=layer)
     table = measure_cost(bare.stack, plan, seconds=cost_seconds / 2)

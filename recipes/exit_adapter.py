@@ -14,9 +14,9 @@ checkpoint, to the weights that an uninterrupted run would have.
 import gc
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +25,34 @@ import torch
 from accelerate import Accelerator
 from adapter_settings import Settings
 from adapter_trainer import Trainer, weights_hash
-from checkpoints import StopRequest, checkpoints
 from continuations import beginnings, num_prompts, written
-from data import UNTRAINED, Corpus, Sample, Samples, load, prompts
-from early_exit_trainer import train
+from data import UNTRAINED, Corpus, Sample, prompts
 from evaluation import measure
-from lora_early_exit import load_model, source_folder
 from packing import Packed, check_apart, pack
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from run_log import RunLog
-from settings import command, from_command_line
+from running import (
+    facts,
+    fit,
+    gathered,
+    go_on,
+    leave_table,
+    load_model,
+    progress_bar,
+    read_corpus,
+    run_script,
+    source_folder,
+    train,
+)
+from settings import command
 from settings import save as save_settings
-from stdlib_text import STDLIB, stdlib_corpus
-from table import Result, as_markdown, as_table, peak_memory
-from table import save as save_table
+from table import Result, peak_memory
 
 from layerskip import SelfSpeculativeLM
 from layerskip.checkpoint import PLAN_FILE
 from layerskip.exit_adapter import ExitAdapter
-from layerskip.files import read_json, write_json, write_text
+from layerskip.files import read_json, write_json
 from layerskip.vocabulary import choose_vocabulary
 
-CONFIG = Path(__file__).with_suffix(".yaml")
 MAX_PROMPT_TOKENS = 256
 HELD_OUT_SEED = 1_000_000  # continuations of held-out prompts are others than those trained on
 
@@ -67,12 +72,8 @@ class Texts:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the recipe; mistakes of the user end it with one sentence."""
-    first = (__doc__ or "").split("\n")[0]
-    try:
-        run(from_command_line(Settings, first, CONFIG, sys.argv[1:] if argv is None else argv))
-    except ValueError as error:
-        raise SystemExit(f"exit_adapter: {error}") from None
+    """Run the recipe."""
+    run_script(__file__, Settings, run, sys.argv[1:] if argv is None else argv, __doc__)
 
 
 def run(settings: Settings) -> None:
@@ -96,7 +97,12 @@ def run(settings: Settings) -> None:
     layer = settings.exit_layer or chosen_exit(settings, model, texts, accelerator)
     trainer = Trainer(settings, model, texts.packed, accelerator, exit_layer=layer)
     go_on(trainer, console)
-    stopped = fit(trainer, texts.held_out, console)
+    stopped = fit(
+        trainer,
+        console,
+        evaluate=partial(held_out_scores, trainer, texts.held_out),
+        said=lambda record: f"acceptance {record['text_acceptance']:.3f}",
+    )
     accelerator.end_training()
     if not accelerator.is_main_process:
         return
@@ -133,25 +139,7 @@ def read_texts(settings: Settings, model: Any, tokenizer: Any, console: Console)
     """The data ("stdlib" is Python's) divided by content, and what the model writes after their
     prompts."""
     own = settings.continuations > 0
-    if settings.data == STDLIB:
-        corpus = stdlib_corpus(tokenizer)
-    else:
-        share = settings.held_out_share
-        corpus = load(settings.data, tokenizer, held_out_share=share, allow_prompts=own)
-    if settings.held_out:
-        other = load(
-            settings.held_out,
-            tokenizer,
-            held_out_share=settings.held_out_share,
-            allow_prompts=own,
-        )
-        known = {s.ids for s in chain(other.train, other.held_out)}
-        every = chain(corpus.train, corpus.held_out)
-        corpus = Corpus(
-            gathered(s for s in every if s.ids not in known),
-            gathered(chain(other.train, other.held_out)),
-            (*corpus.bad, *other.bad),
-        )
+    corpus = read_corpus(settings, tokenizer, allow_prompts=own)
     train = gathered(s for s in corpus.train if settings.text and learns(s))
     held_out = gathered(s for s in corpus.held_out if learns(s))
     if own:
@@ -164,14 +152,6 @@ def read_texts(settings: Settings, model: Any, tokenizer: Any, console: Console)
     pad = tokenizer.eos_token_id or 0
     sides = [pack(side, settings.seq_len, pad_id=pad) for side in (train, held_out)]
     return Texts(Corpus(train, held_out, corpus.bad), *sides)
-
-
-def gathered(samples: Iterable[Sample]) -> Samples:
-    """Samples in flat arrays."""
-    found = Samples()
-    for sample in samples:
-        found.append(sample)
-    return found
 
 
 def learns(sample: Sample) -> bool:
@@ -203,8 +183,7 @@ def follow(
     console: Console,
 ) -> list[Sample]:
     """What the model writes after prompts, kept under ``out``."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+    with progress_bar(console) as bar:
         task = bar.add_task("the model's own text (prompts)", total=len(begun))
         return written(
             lm,
@@ -217,53 +196,10 @@ def follow(
         )
 
 
-def go_on(trainer: Trainer, console: Console) -> None:
-    """Load the last checkpoint, if there is one."""
-    settings, out = trainer.settings, Path(trainer.settings.out)
-    found = checkpoints(out / "checkpoints")
-    if found and not settings.resume:
-        raise ValueError(f"{out} holds checkpoints; give resume=true to go on, or another out")
-    if found:
-        trainer.load(found[-1])
-        if trainer.accelerator.is_main_process:
-            console.print(f"going on from step {trainer.steps} of {settings.steps}")
-
-
-def fit(trainer: Trainer, held_out: Packed, console: Console) -> bool:
-    """Train with a bar, a log and checkpoints; True if a signal stopped it."""
-    settings, accelerator = trainer.settings, trainer.accelerator
-    if trainer.steps == settings.steps:
-        return False
-    out, main_process = Path(settings.out), accelerator.is_main_process
-    log = RunLog(out, accelerator, step=trainer.steps)
-
-    def evaluate() -> None:
-        if main_process:
-            found = trainer.evaluate(held_out, settings.eval_tokens)
-            acceptance = {trainer.exit_layer: found["sampled"]}
-            log.add({"step": trainer.steps, "acceptance": acceptance, "greedy": found["greedy"]})
-            log.plot()
-
-    def on_step(record: dict[str, Any]) -> None:
-        log.add(record)
-        said = f"acceptance {record['text_acceptance']:.3f}"
-        bar.update(task, completed=trainer.steps, description=said)
-        if trainer.steps % settings.eval_every == 0 or trainer.steps == settings.steps:
-            evaluate()
-        if trainer.steps % settings.save_every == 0 and trainer.steps < settings.steps:
-            trainer.save(out / "checkpoints")
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    progress = Progress(*columns, TimeRemainingColumn(), console=console, disable=not main_process)
-    with StopRequest() as request, progress as bar:
-        task = bar.add_task("training", total=settings.steps, completed=trainer.steps)
-        if trainer.steps == 0:
-            evaluate()
-        stopped = train(
-            trainer, until=settings.steps, stopping=lambda: request.asked, on_step=on_step
-        )
-        trainer.save(out / "checkpoints")
-    return stopped
+def held_out_scores(trainer: Trainer, held_out: Packed) -> dict[str, Any]:
+    """What the adapter gives along held-out rows, as it is now."""
+    found = trainer.evaluate(held_out, trainer.settings.eval_tokens)
+    return {"acceptance": {trainer.exit_layer: found["sampled"]}, "greedy": found["greedy"]}
 
 
 def chosen_exit(settings: Settings, model: Any, texts: Texts, accelerator: Accelerator) -> int:
@@ -337,9 +273,7 @@ def conclude(
     adapter.measurements = {"before": before.to_dict(), "after": after.to_dict(), **details}
     adapter.save(out)
     result = Result(f"exit_adapter on {settings.model}", before, after, *spent, command(), details)
-    save_table(result, out / "table.json")
-    write_text(out / "table.md", as_markdown(result) + "\n")
-    console.print(as_table(result))
+    leave_table(result, out, console)
 
 
 def draft_vocabulary(
@@ -356,16 +290,6 @@ def draft_vocabulary(
         always=[] if eos is None else [eos],
     )
     return ids if len(ids) < vocab_size else None
-
-
-def facts(trainer: Trainer) -> dict[str, Any]:
-    """Further lines of the table."""
-    rows = trainer.settings.batch_size * trainer.settings.seq_len
-    return {
-        "trained parameters": sum(p.numel() for p in trainer.trained),
-        "steps": trainer.steps,
-        "tokens per second": round(trainer.steps * rows / max(trainer.seconds, 1e-9), 1),
-    }
 
 
 if __name__ == "__main__":

@@ -14,46 +14,44 @@ weights that an uninterrupted run would have.
 import gc
 import shutil
 import sys
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from accelerate import Accelerator
-from checkpoints import StopRequest, checkpoints
-from data import Corpus, Samples, load, prompts
+from data import Corpus, prompts
 from early_exit_settings import Settings
-from early_exit_trainer import Trainer, in_evaluation, train
-from evaluation import Measurement, evaluate_exits, measure
+from early_exit_trainer import Trainer, in_evaluation
+from evaluation import Measurement, measure
+from exits import evaluate_exits
 from packing import check_apart, pack
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from run_log import RunLog
-from settings import command, from_command_line
+from running import (
+    facts,
+    fit,
+    go_on,
+    leave_table,
+    load_model,
+    read_corpus,
+    run_script,
+    source_folder,
+)
+from settings import command
 from settings import save as save_settings
-from stdlib_text import STDLIB, stdlib_corpus
-from table import Result, as_markdown, as_table, peak_memory
-from table import save as save_table
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from table import Result, peak_memory
 
 from layerskip import DraftPlan, SelfSpeculativeLM
-from layerskip.checkpoint import BUILTIN, PLAN_FILE, builtin_folder, load_config
-from layerskip.files import write_text
+from layerskip.checkpoint import PLAN_FILE, load_config
 from layerskip.fingerprint import fingerprint
 from layerskip.model import DecoderStack
 from layerskip.plan import PlanFile
 
-CONFIG = Path(__file__).with_suffix(".yaml")
 MAX_PROMPT_TOKENS = 128
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the recipe; mistakes of the user end it with one sentence."""
-    first = (__doc__ or "").split("\n")[0]
-    try:
-        run(from_command_line(Settings, first, CONFIG, sys.argv[1:] if argv is None else argv))
-    except ValueError as error:
-        raise SystemExit(f"lora_early_exit: {error}") from None
+    """Run the recipe."""
+    run_script(__file__, Settings, run, sys.argv[1:] if argv is None else argv, __doc__)
 
 
 def run(settings: Settings) -> None:
@@ -70,19 +68,18 @@ def run(settings: Settings) -> None:
     check_apart(model, model.config.vocab_size)
     packed = pack(corpus.train, settings.seq_len, pad_id=pad)
     trainer = Trainer(settings, model, packed, accelerator)
-    found = checkpoints(out / "checkpoints")
-    if found and not settings.resume:
-        raise ValueError(f"{out} holds checkpoints; give resume=true to go on, or another out")
-    if found:
-        trainer.load(found[-1])
+    go_on(trainer, console)
     if accelerator.is_main_process:
         out.mkdir(parents=True, exist_ok=True)
         save_settings(settings, out / "settings.yaml")
         console.print(corpus.report())
-        if found:
-            console.print(f"going on from step {trainer.steps} of {settings.steps}")
     accelerator.wait_for_everyone()
-    stopped = fit(trainer, corpus, console)
+    stopped = fit(
+        trainer,
+        console,
+        evaluate=held_out_scores(trainer, corpus),
+        said=lambda record: f"loss {record['loss']:.3f}",
+    )
     accelerator.end_training()
     if not accelerator.is_main_process:
         return
@@ -96,65 +93,16 @@ def run(settings: Settings) -> None:
     gc.collect()
     before, after = compare(settings, folder, out / "model", corpus, console)
     title = f"lora_early_exit on {settings.model}"
-    result = Result(title, before, after, seconds, peak, command(), details)
-    save_table(result, out / "table.json")
-    write_text(out / "table.md", as_markdown(result) + "\n")
-    console.print(as_table(result))
+    leave_table(Result(title, before, after, seconds, peak, command(), details), out, console)
 
 
-def source_folder(model: str) -> Path | str:
-    """What transformers loads: a folder with its whole path, so that an adapter finds it again
-    from anywhere, or a hub id."""
-    if model == BUILTIN:
-        return builtin_folder()
-    return Path(model).resolve() if Path(model).is_dir() else model
+def held_out_scores(trainer: Trainer, corpus: Corpus) -> Callable[[], dict[str, Any]]:
+    """What the exits give along held-out text, with the adapters as they are then."""
+    settings = trainer.settings
+    stack = DecoderStack(trainer.peft, exact=False) if trainer.accelerator.is_main_process else None
 
-
-def load_model(folder: Path | str, dtype: str) -> tuple[PreTrainedModel, Any]:
-    """The model as transformers has it, and its tokenizer.
-
-    Raises:
-        ValueError: one of them cannot be loaded.
-    """
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, RuntimeError, ImportError) as error:
-        said = str(error).strip().split("\n")[0]
-        raise ValueError(f"model {str(folder)!r} cannot be loaded: {said}") from None
-    return cast(PreTrainedModel, model), tokenizer
-
-
-def read_corpus(settings: Settings, tokenizer: Any) -> Corpus:
-    """The data ("stdlib" is Python's), divided by content; or held-out texts of their own, none of
-    which is trained on."""
-    if settings.data == STDLIB:
-        corpus = stdlib_corpus(tokenizer)
-    else:
-        corpus = load(settings.data, tokenizer, held_out_share=settings.held_out_share)
-    if not settings.held_out:
-        return corpus
-    other = load(settings.held_out, tokenizer, held_out_share=settings.held_out_share)
-    held_out = [*other.train, *other.held_out]
-    known = {sample.ids for sample in held_out}
-    samples = Samples()
-    for sample in chain(corpus.train, corpus.held_out):
-        if sample.ids not in known:
-            samples.append(sample)
-    return Corpus(samples, held_out, (*corpus.bad, *other.bad))
-
-
-def fit(trainer: Trainer, corpus: Corpus, console: Console) -> bool:
-    """Train with a bar, a log and checkpoints; True if a signal stopped it."""
-    settings, accelerator = trainer.settings, trainer.accelerator
-    out = Path(settings.out)
-    log = RunLog(out, accelerator, step=trainer.steps)
-    main_process = accelerator.is_main_process
-    stack = DecoderStack(trainer.peft, exact=False) if main_process else None
-
-    def evaluate() -> None:
-        if stack is None:
-            return
+    def evaluate() -> dict[str, Any]:
+        assert stack is not None, "the main process alone evaluates"
         with in_evaluation(trainer):
             report = evaluate_exits(
                 stack,
@@ -164,32 +112,13 @@ def fit(trainer: Trainer, corpus: Corpus, console: Console) -> bool:
                 max_tokens=settings.eval_tokens,
                 max_sample_tokens=settings.seq_len,
             )
-        acceptance = {e: score.acceptance for e, score in report.exits.items()}
-        held_out = {"held_out_loss": report.loss, "held_out_perplexity": report.perplexity}
-        log.add({"step": trainer.steps, "acceptance": acceptance, **held_out})
-        log.plot()
+        return {
+            "acceptance": {e: score.acceptance for e, score in report.exits.items()},
+            "held_out_loss": report.loss,
+            "held_out_perplexity": report.perplexity,
+        }
 
-    def on_step(record: dict[str, Any]) -> None:
-        log.add(record)
-        bar.update(task, completed=trainer.steps, description=f"loss {record['loss']:.3f}")
-        if trainer.steps % settings.eval_every == 0 or trainer.steps == settings.steps:
-            evaluate()
-        if trainer.steps % settings.save_every == 0 and trainer.steps < settings.steps:
-            trainer.save(out / "checkpoints")
-
-    if trainer.steps == settings.steps:
-        return False
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    progress = Progress(*columns, TimeRemainingColumn(), console=console, disable=not main_process)
-    with StopRequest() as request, progress as bar:
-        task = bar.add_task("training", total=settings.steps, completed=trainer.steps)
-        if trainer.steps == 0:
-            evaluate()
-        stopped = train(
-            trainer, until=settings.steps, stopping=lambda: request.asked, on_step=on_step
-        )
-        trainer.save(out / "checkpoints")
-    return stopped
+    return evaluate
 
 
 def write_result(trainer: Trainer, tokenizer: Any, folder: Path | str, result: Path) -> None:
@@ -266,16 +195,6 @@ def compare(
     )
     write_plan(settings, result, plan)
     return before, after
-
-
-def facts(trainer: Trainer) -> dict[str, Any]:
-    """Further lines of the table."""
-    rows = trainer.settings.batch_size * trainer.settings.seq_len
-    return {
-        "trained parameters": sum(p.numel() for p in trainer.trained),
-        "steps": trainer.steps,
-        "tokens per second": round(trainer.steps * rows / max(trainer.seconds, 1e-9), 1),
-    }
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Samples packed into rows of one length, and the batches of each step.
 
 Documents of a row do not see each other: positions start again at 0 with each, which transformers
-takes as the sign of packed rows when it is given no mask and no cache (``model_inputs``).
+takes as the sign of packed rows when it is given no mask and no cache.
 """
 
 import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from tokens import UNTRAINED, Sample
@@ -214,12 +213,6 @@ class Batches:
             first,
             int((labels != UNTRAINED).sum()),
         )
-
-
-def model_inputs(batch: Batch) -> dict[str, Any]:
-    """Keyword arguments for a transformers causal LM that keep the documents apart: no mask, and
-    no cache, either of which would hide what the restarting positions say."""
-    return {"input_ids": batch.ids, "position_ids": batch.positions, "use_cache": False}
 
 
 def document_mask(documents: Tensor) -> Tensor:

@@ -29,36 +29,47 @@ class RunSettings:
     Attributes:
         model: a folder, a hub id, or "builtin".
         data: a file, a folder, or a hub id of ``datasets`` (``data.load``).
+        held_out: held-out texts of their own, in the place of a share of the data; "": none.
         out: folder of the run.
+        dtype: "auto" (the checkpoint's), "float32" or "bfloat16": of the frozen weights.
         steps: of the optimiser.
         batch_size: sequences of one step, over all processes and accumulated micro-batches, so
             that a step is the same whatever it is divided into.
         gradient_accumulation: micro-batches that each process divides its share of a step into.
         seq_len: tokens of a packed sequence.
         learning_rate: at its highest.
+        clip: norm that gradients are cut to.
         mixed_precision: "no", "bf16" or "fp16", as accelerate takes it.
         seed: of the order of the data and of all that is drawn.
         held_out_share: of the rows, never trained on; above 0, at most 0.5.
         save_every, eval_every: steps.
         resume: go on from the last checkpoint in ``out``.
-        max_new_tokens: of each prompt of the final measurement.
+        eval_tokens: of held-out text, for the curve of acceptance.
+        final_tokens, final_prompts, max_new_tokens: of the final measurement: held-out text,
+            prompts, and tokens after each.
         temperature: of the final measurement, beside greedy; above 0.
     """
 
     model: str = "builtin"
     data: str = ""
+    held_out: str = ""
     out: str = ""
+    dtype: str = "auto"
     steps: int = 200
     batch_size: int = 8
     gradient_accumulation: int = 1
     seq_len: int = 512
     learning_rate: float = 1e-3
+    clip: float = 1.0
     mixed_precision: MixedPrecision = "no"
     seed: int = 0
     held_out_share: float = 0.05
     save_every: int = 50
     eval_every: int = 50
     resume: bool = True
+    eval_tokens: int = 4_000
+    final_tokens: int = 20_000
+    final_prompts: int = 24
     max_new_tokens: int = 64
     temperature: float = 0.8
 
@@ -66,10 +77,14 @@ class RunSettings:
         for name in ("model", "data", "out"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is missing; give {name}=... or write it into the YAML")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
         least = {"seq_len": 2, "max_new_tokens": 2, "seed": 0}
         names = ("steps", "batch_size", "gradient_accumulation", "save_every", "eval_every")
-        for name, low in (dict.fromkeys(names, 1) | least).items():
+        measured = ("eval_tokens", "final_tokens", "final_prompts")
+        for name, low in (dict.fromkeys((*names, *measured), 1) | least).items():
             check_integer(name, getattr(self, name), low)
+        check_number("clip", self.clip, 0.0, 1e6)
         check_number("learning_rate", self.learning_rate, 0.0, 10.0)
         check_number("held_out_share", self.held_out_share, 1e-6, 0.5)
         check_number("temperature", self.temperature, 1e-3, 10.0)
@@ -78,6 +93,14 @@ class RunSettings:
                 f"batch_size ({self.batch_size}) must be a multiple of gradient_accumulation "
                 f"({self.gradient_accumulation})"
             )
+
+
+def check_exits(exits: Sequence[int]) -> None:
+    """Raise unless these are exit layers, each once, the shallowest first."""
+    if not exits or list(exits) != sorted(set(exits)):
+        raise ValueError(f"exits must be ascending exit layers, got {list(exits)}")
+    for layer in exits:
+        check_integer("an exit", layer, 1)
 
 
 def from_command_line(cls: type[T], description: str, config: Path, argv: Sequence[str]) -> T:

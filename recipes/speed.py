@@ -12,7 +12,8 @@ from typing import Any
 from layerskip import DecodeStats, Round, SamplingParams, SelfSpeculativeLM
 from layerskip.bootstrap import bootstrap_interval
 from layerskip.compare import repeated_share
-from layerskip.params import AUTO, NumDraftTokens
+from layerskip.metrics import acceptance_by_position
+from layerskip.params import NumDraftTokens
 
 NAN = math.nan
 
@@ -58,33 +59,6 @@ def _known(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_known(item) for item in value]
     return None if isinstance(value, float) and math.isnan(value) else value
-
-
-def measure_speed(
-    lm: SelfSpeculativeLM,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int = 0,
-    num_draft_tokens: NumDraftTokens = AUTO,
-    repeats: int = 1,
-    max_repeated: float = 0.2,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> SpeedReport:
-    """``measure_speeds`` of one number of draft tokens."""
-    (report,) = measure_speeds(
-        lm,
-        prompts,
-        [num_draft_tokens],
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        repeats=repeats,
-        max_repeated=max_repeated,
-        on_progress=on_progress,
-    )
-    return report
 
 
 def measure_speeds(
@@ -202,7 +176,7 @@ def _report(
         cpu_interval,
         stats.acceptance_rate if stats.num_draft_tokens else NAN,
         stats.mean_accepted_length if stats.num_rounds else NAN,
-        _by_position(rounds),
+        acceptance_by_position(rounds),
         len(runs),
         left_out,
         sum(map(len, outputs)),
@@ -224,15 +198,3 @@ def _ratio(
         return NAN, (NAN, NAN)
     low, high = bootstrap_interval(ratios)
     return statistics.median(ratios), (low, high)
-
-
-def _by_position(rounds: Sequence[Round]) -> tuple[float, ...]:
-    """Rounds that a text ends in are left out: they may be cut before what was accepted."""
-    whole = [r for r in rounds if r.finish_reason is None]
-    shares = []
-    for i in range(max((r.num_draft_tokens for r in whole), default=0)):
-        judged = [r for r in whole if r.num_draft_tokens > i and r.num_accepted_tokens >= i]
-        if not judged:
-            break
-        shares.append(sum(r.num_accepted_tokens > i for r in judged) / len(judged))
-    return tuple(shares)

@@ -9,8 +9,10 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
-from evaluation import ExitReport, Measurement, SpeedReport, named
+from evaluation import Measurement, named
+from exits import ExitReport
 from rich.table import Table
+from speed import SpeedReport
 
 from layerskip.files import write_json
 

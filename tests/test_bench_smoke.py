@@ -14,6 +14,7 @@ from toys import NUM_LAYERS, PLANS, make_model, random_ids
 
 from layerskip import DraftPlan, Round, SamplingParams, SelfSpeculativeLM, api
 from layerskip.cost import CostTable, Curve
+from layerskip.metrics import acceptance_by_position
 from layerskip.plan import PlanFile
 from layerskip.prompts import Example
 
@@ -257,9 +258,9 @@ def record(drafted: int, accepted: int, *, ends: bool = False) -> Round:
     )
 
 
-def test_acceptance_by_position_counts_what_was_judged(scripts: SimpleNamespace) -> None:
+def test_acceptance_by_position_counts_what_was_judged() -> None:
     rounds = [record(3, 3), record(3, 1), record(2, 2), record(0, 0), record(3, 0, ends=True)]
-    found = scripts.figures.by_position(rounds)
+    found = acceptance_by_position(rounds)
     assert found == pytest.approx([3 / 3, 2 / 3, 1 / 1])
 
 

@@ -20,8 +20,8 @@ from toys import PLANS, make_model, random_ids
 
 from layerskip import SamplingParams, api
 from layerskip.calibration import walk
-from layerskip.compare import EarlyExitSettings
 from layerskip.cost import CostTable, Curve
+from layerskip.hf_modes import EarlyExitSettings
 from layerskip.journal import Journal
 from layerskip.plan import PlanFile
 from layerskip.prompts import Example

@@ -156,8 +156,8 @@ def test_products_are_divided_where_larger_ones_change_bits(toy, monkeypatch):
         asked.append((size, product_rows))
         return product_rows <= 16
 
-    monkeypatch.setattr("layerskip.model.rows_agree", agree)
-    assert stack._largest_proven(48) == 48
+    monkeypatch.setattr("layerskip.pass_sizes.rows_agree", agree)
+    assert stack.pass_sizes.largest(48) == 48
     assert asked == [(48, 64), (48, 32), (48, 16)]
     assert stack.product_rows == 16
     widths = []

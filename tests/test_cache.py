@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerskip.cache import SLOT_BLOCK, KVCache, PassLayout, PrefillLayout, Segment
+from layerskip.cache import SLOT_BLOCK, KVCache, Segment
+from layerskip.layout import PassLayout, PrefillLayout
 
 NUM_LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 6
 POSITIONS = torch.arange(4 * SLOT_BLOCK)[None]

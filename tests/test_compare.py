@@ -16,13 +16,13 @@ from layerskip import DecodeStats, SamplingParams, SelfSpeculativeLM, compare
 from layerskip.compare import (
     REPEAT_SPAN,
     Comparison,
-    EarlyExitSettings,
     Run,
     Theory,
     repeated_share,
-    teacher_forced,
 )
+from layerskip.hf_modes import DEFAULT_EARLY_EXIT, EarlyExitSettings
 from layerskip.prompts import Example
+from layerskip.teacher_forced import teacher_forced
 
 PROMPT, NEW = random_ids(20), 10
 KV_BYTES_PER_TOKEN = 2 * NUM_LAYERS * 2 * 16 * 4  # keys and values, 2 heads of 16, float32
@@ -108,7 +108,7 @@ def test_nothing_is_counted_where_it_was_not_asked_for(comparison: Comparison) -
 
 
 def test_early_exit_as_it_comes_has_transformers_defaults() -> None:
-    config, ours = transformers.GenerationConfig(), compare.DEFAULT_EARLY_EXIT
+    config, ours = transformers.GenerationConfig(), DEFAULT_EARLY_EXIT
     theirs = config._get_default_generation_params()
     assert ours.num_assistant_tokens == theirs["num_assistant_tokens"]
     assert ours.confidence == theirs["assistant_confidence_threshold"]

@@ -353,7 +353,7 @@ def test_what_was_decoded_while_learning_is_not_held_against_anyone(
     assert state.down < 0.1
 
 
-def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, usual: list[list[int]]) -> None:
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("layerskip.telemetry.drift.MOST_OPEN", 10)
     monitor = DriftMonitor(label="user", num_reference_requests=20)
     for i in range(1000):

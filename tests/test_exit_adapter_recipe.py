@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from recipe_modules import imported
+from recipe_modules import imported, packed_rows, take, weights
 from rich.console import Console
 from torch import Tensor
 from toys import NUM_LAYERS, make_model, make_tokenizer, random_ids
@@ -50,12 +50,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def packed(recipe: SimpleNamespace) -> Any:
-    """Rows of several documents, some with prompts."""
-    samples = [
-        recipe.data.Sample(tuple(random_ids(5 + 7 * i % 30, seed=i)), 2 * (i % 3 == 0))
-        for i in range(24)
-    ]
-    return recipe.packing.pack(samples, 32, pad_id=1)
+    return packed_rows(recipe)
 
 
 def some_settings(recipe: SimpleNamespace, **changes: Any) -> Any:
@@ -85,15 +80,6 @@ def make_trainer(recipe: SimpleNamespace, model: Any, packed: Any) -> Callable[.
         )
 
     return make
-
-
-def take(trainer: Any, steps: int) -> list[dict[str, Any]]:
-    records = [trainer.step() for _ in range(steps)]
-    return [{k: v for k, v in r.items() if k != "seconds"} for r in records]
-
-
-def weights(trainer: Any) -> list[Tensor]:
-    return [p.detach().clone() for p in trainer.trained]
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
@@ -294,7 +280,7 @@ def test_going_on_gives_the_weights_of_never_stopping(
 
 
 def test_a_checkpoint_is_an_adapter_that_loads(
-    recipe: SimpleNamespace, make_trainer: Callable[..., Any], model: Any, tmp_path: Path
+    make_trainer: Callable[..., Any], model: Any, tmp_path: Path
 ) -> None:
     trainer = make_trainer()
     take(trainer, 1)
@@ -529,7 +515,7 @@ def test_mistakes_end_it_with_one_sentence(
 
 @pytest.mark.parametrize("data", ["prompts", "text"])
 def test_what_is_trained_on_and_what_is_held_out(
-    recipe: SimpleNamespace, folder: Path, model: Any, data: str, tmp_path: Path
+    recipe: SimpleNamespace, model: Any, data: str, tmp_path: Path
 ) -> None:
     """Held-out prompts are followed by the model, and never trained on."""
     key = "prompt" if data == "prompts" else "text"

@@ -21,6 +21,7 @@ VALUES = {
     "lookup",
     "metrics",
     "outputs",
+    "pace",
     "params",
     "plan",
     "policy",
@@ -39,15 +40,15 @@ VALUES = {
 # From the bottom up: a module may import what stands in the lines before its own.
 ENGINE = [
     {"adapter_file", "cache", "constraint", "estimates", "fingerprint", "graphs"},
-    {"grammar_xgrammar", "sampling"},
+    {"grammar_xgrammar", "layout", "sampling"},
     {"draft_head"},
     {"exactness", "dense", "admission", "guest", "verification", "processors", "row", "controller"},
-    {"exit_block", "packing", "skeleton"},
+    {"exit_block", "guessing", "packing", "pass_sizes", "skeleton"},
     {"exit_adapter", "packed_forward"},
     {"model"},
     {"drafting", "packed"},
-    {"seats", "speculation"},
-    {"device_round"},
+    {"seats", "speculation", "verify"},
+    {"device_round", "outcome"},
     {"rounds"},
     {"decode"},
 ]

@@ -1,7 +1,6 @@
 """The LoRA recipe: losses, dropout and curricula as they are meant, exact resumption, results."""
 
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -23,6 +22,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import PeftModel
+from recipe_modules import imported, packed_rows, take, weights
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -35,36 +35,21 @@ REPO = Path(__file__).parents[1]
 RECIPES = REPO / "recipes"
 MODULES = (
     *("checkpoints", "data", "early_exit_model", "early_exit_settings", "early_exit_trainer"),
-    *("evaluation", "lora_early_exit", "memory", "packing", "run_log", "settings", "table"),
+    *("evaluation", "lora_early_exit", "memory", "packing", "run_log", "running"),
+    *("settings", "table"),
 )
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 
 
 @pytest.fixture(scope="module")
 def recipe() -> Iterator[SimpleNamespace]:
-    """The recipe's modules, which import each other by bare names."""
-    sys.path.insert(0, str(RECIPES))
-    before = set(sys.modules)
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(RECIPES))
-        for name in set(sys.modules) - before:
-            if (
-                getattr(sys.modules[name], "__file__", None)
-                and RECIPES in Path(str(sys.modules[name].__file__)).parents
-            ):
-                del sys.modules[name]
+    with imported(MODULES) as modules:
+        yield modules
 
 
 @pytest.fixture(scope="module")
 def packed(recipe: SimpleNamespace) -> Any:
-    """12 rows of several documents, some with prompts."""
-    samples = [
-        recipe.data.Sample(tuple(random_ids(5 + 7 * i % 30, seed=i)), 2 * (i % 3 == 0))
-        for i in range(24)
-    ]
-    return recipe.packing.pack(samples, 32, pad_id=1)
+    return packed_rows(recipe)
 
 
 def some_settings(recipe: SimpleNamespace, **changes: Any) -> Any:
@@ -95,15 +80,6 @@ def make_trainer(recipe: SimpleNamespace, packed: Any) -> Callable[..., Any]:
         return recipe.early_exit_trainer.Trainer(settings, deepcopy(model), packed, accelerator)
 
     return make
-
-
-def weights(trainer: Any) -> list[Tensor]:
-    return [p.detach().clone() for p in trainer.trained]
-
-
-def take(trainer: Any, steps: int) -> list[dict[str, Any]]:
-    records = [trainer.step() for _ in range(steps)]
-    return [{k: v for k, v in r.items() if k != "seconds"} for r in records]
 
 
 # Losses
@@ -150,7 +126,7 @@ def test_documents_of_a_row_do_not_see_each_other(recipe: SimpleNamespace, packe
 
 
 def test_the_head_of_one_chunk_and_one_exit_runs_at_a_time(
-    recipe: SimpleNamespace, make_trainer: Callable[..., Any]
+    make_trainer: Callable[..., Any],
 ) -> None:
     """torchtune stacks the logits of all exits: (exits, batch, length, vocabulary)."""
     trainer = make_trainer(curriculum="none")
@@ -542,7 +518,7 @@ def runs(
                 os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe.lora_early_exit, "RunLog", Interrupted)
+        patch.setattr(recipe.running, "RunLog", Interrupted)
         first = run(recipe, arguments(sources, merged))
     second = run(recipe, arguments(sources, merged))
     run(recipe, arguments(sources, kept, "merge=false"))

@@ -88,7 +88,7 @@ def contents(folder: Path) -> Any:
     return timeless({name: lines(folder, name) for name in FILES})
 
 
-def test_every_prompt_is_decoded_in_every_arm(lm, traffic, full) -> None:
+def test_every_prompt_is_decoded_in_every_arm(lm, full) -> None:
     found = {r["request_id"]: r for r in lines(full, "requests")}
     assert sorted(found) == sorted(f"{i}/{arm}" for i in range(len(TEXTS)) for arm in (0, 3))
     for index, text in enumerate(TEXTS):

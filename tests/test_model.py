@@ -1,6 +1,8 @@
 """A guest in transformers: a model is read, never changed, and refused if it does not fit."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -9,9 +11,9 @@ from decoding import Interruption
 from snapshots import check_untouched, hf_text, snapshot
 from toys import DTYPES, FAMILIES, NUM_LAYERS, PLANS, SHAPES, VOCAB_SIZE, make_model, random_ids
 
-from layerskip import SelfSpeculativeLM, UnsupportedModelError
-from layerskip import cache as cache_module
+from layerskip import SelfSpeculativeLM, UnsupportedModelError, pass_sizes
 from layerskip import exactness as exactness_module
+from layerskip import layout as layout_module
 from layerskip import model as model_module
 from layerskip.cache import Segment
 from layerskip.model import DecoderStack
@@ -48,8 +50,8 @@ def test_an_exception_leaves_nothing_behind(monkeypatch, error):
     lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
     expected = lm.generate(PROMPTS, max_new_tokens=8)
     with monkeypatch.context() as patch:  # in the middle of the layers of a later pass
-        broken = Interruption(cache_module.decode_attention, 2 * NUM_LAYERS + 1, error)
-        patch.setattr(cache_module, "decode_attention", broken)
+        broken = Interruption(layout_module.decode_attention, 2 * NUM_LAYERS + 1, error)
+        patch.setattr(layout_module, "decode_attention", broken)
         with pytest.raises(error):
             lm.generate(PROMPTS, max_new_tokens=8)
     check_untouched(model, before)
@@ -178,8 +180,7 @@ def test_a_prompt_in_chunks_gives_the_logits_of_transformers(monkeypatch, toy, w
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_where_rows_never_agree_tokens_run_one_by_one(monkeypatch, toy, wrap, dtype):
-    for module in (model_module, exactness_module):
-        monkeypatch.setattr(module, "rows_agree", lambda *_: False)
+    monkeypatch.setattr(exactness_module, "rows_agree", lambda *_: False)
     lm = SelfSpeculativeLM(toy("llama", dtype), None, PLANS["skipping"], num_draft_tokens=4)
     assert "run one by one" in lm.exactness
     assert not lm.stack.exactness.holds
@@ -267,8 +268,23 @@ def test_the_probe_sees_values_summed_in_another_order(monkeypatch, dtype, shape
 def test_what_was_proven_of_attention_is_proven_again_with_other_threads(monkeypatch):
     stack = DecoderStack(make_model("llama", "bfloat16"))
     quantum = stack.exactness.row_quantum
-    assert stack._largest_proven(quantum) == quantum
-    monkeypatch.setattr(model_module, "attention_agrees", lambda _: False)
-    assert stack._largest_proven(quantum) == quantum
+    assert stack.pass_sizes.largest(quantum) == quantum
+    monkeypatch.setattr(pass_sizes, "attention_agrees", lambda _: False)
+    assert stack.pass_sizes.largest(quantum) == quantum
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
-    assert stack._largest_proven(quantum) == stack._largest_proven(2 * quantum) == 1
+    assert stack.pass_sizes.largest(quantum) == stack.pass_sizes.largest(2 * quantum) == 1
+
+
+def test_a_stack_that_nobody_holds_is_freed_at_once():
+    """Its weights may be gigabytes: they do not wait for the collector of circles."""
+    gc.collect()
+    gc.disable()
+    try:
+        stack = DecoderStack(make_model())
+        gone = weakref.ref(stack)
+        with torch.inference_mode():
+            stack.pass_sizes.largest(2 * stack.exactness.row_quantum)
+        del stack
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -278,8 +278,8 @@ def test_speed_is_the_paired_ratio_after_the_first_token(
 def test_where_every_prompt_loops_nothing_is_claimed(
     recipes: SimpleNamespace, clock: FakeClock
 ) -> None:
-    report = recipes.speed.measure_speed(
-        FakeLM(clock), [[0, 1], [0, 2]], max_new_tokens=20, temperature=0.0
+    (report,) = recipes.speed.measure_speeds(
+        FakeLM(clock), [[0, 1], [0, 2]], ["auto"], max_new_tokens=20, temperature=0.0
     )
     assert (report.prompts, report.left_out) == (0, 2)
     content = json.loads(json.dumps(report.to_dict(), allow_nan=False))
@@ -289,8 +289,8 @@ def test_where_every_prompt_loops_nothing_is_claimed(
 
 def test_other_tokens_than_plain_are_an_error(recipes: SimpleNamespace, clock: FakeClock) -> None:
     with pytest.raises(RuntimeError, match="other tokens than plain decoding"):
-        recipes.speed.measure_speed(
-            FakeLM(clock, wrong=True), [[1]], max_new_tokens=8, temperature=0.0
+        recipes.speed.measure_speeds(
+            FakeLM(clock, wrong=True), [[1]], ["auto"], max_new_tokens=8, temperature=0.0
         )
 
 

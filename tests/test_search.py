@@ -16,7 +16,6 @@ from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM, search, timi
 from layerskip.cache import Segment
 from layerskip.calibration import Calibration, Text, read_texts, walk
 from layerskip.cli import main
-from layerskip.compare import teacher_forced
 from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
@@ -28,6 +27,7 @@ from layerskip.row import Row, RowSpec
 from layerskip.sampling import Sampler
 from layerskip.search import SearchSettings
 from layerskip.skipping import SkipSet, closest_skip_sets, neighbours
+from layerskip.teacher_forced import teacher_forced
 
 SAMPLED = SamplingParams(temperature=0.8, seed=3)
 EXAMPLES = [

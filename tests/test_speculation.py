@@ -14,8 +14,8 @@ from layerskip.controller import PLAIN, Choice, Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
+from layerskip.guessing import judged
 from layerskip.plan import PlanFile
-from layerskip.speculation import judged
 
 FREE = Curve((1,), (0,), ((0.0,),))
 REPEATING = [*random_ids(12), *random_ids(12), *random_ids(7)]
@@ -380,7 +380,7 @@ def test_families_with_modules_of_their_own_check_guesses_too(family, sampling):
 
 
 @pytest.mark.parametrize("model", [("llama", "bfloat16", "odd"), ("qwen2", "bfloat16")])
-def test_bits_hold_when_rows_and_lengths_change_every_round(wrap, toy, model):
+def test_bits_hold_when_rows_and_lengths_change_every_round(toy, model):
     """Rows of a batch look up, draft and decode plainly in turn."""
     expected = SelfSpeculativeLM(toy(*model), None, num_draft_tokens=0)
     prompts = [REPEATING, PROMPT, random_ids(30, 3)]

@@ -17,7 +17,6 @@ from layerskip.training.dropout import LayerDropout, dropping
 from layerskip.training.losses import (
     consistency_loss,
     draft_loss,
-    early_exit_losses,
     exit_loss,
     losses_by_exit,
     sliding_survival,
@@ -190,14 +189,15 @@ def test_survival_is_the_product_of_what_was_accepted_before() -> None:
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 5, 100])
-def test_losses_of_several_exits_are_their_sum_however_they_are_cut(chunk_tokens: int) -> None:
+def test_losses_of_several_exits_are_what_they_are_however_they_are_cut(chunk_tokens: int) -> None:
     generator = torch.Generator().manual_seed(1)
     head = torch.randn(VOCAB, 3, generator=generator, requires_grad=True)
     hidden = {e: torch.randn(TOKENS, 3, generator=generator, requires_grad=True) for e in (1, 2, 4)}
     labels, scales = torch.tensor([3, -100, 0, 10, 7]), {1: 0.25, 4: 0.75}
-    loss = early_exit_losses(
-        hidden, lambda h: h @ head.T, labels, scales, chunk_tokens=chunk_tokens
+    losses = losses_by_exit(
+        hidden, lambda h: h @ head.T, labels, tuple(scales), chunk_tokens=chunk_tokens
     )
+    loss = sum(scale * losses[e] for e, scale in scales.items())
     loss.backward()
     got = [head.grad, hidden[1].grad, hidden[4].grad]
     assert hidden[2].grad is None
@@ -225,21 +225,19 @@ def test_logits_of_one_chunk_exist_at_once() -> None:
 
     labels = torch.zeros(64, dtype=torch.long)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = early_exit_losses(
-            {1: states, 2: states}, head, labels, {1: 1.0, 2: 1.0}, chunk_tokens=8
-        )
+        losses = losses_by_exit({1: states, 2: states}, head, labels, (1, 2), chunk_tokens=8)
     assert kept
     assert not any(VOCAB in shape for shape in kept)  # between the passes there are none
-    loss.backward()
+    (losses[1] + losses[2]).backward()
     assert sizes == [8] * (2 * 2 * 8)  # each chunk of each exit again in the backward pass
 
 
 def test_losses_without_labels_or_states_are_refused() -> None:
     states = {1: torch.zeros(2, 3)}
     with pytest.raises(ValueError, match=r"exit layer 2 has no hidden states; they are of \[1\]"):
-        early_exit_losses(states, lambda h: h, torch.tensor([0, 1]), {2: 1.0})
+        losses_by_exit(states, lambda h: h, torch.tensor([0, 1]), (2,))
     with pytest.raises(ValueError, match="no label counts"):
-        early_exit_losses(states, lambda h: h, torch.tensor([-100, -100]), {1: 1.0})
+        losses_by_exit(states, lambda h: h, torch.tensor([-100, -100]), (1,))
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 100])

@@ -13,7 +13,7 @@ from layerskip import SamplingParams, SelfSpeculativeLM, trimming
 from layerskip.calibration import Text
 from layerskip.cost import CostTable, Curve
 from layerskip.journal import Journal
-from layerskip.trimming import TrimmingSettings, candidates, measured_coverage, with_head_of
+from layerskip.trimming import TrimmingSettings, measured_coverage, vocabularies, with_head_of
 
 PLAN = PLANS["exit"]
 RANKED, HELD = tuple(range(2, 60)) * 20, (*range(2, 41), 300)
@@ -149,11 +149,11 @@ def test_nothing_is_measured_twice(monkeypatch, talking, tmp_path):
 
 def test_candidates_cover_shares_and_have_text_enough():
     text = [t for i in range(300) for t in [i] * (1 if i >= 128 else 50)]
-    sizes = [len(ids) for ids in candidates([text], 331, {330})]
+    sizes = [len(ids) for ids in vocabularies([text], 331, {330})]
     assert sizes == [128, 256]  # 97 % by the first, 99 % with more
-    assert all(330 in ids for ids in candidates([text], 331, {330}))
-    assert [len(ids) for ids in candidates([text[: 4 * 128]], 331, ())] == [128]
-    assert candidates([text[: 4 * 128 - 1]], 331, ()) == []
+    assert all(330 in ids for ids in vocabularies([text], 331, {330}))
+    assert [len(ids) for ids in vocabularies([text[: 4 * 128]], 331, ())] == [128]
+    assert vocabularies([text[: 4 * 128 - 1]], 331, ()) == []
 
 
 def test_the_promise_allows_for_texts_that_differ():

@@ -85,7 +85,8 @@ def _examples(args: argparse.Namespace) -> "list[Example]":
 def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """``layerskip compare``."""
     quiet()
-    from layerskip.compare import MODES, compare, teacher_forced
+    from layerskip.compare import MODES, compare
+    from layerskip.teacher_forced import teacher_forced
 
     modes = tuple(args.modes.split(","))
     unknown = [m for m in modes if m not in MODES]

@@ -115,12 +115,10 @@ class Baseline:
         """Standard deviations that the true mean may lie off: one standard error."""
         return min(self.mean_error / self.deviation, shift / 2)
 
-    def expected_delay(
-        self, *, shift: float = SHIFT, drafts_per_false_alarm: float = DRAFTS_PER_FALSE_ALARM
-    ) -> float:
-        """Drafts from a shift to its alarm, on the average."""
-        b = threshold(shift, drafts_per_false_alarm) + OVERSHOOT * shift
-        gain = (shift - self.tolerance(shift)) ** 2 / 2 / self.design_effect
+    def expected_delay(self) -> float:
+        """Drafts from a shift by ``SHIFT`` to its alarm, on the average."""
+        b = threshold(SHIFT, DRAFTS_PER_FALSE_ALARM) + OVERSHOOT * SHIFT
+        gain = (SHIFT - self.tolerance(SHIFT)) ** 2 / 2 / self.design_effect
         return (b + math.exp(-b) - 1.0) / gain
 
     def to_dict(self) -> dict[str, Any]:

@@ -295,21 +295,17 @@ def find_drift(
     rounds: Iterable[Mapping[str, Any]],
     *,
     label: str | None = None,
-    baselines: Mapping[str, Baseline] | None = None,
     num_reference_requests: int = REFERENCE_REQUESTS,
 ) -> Drift:
     """Run a monitor over recorded rounds, in the order in which they came.
 
     Args:
         rounds: entries as ``Round.to_dict()`` makes them, of one arm.
-        label, baselines, num_reference_requests: as of ``DriftMonitor``.
+        label, num_reference_requests: as of ``DriftMonitor``.
     """
     alarms: list[Alarm] = []
     monitor = DriftMonitor(
-        label=label,
-        baselines=baselines,
-        num_reference_requests=num_reference_requests,
-        on_alarm=alarms.append,
+        label=label, num_reference_requests=num_reference_requests, on_alarm=alarms.append
     )
     for entry in rounds:
         monitor.observe(

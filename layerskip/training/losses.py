@@ -153,38 +153,6 @@ def sliding_survival(accepted: Tensor, documents: Tensor, *, most: int) -> Tenso
     return weights
 
 
-def early_exit_losses(
-    hidden: Mapping[int, Tensor],
-    head: Callable[[Tensor], Tensor],
-    labels: Tensor,
-    scales: Mapping[int, float],
-    *,
-    chunk_tokens: int = CHUNK_TOKENS,
-) -> Tensor:
-    """Cross-entropy through the shared head at several depths, weighted and added up.
-
-    ``sum_e scales[e] * CE(head(hidden[e]), labels)``, in the chunks of ``losses_by_exit``, whose
-    arguments it has.
-
-    Args:
-        scales: by exit layer, what its mean is multiplied with; one without a scale is left out.
-
-    Returns:
-        A float32 scalar in nats per token.
-
-    Raises:
-        ValueError: a scale is of an exit whose hidden states are not there, or no label counts.
-
-    References:
-        LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710), equation 4.
-    """
-    losses = losses_by_exit(hidden, head, labels, tuple(scales), chunk_tokens=chunk_tokens)
-    total = torch.zeros((), device=labels.device)
-    for layer, scale in scales.items():
-        total = total + scale * losses[layer]
-    return total
-
-
 def losses_by_exit(
     hidden: Mapping[int, Tensor],
     head: Callable[[Tensor], Tensor],
@@ -220,6 +188,9 @@ def losses_by_exit(
 
     Raises:
         ValueError: an exit has no hidden states, or no label counts.
+
+    References:
+        LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710): equation 4 is their weighted sum.
     """
     missing = sorted(set(exits) - set(hidden))
     if missing:

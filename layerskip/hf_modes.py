@@ -1,0 +1,99 @@
+"""How transformers is run beside us: its arguments, the settings it is lent, and what it took."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from layerskip.admission import decoder_layers
+from layerskip.params import SamplingParams
+
+PROMPT_LOOKUP_TOKENS = 10
+
+
+@dataclass(frozen=True)
+class EarlyExitSettings:
+    """Transformers' early exit, at its best on this work or as it comes.
+
+    Attributes:
+        exit_layer: ``assistant_early_exit``.
+        num_assistant_tokens, confidence: as in its generation config.
+    """
+
+    exit_layer: int
+    num_assistant_tokens: int
+    confidence: float
+
+
+DEFAULT_EARLY_EXIT = EarlyExitSettings(2, 20, 0.4)  # transformers' defaults but for the exit
+
+
+def generate_arguments(sampling: SamplingParams) -> dict[str, Any]:
+    """Of ``model.generate``, for the distribution of ``sampling``; its seed is torch's."""
+    if sampling.greedy:
+        return {"do_sample": False}
+    return {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p or None,
+    }
+
+
+@contextmanager
+def configured(model: PreTrainedModel, settings: EarlyExitSettings) -> Iterator[None]:
+    """Within it, transformers drafts by these settings, which it reads from the model's own
+    generation config only."""
+    before = model.generation_config
+    config: GenerationConfig = GenerationConfig.from_dict(before.to_dict())
+    config.num_assistant_tokens = settings.num_assistant_tokens
+    config.num_assistant_tokens_schedule = "constant"
+    config.assistant_confidence_threshold = settings.confidence
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+@dataclass
+class Counts:
+    """What one call of transformers took.
+
+    Attributes:
+        positions: (token, position) pairs through layer 0.
+        kv_cache_bytes: of its caches.
+    """
+
+    positions: int = 0
+    kv_cache_bytes: int = 0
+
+
+@contextmanager
+def counted(model: PreTrainedModel, wanted: bool) -> Iterator[Counts]:
+    """Count what transformers runs through layer 0, and the caches it uses."""
+    counts = Counts()
+    if not wanted:
+        yield counts
+        return
+    caches: dict[int, Any] = {}
+
+    def hook(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        counts.positions += hidden.shape[0] * hidden.shape[1]
+        cache = kwargs.get("past_key_values")
+        if cache is not None:
+            caches[id(cache)] = cache
+
+    handle = decoder_layers(model)[0].register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield counts
+    finally:
+        handle.remove()
+    for cache in caches.values():
+        for layer in cache.layers:
+            if getattr(layer, "keys", None) is not None:
+                counts.kv_cache_bytes += layer.keys.nbytes + layer.values.nbytes

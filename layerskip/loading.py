@@ -1,0 +1,120 @@
+"""From a folder or hub id to what is wrapped: a model, its tokenizer, and the plan to draft by."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from layerskip.adapter_file import read_adapter
+from layerskip.adapter_shape import AdapterShape
+from layerskip.checkpoint import (
+    BUILTIN,
+    builtin_folder,
+    known_plan,
+    load_checkpoint,
+    trained_exits,
+)
+from layerskip.params import NumDraftTokens
+from layerskip.plan import DraftPlan, PlanFile, ranges
+
+
+def load_parts(
+    model: str | Path,
+    *,
+    exit_layer: int | None = None,
+    plan: DraftPlan | PlanFile | None = None,
+    num_draft_tokens: NumDraftTokens | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str = "auto",
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    token: str | None = None,
+    local_files_only: bool = False,
+    exit_adapter: str | Path | None = None,
+) -> tuple[PreTrainedModel, Any, PlanFile, NumDraftTokens]:
+    """What ``from_pretrained`` wraps: model, tokenizer, plan file, number of draft tokens.
+
+    Of an adapter only the exit is read here; ``ExitAdapter.load`` takes the model.
+    """
+    if exit_layer is not None and plan is not None:
+        raise ValueError("give exit_layer or plan, not both")
+    folder = builtin_folder() if str(model) == BUILTIN else model
+    shape = None if exit_adapter is None else read_adapter(exit_adapter).shape
+    if exit_layer is None and plan is None:
+        plan = known_plan(folder)
+        if shape is not None and exit_adapter is not None:
+            plan = known_plan(exit_adapter) or _at_exit(plan, shape)
+    known = plan if isinstance(plan, PlanFile) else PlanFile(plan)
+    if shape is not None:
+        check_exit(known.plan, shape, exit_layer)
+    loaded, tokenizer = load_checkpoint(
+        folder,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        cache_dir=cache_dir,
+        token=token,
+        local_files_only=local_files_only,
+        check=lambda config: check_plan_depth(config, exit_layer, known.plan),
+    )
+    if exit_layer is not None:
+        depth = loaded.config.num_hidden_layers
+        known = PlanFile(DraftPlan.exiting(num_layers=depth, exit_layer=exit_layer))
+    exits = trained_exits(loaded.config, known)
+    if plan is None and exit_layer is None and exits:
+        known = PlanFile(
+            DraftPlan.exiting(num_layers=loaded.config.num_hidden_layers, exit_layer=exits[0])
+        )
+    wanted = known.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+    return loaded, tokenizer, known, wanted
+
+
+def _at_exit(known: PlanFile | None, shape: AdapterShape) -> PlanFile:
+    """A checkpoint's own plan, moved to an adapter's exit: what was measured of the plan goes."""
+    if known is None:
+        return PlanFile(shape.plan)
+    coverage = {k: v for k, v in known.measurements.items() if k == "coverage"}
+    return PlanFile(
+        shape.plan,
+        draft_vocabulary=known.draft_vocabulary,
+        fingerprint=known.fingerprint,
+        measurements=coverage,
+    )
+
+
+def check_exit(plan: DraftPlan | None, shape: AdapterShape, exit_layer: int | None = None) -> None:
+    """Raise unless drafts leave where an adapter goes on."""
+    where = exit_layer if plan is None else plan.exit_layer
+    if where != shape.exit_layer:
+        skips = plan and plan.exit_layer is None
+        said = f"runs layers {ranges(plan.layers)}" if plan and skips else f"exits after {where}"
+        raise ValueError(
+            f"the exit adapter goes on after layer {shape.exit_layer}, and the plan {said}; give "
+            "that exit, or no plan"
+        )
+
+
+def check_plan_depth(config: Any, exit_layer: int | None, plan: DraftPlan | None) -> None:
+    """Raise unless an exit or a plan is of a model as deep as the one of ``config``."""
+    depth = getattr(config, "num_hidden_layers", None)
+    if depth is None:  # no model that we know: refused later, with the reason
+        return
+    if exit_layer is not None:
+        DraftPlan.exiting(num_layers=depth, exit_layer=exit_layer)
+    if plan is not None and plan.num_layers != depth:
+        raise ValueError(
+            f"the plan is for a model of {plan.num_layers} layers; this one has {depth}"
+        )
+
+
+def eos_ids_of(config: Any) -> frozenset[int]:
+    """What ends a sequence.
+
+    Args:
+        config: a generation config, or where a model has none its own.
+    """
+    eos = getattr(config, "eos_token_id", None)
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)

@@ -1,0 +1,107 @@
+"""How many tokens a decode pass may hold for every row to keep its bits: proven when first met."""
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from layerskip.cache import Segment
+from layerskip.exactness import MAX_PASS_ROWS, ROW_QUANTA, attention_agrees, rows_agree
+
+if TYPE_CHECKING:
+    from layerskip.model import DecoderStack
+
+logger = logging.getLogger(__name__)
+
+
+class PassSizes:
+    """Sizes of passes that were proven for a stack, by the number of this thread's cores.
+
+    Args:
+        stack: its ``exactness`` says what is wanted, and holds at the smallest size.
+        divides_products: whether its linear maps can take fewer rows at once than a pass has.
+    """
+
+    def __init__(self, stack: "DecoderStack", *, divides_products: bool) -> None:
+        # Weak, so that a stack that nobody holds is freed at once.
+        self._stack: DecoderStack = weakref.proxy(stack)
+        self._divides_products = divides_products
+        self._proven: dict[tuple[int, int], bool] = {}
+        self._product_rows: dict[int, int] = {}
+
+    @property
+    def product_rows(self) -> int:
+        """Most rows of a pass that a linear map takes at once."""
+        return self._product_rows.get(torch.get_num_threads(), MAX_PASS_ROWS)
+
+    def note_probe(self) -> None:
+        """What the probe found when the model was wrapped is not proven again in the first
+        round."""
+        exactness = self._stack.exactness
+        self._proven[torch.get_num_threads(), exactness.row_quantum] = exactness.holds
+
+    def padded(self, num_tokens: int) -> int:
+        """Rows of a pass of ``num_tokens``."""
+        quantum = self._stack.exactness.row_quantum
+        return -(-num_tokens // quantum) * quantum
+
+    def split(self, segments: Sequence[Segment]) -> list[list[Segment]]:
+        """Passes of proven sizes; token by token where no size is proven, and row by row where
+        the layers' own attention knows no rows."""
+        total, one_row = sum(s.count for s in segments), self._stack.one_row
+        limit = self.largest(total)
+        if total <= limit and (len(segments) == 1 or not one_row):
+            return [list(segments)]
+        parts: list[list[Segment]] = []
+        part: list[Segment] = []
+        room = limit
+        for s in segments:
+            start, left = s.start, s.count
+            while left:
+                take = min(room, left)
+                part.append(Segment(s.row, start, take))
+                start, left, room = start + take, left - take, room - take
+                if room == 0 or one_row:
+                    parts.append(part)
+                    part, room = [], limit
+        return [*parts, part] if part else parts
+
+    def largest(self, num_tokens: int) -> int:
+        """The most tokens one pass may hold for ``num_tokens`` to keep their bits."""
+        exactness = self._stack.exactness
+        if not exactness.wanted:
+            return num_tokens
+        if not exactness.holds:
+            return 1
+        size = min(self.padded(num_tokens), MAX_PASS_ROWS)
+        if not self._is_proven(exactness.row_quantum):  # what larger passes are held against
+            return 1
+        while size and not self._is_proven(size):
+            size -= exactness.row_quantum
+        return max(size, 1)
+
+    def _is_proven(self, size: int) -> bool:
+        key = (torch.get_num_threads(), size)
+        if key not in self._proven:
+            self._proven[key] = self._prove(size)
+            if not self._proven[key]:
+                logger.info("passes of %d rows change bits; smaller ones are used", size)
+        return self._proven[key]
+
+    def _prove(self, size: int) -> bool:
+        """Whether a pass of ``size`` rows keeps bits, its products divided if that helps."""
+        stack, threads, now = self._stack, torch.get_num_threads(), self.product_rows
+        quantum = stack.exactness.row_quantum
+        if size == quantum and not attention_agrees(stack):
+            return False
+        fewer = [q for q in ROW_QUANTA if quantum <= q < min(now, size)][::-1]
+        for rows in (now, *(fewer if self._divides_products else ())):
+            if rows_agree(stack, size, quantum if size > quantum else 1, rows):
+                if rows != now:
+                    # What other sizes were proven with: they are proven again when they are met.
+                    self._proven = {k: v for k, v in self._proven.items() if k[0] != threads}
+                    self._product_rows[threads] = rows
+                return True
+        return False

@@ -1,0 +1,60 @@
+"""Acceptance along real text, which does not loop whatever the model would write by itself."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from layerskip.api import SelfSpeculativeLM
+from layerskip.params import SamplingParams
+from layerskip.prompts import Example
+from layerskip.sampling import Sampler
+
+
+@torch.inference_mode()
+def teacher_forced(
+    lm: SelfSpeculativeLM,
+    examples: Sequence[Example],
+    *,
+    sampling: SamplingParams,
+    exits: Sequence[int],
+    max_new_tokens: int,
+) -> dict[str, Any]:
+    """Acceptance of the first drafted token along each prompt's real continuation, by exit.
+
+    At every position of the continuation the exit and the full model pick a token, with the same
+    noise when sampling; acceptance is the share of positions where they agree.
+
+    Returns:
+        ``{"positions": n, "exits": {E: {"acceptance_rate": a, "overlap": 1 - TV}}}``.
+    """
+    stack = lm.stack
+    settings = replace(sampling, seed=sampling.seed or 0)
+    agree = dict.fromkeys(exits, 0)
+    overlap = dict.fromkeys(exits, 0.0)
+    positions = 0
+    for example in examples:
+        prompt = lm.encode(example.prompt)
+        ids = lm.tokenizer(example.prompt + example.continuation)["input_ids"]
+        ids = ids[: min(len(prompt) + max_new_tokens, stack.max_positions)]
+        if len(ids) <= len(prompt):
+            continue
+        first = len(prompt) - 1
+        logits = stack.all_exit_logits(ids[:-1], (*exits, stack.num_layers))
+        sampler = Sampler(settings, settings.seed or 0, stack.vocab_size)
+        target_logits = logits[stack.num_layers][first:]
+        target = sampler.pick(target_logits, len(prompt))
+        p = target_logits.softmax(-1)
+        positions += len(target)
+        for e in exits:
+            picked = sampler.pick(logits[e][first:], len(prompt))
+            agree[e] += sum(a == b for a, b in zip(picked, target, strict=True))
+            overlap[e] += torch.minimum(p, logits[e][first:].softmax(-1)).sum().item()
+    if not positions:
+        raise ValueError("--teacher-forced needs prompts with a continuation, and none has one")
+    rates = {
+        e: {"acceptance_rate": agree[e] / positions, "overlap": overlap[e] / positions}
+        for e in exits
+    }
+    return {"positions": positions, "exits": rates}

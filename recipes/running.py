@@ -1,0 +1,217 @@
+"""What both recipes do around their steps: what they read, going on, the bar, and what is left."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from accelerate import Accelerator
+from checkpoints import StopRequest, checkpoints
+from data import Corpus, Sample, Samples, load
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from run_log import RunLog
+from settings import RunSettings, from_command_line
+from stdlib_text import STDLIB, stdlib_corpus
+from table import Result, as_markdown, as_table, save
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from layerskip.checkpoint import BUILTIN, builtin_folder
+from layerskip.files import write_text
+
+S = TypeVar("S", bound=RunSettings)
+
+
+class Trainer(Protocol):
+    """One run: a step is a function of its number.
+
+    Attributes:
+        trained: parameters.
+        steps: taken so far.
+        seconds: that they took, those before an interruption, too.
+    """
+
+    accelerator: Accelerator
+    trained: Sequence[torch.nn.Parameter]
+    steps: int
+    seconds: float
+
+    @property
+    def settings(self) -> RunSettings: ...
+    def step(self) -> dict[str, Any]: ...
+    def save(self, folder: Path) -> None: ...
+    def load(self, checkpoint: Path) -> None: ...
+
+
+def run_script(
+    script: str,
+    cls: type[S],
+    run: Callable[[S], None],
+    argv: Sequence[str],
+    description: str | None,
+) -> None:
+    """Run a recipe by its command line; mistakes of the user end it with one sentence.
+
+    Args:
+        script: its file; the YAML of its name is read where no other is given.
+        cls: its settings.
+        argv: arguments without the script's name.
+        description: its documentation, whose first line ``--help`` shows.
+    """
+    path = Path(script)
+    first = (description or "").split("\n")[0]
+    try:
+        run(from_command_line(cls, first, path.with_suffix(".yaml"), argv))
+    except ValueError as error:
+        raise SystemExit(f"{path.stem}: {error}") from None
+
+
+def source_folder(model: str) -> Path | str:
+    """What transformers loads: a folder with its whole path, so that an adapter finds it again
+    from anywhere, or a hub id."""
+    if model == BUILTIN:
+        return builtin_folder()
+    return Path(model).resolve() if Path(model).is_dir() else model
+
+
+def load_model(folder: Path | str, dtype: str) -> tuple[PreTrainedModel, Any]:
+    """The model as transformers has it, and its tokenizer.
+
+    Raises:
+        ValueError: one of them cannot be loaded.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, RuntimeError, ImportError) as error:
+        said = str(error).strip().split("\n")[0]
+        raise ValueError(f"model {str(folder)!r} cannot be loaded: {said}") from None
+    return cast(PreTrainedModel, model), tokenizer
+
+
+def read_corpus(settings: RunSettings, tokenizer: Any, *, allow_prompts: bool = False) -> Corpus:
+    """The data ("stdlib" is Python's), divided by content; or held-out texts of their own, none of
+    which is trained on.
+
+    Args:
+        allow_prompts: rows may have nothing to learn.
+    """
+    share = settings.held_out_share
+    if settings.data == STDLIB:
+        corpus = stdlib_corpus(tokenizer)
+    else:
+        corpus = load(settings.data, tokenizer, held_out_share=share, allow_prompts=allow_prompts)
+    if not settings.held_out:
+        return corpus
+    other = load(settings.held_out, tokenizer, held_out_share=share, allow_prompts=allow_prompts)
+    held_out = gathered(chain(other.train, other.held_out))
+    known = {sample.ids for sample in held_out}
+    train = gathered(s for s in chain(corpus.train, corpus.held_out) if s.ids not in known)
+    return Corpus(train, held_out, (*corpus.bad, *other.bad))
+
+
+def gathered(samples: Iterable[Sample]) -> Samples:
+    """Samples in flat arrays."""
+    found = Samples()
+    for sample in samples:
+        found.append(sample)
+    return found
+
+
+def go_on(trainer: Trainer, console: Console) -> None:
+    """Load the last checkpoint, if there is one."""
+    settings, out = trainer.settings, Path(trainer.settings.out)
+    found = checkpoints(out / "checkpoints")
+    if found and not settings.resume:
+        raise ValueError(f"{out} holds checkpoints; give resume=true to go on, or another out")
+    if found:
+        trainer.load(found[-1])
+        if trainer.accelerator.is_main_process:
+            console.print(f"going on from step {trainer.steps} of {settings.steps}")
+
+
+def train(
+    trainer: Trainer,
+    *,
+    until: int,
+    stopping: Callable[[], bool],
+    on_step: Callable[[dict[str, Any]], None],
+) -> bool:
+    """Take steps up to ``until``; True if it was stopped before, on every process at once."""
+    while trainer.steps < until:
+        on_step(trainer.step())
+        asked = torch.tensor(float(stopping()), device=trainer.accelerator.device)
+        if float(cast(torch.Tensor, trainer.accelerator.reduce(asked, "sum"))) > 0.0:
+            return trainer.steps < until
+    return False
+
+
+def fit(
+    trainer: Trainer,
+    console: Console,
+    *,
+    evaluate: Callable[[], dict[str, Any]],
+    said: Callable[[dict[str, Any]], str],
+) -> bool:
+    """Train with a bar, a log and checkpoints.
+
+    Args:
+        evaluate: what the log notes of held-out text, by the main process.
+        said: what the bar says of a step, by its record.
+
+    Returns:
+        True if a signal stopped it.
+    """
+    settings, accelerator = trainer.settings, trainer.accelerator
+    if trainer.steps == settings.steps:
+        return False
+    kept = Path(settings.out) / "checkpoints"
+    log = RunLog(Path(settings.out), accelerator, step=trainer.steps)
+
+    def note_held_out() -> None:
+        if accelerator.is_main_process:
+            log.add({"step": trainer.steps, **evaluate()})
+            log.plot()
+
+    def on_step(record: dict[str, Any]) -> None:
+        log.add(record)
+        bar.update(task, completed=trainer.steps, description=said(record))
+        if trainer.steps % settings.eval_every == 0 or trainer.steps == settings.steps:
+            note_held_out()
+        if trainer.steps % settings.save_every == 0 and trainer.steps < settings.steps:
+            trainer.save(kept)
+
+    progress = progress_bar(console, disable=not accelerator.is_main_process)
+    with StopRequest() as request, progress as bar:
+        task = bar.add_task("training", total=settings.steps, completed=trainer.steps)
+        if trainer.steps == 0:
+            note_held_out()
+        stopped = train(
+            trainer, until=settings.steps, stopping=lambda: request.asked, on_step=on_step
+        )
+        trainer.save(kept)
+    return stopped
+
+
+def progress_bar(console: Console, *, disable: bool = False) -> Progress:
+    """What is done, how much of it, and the time that is left."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console, disable=disable)
+
+
+def facts(trainer: Trainer) -> dict[str, Any]:
+    """Further lines of the table."""
+    rows = trainer.settings.batch_size * trainer.settings.seq_len
+    return {
+        "trained parameters": sum(p.numel() for p in trainer.trained),
+        "steps": trainer.steps,
+        "tokens per second": round(trainer.steps * rows / max(trainer.seconds, 1e-9), 1),
+    }
+
+
+def leave_table(result: Result, out: Path, console: Console) -> None:
+    """Print the result, and write it as ``table.json`` and ``table.md``."""
+    save(result, out / "table.json")
+    write_text(out / "table.md", as_markdown(result) + "\n")
+    console.print(as_table(result))
