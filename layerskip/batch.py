@@ -80,7 +80,7 @@ class Batch:
         self._grammars, self._policy, self._on_round = grammars, policy, on_round
         self._stack, self._drafter, self._plan = stack, drafter, plan
         self._controller, self._looks_up, self._store = controller, looks_up, store
-        self._head, self._meter, self._alarmed = head, meter, False
+        self._head, self._meter = head, meter
         self._bench = bench
         self._encoder, self._settings = encoder, settings
         self._rows: Decoder | None = None
@@ -141,9 +141,8 @@ class Batch:
     def _watch_coverage(self, meter: CoverageMeter, records: Sequence[Round]) -> None:
         for record in records:
             meter.observe(record.token_ids)
-        if any(r.finish_reason for r in records) and not self._alarmed and meter.alarm:
-            self._alarmed = True
-            logger.warning(meter.alarm)
+        if any(r.finish_reason for r in records) and (news := meter.news()) is not None:
+            logger.warning(news)
 
     def remove(self, row: int) -> GenerationOutput:
         """Take a row out, finished or not; its output so far."""

@@ -101,6 +101,13 @@ class CoverageMeter:
         check_integer("window", window, 1)
         self.vocabulary, self.least_coverage = frozenset(vocabulary), least_coverage
         self._kept: deque[bool] = deque(maxlen=window)
+        self._told = False
+
+    def news(self) -> str | None:
+        """``alarm``, once: again only after coverage has been as promised."""
+        alarm, told = self.alarm, self._told
+        self._told = alarm is not None
+        return None if told else alarm
 
     def observe(self, tokens: Iterable[int]) -> None:
         """Count tokens that the target emitted."""

@@ -243,6 +243,8 @@ def test_a_poor_vocabulary_raises_the_alarm(toy, caplog):
     lm = SelfSpeculativeLM(toy(), None, known, num_draft_tokens=2)
     run(lm, PROMPT)
     assert "the draft vocabulary covers" in caplog.text
+    run(lm, PROMPT)
+    assert caplog.text.count("the draft vocabulary covers") == 1, "each request is warned of"
 
 
 def test_new_weights_reach_the_trimmed_head():

@@ -105,6 +105,12 @@ def test_an_alarm_rings_when_texts_change_and_not_by_chance():
     meter.observe([*range(8), 10, 11] * 20)
     assert meter.coverage == pytest.approx(0.8)
     assert "covers 80.0% of the last 200 tokens, and was chosen for 90.0%" in meter.alarm
+    assert meter.news() == meter.alarm
+    assert meter.news() is None  # it is known
+    meter.observe([*range(10)] * 20)
+    assert meter.news() is None
+    meter.observe([10] * 100)
+    assert meter.news() == meter.alarm
 
 
 def hidden_of(stack: DecoderStack, count: int = 3) -> Tensor:
