@@ -11,7 +11,7 @@ Kind = Literal["greedy", "sampled", "forced"]
 TEMPERATURE = 0.8
 TOKENS = 48
 BATCHES = (1, 2, 4, 8)
-CONTEXTS = (100, 500, 890)
+CONTEXTS = (100, 500, 870)
 OUTPUTS = (16, 128, 512)
 
 
@@ -61,7 +61,7 @@ QUICK = (
     Cell("code", "sampled", batch=4),
     Cell("code", "sampled", batch=8),
     Cell("code", "sampled", tokens=16),
-    Cell("code", "sampled", context=890, tokens=128),
+    Cell("code", "sampled", context=870, tokens=128),
 )
 
 

@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from layerskip import SamplingParams, SelfSpeculativeLM
 from layerskip.checkpoint import BUILTIN, builtin_folder
+from layerskip.compare import EarlyExitSettings
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.prompts import Example, read_prompts
 
 REPO = Path(__file__).parents[1]
+TUNING_TASKS, TUNING_TOKENS = ("code", "math", "chat"), 24
 DRAFT_FOLDER = REPO / ".cache" / "bench" / "draft-model"
 
 
@@ -36,7 +38,8 @@ class Options:
             one for the built-in checkpoint; "none" leaves the mode out.
         exit_layer: of the draft, where the checkpoint has no plan of its own.
         limit: most prompts of a cell.
-        seconds: after which a cell takes no further prompt, once it has three.
+        seconds: that a cell's prompts take, once there are three; finding settings of
+            transformers' modes, once for all cells, comes on top.
         tokens: most new tokens; None: the cell's own.
         max_repeated: prompts whose greedy text repeats more of its 8-grams are left out.
     """
@@ -48,7 +51,7 @@ class Options:
     draft_model: str = "auto"
     exit_layer: int | None = None
     limit: int = 12
-    seconds: float = 50.0
+    seconds: float = 60.0
     tokens: int | None = None
     max_repeated: float = 0.2
 
@@ -74,6 +77,7 @@ class Lab:
         self.cost, self.alone = exiting.controller.cost, alone.controller.cost
         self.max_positions = exiting.stack.max_positions
         self.examples = cache(self._examples)
+        self.tuned = cache(self._tuned)
 
     def _examples(self, task: str) -> list[Example]:
         if self.options.prompts is not None:
@@ -94,8 +98,8 @@ class Lab:
         """Most new tokens of a prompt."""
         return self.options.tokens or cell.tokens
 
-    def sampling(self, cell: Cell) -> SamplingParams:
-        return SamplingParams(temperature=cell.temperature, seed=0 if cell.temperature else None)
+    def sampling(self, temperature: float) -> SamplingParams:
+        return SamplingParams(temperature=temperature, seed=0 if temperature else None)
 
     def prompts(self, cell: Cell) -> list[Asked]:
         """All that fit, taken from all over the task; a user's short file as often as needed."""
@@ -121,8 +125,15 @@ class Lab:
         ways["look-up"] = Way(self.lm(plan=False, lookup=True), "auto")
         return ways
 
-    def theirs(self, cell: Cell, lm: SelfSpeculativeLM) -> Theirs:
-        return Theirs(self.model, lm, self.draft_model, sampling=self.sampling(cell))
+    def theirs(self, temperature: float, lm: SelfSpeculativeLM) -> Theirs:
+        return Theirs(self.model, lm, self.draft_model, sampling=self.sampling(temperature))
+
+    def _tuned(self, mode: str, temperature: float) -> EarlyExitSettings:
+        """The fastest settings of one of transformers' modes, found once, on spare prompts."""
+        tasks = TUNING_TASKS if self.options.prompts is None else ("prompts",)
+        prompts = [p.ids for task in tasks for p in self.prompts(Cell(task, "greedy"))[-1:]]
+        tokens = min(TUNING_TOKENS, self.options.tokens or TUNING_TOKENS)
+        return self.theirs(temperature, self.lm()).tune(mode, prompts, tokens)
 
     def subject(self) -> dict[str, str | int | float]:
         """What a measurement is of, beside the cell."""

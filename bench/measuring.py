@@ -20,7 +20,6 @@ from layerskip.calibration import Text
 from layerskip.compare import repeated_share
 
 LEAST = 3  # prompts, or batches of them, whatever the time
-TUNING_PROMPTS, TUNING_TOKENS = 2, 32
 MEMORY_TOKENS = 16
 REFUSALS = (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError)
 
@@ -60,9 +59,9 @@ class Written:
 
     def __init__(self, lab: Lab, cell: Cell) -> None:
         self.lab, self.cell = lab, cell
-        self.sampling, self.tokens = lab.sampling(cell), lab.tokens(cell)
+        self.sampling, self.tokens = lab.sampling(cell.temperature), lab.tokens(cell)
         self.ways, self.unsupported = lab.ours(), {}
-        self.theirs = lab.theirs(cell, self.ways[BASE].lm)
+        self.theirs = lab.theirs(cell.temperature, self.ways[BASE].lm)
         prompts = [p.ids for p in lab.prompts(cell)]
         if prompts and len(prompts) < cell.batch:
             prompts = (prompts * cell.batch)[: cell.batch]
@@ -76,9 +75,8 @@ class Written:
     def prepare(self) -> None:
         for mode in TUNED:
             if mode in modes_of(self.cell) and mode not in self.unsupported:
-                prompts = [group[0] for group in self.groups[-TUNING_PROMPTS:]]
                 try:
-                    self.theirs.tune(mode, prompts, min(self.tokens, TUNING_TOKENS))
+                    self.theirs.settings[mode] = self.lab.tuned(mode, self.cell.temperature)
                 except REFUSALS as error:
                     self.unsupported[mode] = reason(error)
 
@@ -133,13 +131,16 @@ class Measured:
 
     def run(self, seconds: float, limit: int) -> None:
         """Up to ``limit`` groups of prompts that do not loop, or as many as ``seconds`` allow."""
-        began, shuffle = time.monotonic(), random.Random(0)
+        shuffle, longest = random.Random(0), 0.0
         if not self.source.groups:
             return
         self.source.prepare()
+        began = now = time.monotonic()
         for group in self.source.groups:
-            late = time.monotonic() - began > seconds
+            before, now = now, time.monotonic()
             kept = len(self.repeated)
+            longest = max(longest, now - before) if kept > 1 else 0.0  # the first warms up
+            late = now + longest - began > seconds
             if kept == limit or (late and (kept >= LEAST or self.left_out >= limit)):
                 break
             plain = self.source.decode(BASE, group, tokens=self.tokens)

@@ -12,7 +12,8 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 from modes import BASE, MODES, OURS
-from readme import REPO, Files
+from readme import REPO
+from tables import Files
 
 COLUMNS = 3
 

@@ -37,6 +37,7 @@ COPIES = {
     "_to_copy", "cat", "clone", "constant_pad_nd", "contiguous", "copy_", "gather", "index",
     "index_copy_", "index_put_", "index_select", "repeat", "roll", "scatter_", "stack", "to",
 }  # fmt: skip
+SOURCES = {"copy_": 1, "index_put_": 2, "index_copy_": 3, "scatter_": 3}  # arguments' places
 ROUNDS = 4  # of one turn; the first is not timed
 LONG = 890
 
@@ -124,7 +125,7 @@ class Copied(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name in COPIES and isinstance(out, torch.Tensor):
-            written = args[1] if name == "copy_" else out
+            written = args[SOURCES[name]] if name in SOURCES else out
             moved = written.nbytes if isinstance(written, torch.Tensor) else 0
             if name != "to" or out.data_ptr() != args[0].data_ptr():  # "to" may do nothing
                 self.total += moved

@@ -355,11 +355,10 @@ def test_settings_that_change_a_family_are_seen(changes, reason):
 def table() -> str:
     """The README's lists: what the tests above prove, and how rows keep their bits in bf16."""
     supported: dict[str, list[str]] = {}
-    for family, special in FAMILIES.items():
+    for family in FAMILIES:
         stack = wrap(family, "bfloat16", "skipping").stack
         bits = "" if stack.exactness.holds else "token by token: "
-        name = f"`{family}` ({special})" if special else f"`{family}`"
-        supported.setdefault(bits + why(stack), []).append(name)
+        supported.setdefault(bits + why(stack), []).append(f"`{family}`")
     refused: dict[str, list[str]] = {}
     for name, (_, _, reason) in REFUSED.items():
         refused.setdefault(reason, []).append(name)
@@ -371,7 +370,7 @@ def listed(title: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
     """A Markdown list of names under what they have in common."""
     lines = [title, ""]
     for common, names in groups.items():
-        item = f"- *{common}*: {'; '.join(names)}"
+        item = f"- *{common}*: {', '.join(names)}"
         lines += textwrap.wrap(
             item, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from layerskip.prompts import Example
 
 MODULES = (
     "cells", "exactness_table", "figures", "forced", "lab", "measuring", "modes", "paired",
-    "plots", "readme", "scaling", "tasks",
+    "plots", "readme", "scaling", "tables", "tasks",
 )  # fmt: skip
 TEXTS = ("one fish two fish", "to be or not", "a stitch in time saves", "as it is in rain")
 TOLD = " that is another story to tell"
@@ -298,6 +299,17 @@ def test_a_round_copies_the_same_bytes_whatever_the_context(bench: SimpleNamespa
         torch.empty_like(cache.keys).copy_(cache.keys)
     assert counted.total == 2 * cache.keys.nbytes
     assert counted.largest == cache.keys.nbytes
+    with bench.scaling.Copied() as counted:
+        cache.keys[:, torch.tensor([0]), torch.tensor([1])] = cache.keys[:, [0], [2]]
+    assert counted.total < 3 * cache.keys[:, 0, 0].nbytes  # one token's, not the cache's
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_round_never_copies_the_cache(bench: SimpleNamespace, rows: int) -> None:
+    size = bench.scaling.Size(vocabulary=64, layers=2, context=890, rows=rows)
+    found = bench.scaling.copied(bench.scaling.model_of(size), size)
+    keys_of_a_row = found["held_cache_bytes"] // (2 * size.layers * rows)  # in one layer
+    assert found["largest_copy_bytes"] < keys_of_a_row
 
 
 def test_a_line_and_an_exponent_are_fitted(bench: SimpleNamespace) -> None:
@@ -417,6 +429,8 @@ def results(folder: Path, written: dict[str, Any], greedy: dict[str, Any]) -> Pa
         "scaling": {"axes": {"rows": {"points": points, "fits": {"cpu_seconds": fit}}}},
     }  # fmt: skip
     folder.mkdir(exist_ok=True)
+    for dated in (BENCH / "results").glob("????-??-??-*.json"):
+        shutil.copy(dated, folder)
     for name, content in contents.items():
         (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
@@ -434,7 +448,7 @@ def test_tables_are_written_between_their_markers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, page = results(tmp_path / "results", written, greedy), tmp_path / "README.md"
-    page.write_text("".join(map(marked, bench.readme.TABLES)), encoding="utf-8")
+    page.write_text("".join(map(marked, bench.tables.TABLES)), encoding="utf-8")
     arguments = ["readme.py", "--readme", str(page), "--results", str(folder)]
     monkeypatch.setattr(sys, "argv", [*arguments, "--check"])
     with pytest.raises(SystemExit, match="is not what"):
@@ -443,7 +457,7 @@ def test_tables_are_written_between_their_markers(
     bench.readme.main()
     text = page.read_text(encoding="utf-8")
     assert "out of date" not in text
-    assert text.count("before\n") == text.count("after\n") == len(bench.readme.TABLES)
+    assert text.count("before\n") == text.count("after\n") == len(bench.tables.TABLES)
     monkeypatch.setattr(sys, "argv", [*arguments, "--check"])
     bench.readme.main()
     automatic = greedy["modes"]["automatic"]
@@ -468,12 +482,13 @@ def test_a_wrong_marker_is_refused(
     bench: SimpleNamespace, tmp_path: Path, text: str, reason: str
 ) -> None:
     with pytest.raises(SystemExit, match=reason):
-        bench.readme.rewritten(text, bench.readme.Files(tmp_path))
+        bench.readme.rewritten(text, bench.tables.Files(tmp_path))
 
 
 def test_the_readmes_tables_are_what_the_result_files_give(bench: SimpleNamespace) -> None:
-    text = (REPO / "README.md").read_text(encoding="utf-8")
-    assert bench.readme.rewritten(text, bench.readme.Files(BENCH / "results")) == text
+    for page in bench.readme.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert bench.readme.rewritten(text, bench.tables.Files(BENCH / "results")) == text
 
 
 def test_pictures_are_drawn_of_the_result_files(

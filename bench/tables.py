@@ -1,0 +1,388 @@
+"""The tables of the READMEs, each made of files in bench/results (``Files``)."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from modes import ALONE, BASE, MODES, OURS
+from paired import geometric_mean
+
+TITLES = {
+    "hf": "transformers `generate`",
+    "hf-static": "transformers, static cache",
+    "hf-early-exit": "transformers `assistant_early_exit`, tuned",
+    "hf-prompt-lookup": "transformers `prompt_lookup_num_tokens`",
+    "hf-draft-model": "transformers `assistant_model`, an independent one, tuned",
+    BASE: "layerskip, plain",
+    "fixed": "layerskip, 4 drafted tokens a round",
+    "automatic": "**layerskip, automatic**",
+    "look-up": "layerskip, look-ups alone",
+}
+FIRST_SCREEN = {
+    "code, T 0.8": "code-sampled",
+    "code, greedy": "code-greedy",
+    "maths, T 0.8": "math-sampled",
+    "maths, greedy": "math-greedy",
+}
+DETAILED = "code-sampled"
+TRAINED = (
+    "exit-adapter-plain",
+    "lora-plain-consistency",
+    "exit-adapter-builtin",
+    "lora-builtin",
+)
+SIMULATED = ("first_token", "token", "end_to_end")
+PERCENT = 100.0
+MAKE = {
+    "bench.json": "make bench",
+    "bench-full.json": "make bench-full",
+    "exactness.json": "make bench-full",
+    "scaling.json": "make bench-full",
+}
+
+Modes = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Files:
+    """The result files, read when a table asks for them."""
+
+    folder: Path
+
+    def read(self, name: str) -> dict[str, Any]:
+        path = self.folder / name
+        if not path.is_file():
+            raise SystemExit(f"{path} is not there; `{MAKE[name]}` writes it")
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return content
+
+    def cells(self, name: str) -> dict[str, dict[str, dict[str, Any]]]:
+        """Figures by cell and mode, of a file that pytest-benchmark wrote."""
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        for one in self.read(name)["benchmarks"]:
+            info = one["extra_info"]
+            found.setdefault(info["cell"], {})[info["mode"]] = info
+        return found
+
+    def latest(self, name: str) -> dict[str, Any]:
+        """The newest file of a script whose results are dated."""
+        found = sorted(self.folder.glob(f"????-??-??-{name}.json"))
+        if not found:
+            raise SystemExit(
+                f"{self.folder} has no dated {name}.json; bench/LOG.md has its command"
+            )
+        content: dict[str, Any] = json.loads(found[-1].read_text(encoding="utf-8"))
+        return content
+
+    @cached_property
+    def quick(self) -> dict[str, dict[str, dict[str, Any]]]:
+        return self.cells("bench.json")
+
+
+def rows(header: Sequence[str], lines: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """A Markdown table; the first ``left`` columns are text."""
+    rule = ["---"] * left + ["---:"] * (len(header) - left)
+    return "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *lines))
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def with_interval(figures: Mapping[str, Any] | None, name: str) -> str:
+    if figures is None or name not in figures:
+        return "-"
+    low, high = figures[f"{name}_ci95"]
+    return f"{figures[name]:.2f} ({low:.2f} to {high:.2f})"
+
+
+def speed(files: Files) -> str:
+    """The first screen: tokens a second, our plain decoding being 1."""
+    name = f"speedup_vs_{BASE}"
+    cells = [files.quick.get(cell, {}) for cell in FIRST_SCREEN.values()]
+    lines = []
+    for mode in MODES:
+        if any(mode in cell for cell in cells):
+            values = [number(cell.get(mode, {}).get(name)) for cell in cells]
+            bold = "**" if mode == "automatic" else ""
+            lines.append([TITLES[mode], *(f"{bold}{v}{bold}" for v in values)])
+    predicted = [number(c.get("automatic", {}).get("predicted_speedup")) for c in cells]
+    lines.append(["predicted for it by `m / (k c + v)`, after the first token", *predicted])
+    measured = [number(c.get("automatic", {}).get("measured_speedup")) for c in cells]
+    lines.append(["measured, after the first token", *measured])
+    return rows(["tokens per second, ours plain = 1", *FIRST_SCREEN], lines)
+
+
+def cells(files: Files) -> str:
+    """Every cell: intervals for ours, the fastest of transformers' modes beside them."""
+    lines = []
+    for name, modes in files.quick.items():
+        lines.append(
+            [
+                f"`{name}`",
+                str(modes[BASE]["prompts"]),
+                number(modes[BASE].get("repeated_8gram_share"), ".0%"),
+                *(with_interval(modes.get(m), f"speedup_vs_{BASE}") for m in ("hf",)),
+                best_of_theirs(modes),
+                *(
+                    with_interval(modes.get(m), f"speedup_vs_{BASE}")
+                    for m in ("fixed", "look-up", "automatic")
+                ),
+            ]
+        )
+    header = ["cell", "prompts", "repeated", "`generate`", "the fastest of its drafting modes"]
+    return rows([*header, "ours, 4 drafted", "ours, look-ups", "**ours, automatic**"], lines)
+
+
+def best_of_theirs(modes: Modes) -> str:
+    name = f"speedup_vs_{BASE}"
+    found = {m: modes[m] for m in ALONE if m in modes}
+    if not found:
+        return "-"
+    best = max(found, key=lambda m: found[m][name])
+    return f"{with_interval(found[best], name)}, {best.removeprefix('hf-').replace('-', ' ')}"
+
+
+def latency(files: Files) -> str:
+    """One cell in full."""
+    lines = []
+    for mode, f in sorted(files.quick[DETAILED].items(), key=lambda item: MODES.index(item[0])):
+        times = [f["seconds_to_first_token"], *(f[f"seconds_per_token_p{p}"] for p in (50, 90, 99))]
+        lines.append(
+            [
+                TITLES[mode],
+                f"{f['tokens_per_second']:.0f}",
+                *(f"{1e3 * seconds:.1f}" for seconds in times),
+                f"{f['peak_memory_bytes'] / 2**20:.1f}",
+                f"{f['kv_cache_bytes'] / 2**20:.2f}",
+                number(f.get("acceptance_rate"), ".0%"),
+                number(f.get("mean_accepted_length") if f.get("acceptance_rate") else None),
+            ]
+        )
+    header = ["mode", "tokens/s", "first token, ms", "per token p50", "p90", "p99", "peak MiB"]
+    return rows([*header, "cache MiB", "accepted", "mean length"], lines)
+
+
+def matrix(files: Files) -> str:
+    """The full matrix: geometric means over tasks, and the worst cell of each group."""
+    groups: dict[tuple[Any, ...], list[Modes]] = {}
+    for modes in files.cells("bench-full.json").values():
+        info = modes[BASE]
+        group = (info["kind"], info["batch"], info["context"], info["tokens"])
+        groups.setdefault(group, []).append(modes)
+    lines = []
+    for group, found in groups.items():
+        ours = "fixed" if group[0] == "forced" else "automatic"
+        lines.append([*map(str, group), str(len(found))])
+        for name in (f"speedup_vs_{BASE}", "speedup_vs_hf"):
+            ratios = [modes[ours][name] for modes in found if name in modes.get(ours, {})]
+            lines[-1] += (
+                [f"{geometric_mean(ratios):.2f}", f"{min(ratios):.2f}"] if ratios else ["-", "-"]
+            )
+    header = ["kind", "batch", "context", "new tokens", "tasks", "to ours plain", "worst task"]
+    return rows([*header, "to `generate`", "worst task"], lines)
+
+
+def exactness(files: Files) -> str:
+    """Whose drafts change the text."""
+    found = files.read("exactness.json")
+    lines = []
+    same: dict[str, list[str]] = {}  # ours, by what was found
+    for mode, entry in found["modes"].items():
+        base, comma, batch = mode.partition(", ")
+        equal = entry["equal"] / entry["prompts"] if entry["prompts"] else None
+        count = f"{entry['equal']} of {entry['prompts']}" if entry["prompts"] else entry["why_not"]
+        title = TITLES[base] + comma + batch
+        if base in OURS:
+            same.setdefault(f"{count} | {number(equal, '.1%')}", []).append(title)
+        else:
+            lines.append([title, count, number(equal, ".1%")])
+    for figures, titles in same.items():
+        names = [t.replace("**", "").removeprefix("layerskip, ") for t in titles]
+        lines.append([f"**layerskip**: {'; '.join(names)}", *figures.split(" | ")])
+    return rows(["mode", f"prompts, {found['dtype']}", "share"], lines)
+
+
+def scaling(files: Files) -> str:
+    """How a round grows."""
+    lines = []
+    for axis, found in files.read("scaling.json")["axes"].items():
+        first, last = found["points"][0], found["points"][-1]
+        fit = found["fits"]["cpu_seconds"]
+        lines.append(
+            [
+                axis,
+                f"{first['size']} to {last['size']}",
+                f"{1e3 * first['cpu_seconds']:.2f} to {1e3 * last['cpu_seconds']:.2f}",
+                f"{fit['exponent']:.2f}",
+                f"{1e6 * fit['slope']:.3g}",
+                f"{first['copied_bytes'] / 2**20:.2f} to {last['copied_bytes'] / 2**20:.2f}",
+                f"{last['held_cache_bytes'] / 2**20:.2f}",
+            ]
+        )
+    header = ["axis", "from, to", "ms of CPU a round", "exponent", "us a unit", "MiB copied"]
+    return rows([*header, "MiB that the cache holds"], lines, left=2)
+
+
+def where(files: Files) -> str:
+    """Machine, versions and commit of `make bench`."""
+    content = files.read("bench.json")
+    machine = content["machine_info"]
+    infos = [one["extra_info"] for one in content["benchmarks"]]
+    loads = [max(info["load"]) for info in infos]
+    dtypes = "/".join(sorted({info["dtype"] for info in infos}))
+    models = "/".join(sorted({info["model"] for info in infos}))
+    return (
+        f"Model `{models}`, {dtypes}, {machine['gpu'] or machine['processor']}, "
+        f"threads: {machine['threads']}, load {min(loads):.1f} to {max(loads):.1f}; Python "
+        f"{machine['python_version']}, torch {machine['torch']}, transformers "
+        f"{machine['transformers']}, layerskip {machine['layerskip']} at "
+        f"{'/'.join(sorted({info['commit'] for info in infos}))}, {content['datetime'][:10]}.\n"
+    )
+
+
+def recipes(files: Files) -> str:
+    """What the trainings bought: the best exit before, and after."""
+    lines = []
+    for name in TRAINED:
+        found = files.latest(f"recipe-{name}")
+        recipe, model = found["title"].split(" on ")
+        model = "without" if model != "builtin" else "with (built-in)"
+        lines.append([f"`{recipe}`", model])
+        stages = [found["before"], found["after"]]
+        lines[-1].append(before_after([str(s["exit_layer"]) for s in stages]))
+        for what in ("by_position", "speedup"):
+            values = [automatic(stage)[what] for stage in stages]
+            firsts = [v[0] if isinstance(v, list) else v for v in values]
+            lines[-1].append(before_after([f"{v:.2f}" for v in firsts]))
+        lines[-1].append(before_after([f"{perplexity(s):.1f}" for s in stages]))
+    header = ["recipe", "model's trained exits", "best exit", "first draft accepted"]
+    return rows([*header, "automatic, times plain", "perplexity"], lines, left=2)
+
+
+def before_after(values: Sequence[str]) -> str:
+    return " -> ".join(dict.fromkeys(values))
+
+
+def automatic(stage: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Automatic drafting at temperature 0.8."""
+    of: dict[Any, Mapping[str, Any]] = {
+        (s["temperature"], s["num_draft_tokens"]): s for s in stage["speeds"]
+    }
+    return of[0.8, "auto"]
+
+
+def perplexity(stage: Mapping[str, Any]) -> float:
+    return float(stage["exits"][0]["perplexity"])
+
+
+def workloads(files: Files) -> str:
+    """Kinds of text by mode, plain decoding being 1."""
+    lines = []
+    for one in files.latest("workloads")["workloads"]:
+        if not one["prompts"]:
+            continue
+        modes, best = one["modes"], one["automatic_to_best_fixed"]["best"]
+        shown = [modes.get(m) for m in (best, "automatic", "look-up, automatic", "combined")]
+        shown += [modes.get(m) for m in ("hf-early-exit", "hf-prompt-lookup")]
+        speeds = [with_interval(m, "speedup_vs_plain") for m in shown]
+        task = f"{one['workload']}, {one['temperature']:g}"
+        repeated = f"{one['repeated_8gram_share']:.0%}"
+        lines.append([task, str(one["prompts"]), repeated, f"{speeds[0]}, {best}", *speeds[1:]])
+    header = ["text, temperature", "prompts", "repeated", "best fixed", "automatic", "look-ups"]
+    return rows([*header, "both", "hf early exit", "hf look-up"], lines)
+
+
+def never_slower(files: Files) -> str:
+    """What drafting costs at most, percent of plain decoding."""
+    lines = []
+    for name, case in files.latest("never-slower")["cases"].items():
+        low, high = case["wall_ci95"]
+        wall = f"{case['wall']:+.1f} ({low:+.1f} to {high:+.1f})"
+        lines.append([name, f"{case['bound']:g}", number(case["counted"], "+.1f"), wall])
+    return rows(["drafts", "allowed, %", "counted passes x costs", "by the wall (95 %)"], lines)
+
+
+def simulation(files: Files) -> str:
+    """Simulated over real less one, percent."""
+    lines = []
+    for cell in files.latest("simulation")["cells"]:
+        off = {name: PERCENT * f["wall_off"] for name, f in cell["figures"].items()}
+        pairs = [f"{off[f'{m} p50']:+.0f} / {off[f'{m} p90']:+.0f}" for m in SIMULATED]
+        lines.append([f"{cell['concurrency']}, {cell['policy']}", *pairs])
+    header = ["users, policy", "first token p50 / p90", "each further one p50 / p90"]
+    return rows([*header, "end to end p50 / p90"], lines)
+
+
+def goals(files: Files) -> str:
+    """What was wanted, and what the files say."""
+    lines = []
+    exact = files.read("exactness.json")["modes"]
+    for mode in (m for m in exact if m.startswith("automatic")):
+        entry = exact[mode]
+        found = f"{entry['equal']} of {entry['prompts']}"
+        lines.append([f"text equal to plain decoding, {mode}", "all prompts", found])
+    cases = files.latest("never-slower")["cases"].values()
+    worst = max(c["wall"] for c in cases if c["bound"] == 3.0)
+    lines.append(["what bad drafts cost at most", "3 %", f"{worst:.1f} %"])
+    texts = [w for w in files.latest("workloads")["workloads"] if w["prompts"]]
+    lines += of_workloads(texts)
+    lines += of_simulation(files)
+    adapter = files.latest("recipe-exit-adapter-builtin")
+    ratio = automatic(adapter["after"])["speedup"] / automatic(adapter["before"])["speedup"]
+    lines.append(["exit adapter over the built-in's own exit", "1.10", f"{ratio:.2f}"])
+    lines.append(["anything on a GPU", "DESIGN's figures", "nothing was measured"])
+    return rows(["goal", "wanted", "found"], lines)
+
+
+def of_workloads(texts: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Automatic against every fixed number, predictions against measurements, calibration."""
+    ratios = [w["automatic_to_best_fixed"]["wall"] for w in texts]
+    near = sum(r >= 0.97 for r in ratios)
+    drafting = [
+        m["measured_cpu_speedup"] / m["predicted_speedup"] - 1.0
+        for w in texts
+        for name, m in w["modes"].items()
+        if "predicted_speedup" in m and name != "plain"
+    ]
+    close = sum(abs(off) <= 0.1 for off in drafting)
+    errors = [w["modes"]["automatic"]["calibration_error"] for w in texts]
+    count = len(texts)
+    said = f"{near} of {count}; worst {min(ratios):.2f}"
+    told = f"{close} of {len(drafting)}; {min(drafting):+.0%} to {max(drafting):+.0%}"
+    return [
+        ["automatic over the best fixed number, each text", "0.97", said],
+        ["measured speed within 10 % of the formula's", "all modes of all texts", told],
+        ["calibration error of confidences", "3 %", f"{PERCENT * max(errors):.1f} % at most"],
+    ]
+
+
+def of_simulation(files: Files) -> list[list[str]]:
+    cells = files.latest("simulation")["cells"]
+    lines = []
+    for share in ("p50", "p90"):
+        off = [f["wall_off"] for c in cells for n, f in c["figures"].items() if n.endswith(share)]
+        held = sum(abs(o) <= 0.15 for o in off)
+        worst = PERCENT * max(map(abs, off))
+        found = f"{held} of {len(off)}; worst {worst:.0f} %"
+        lines.append([f"simulated {share} within 15 % of real ones", "all", found])
+    return lines
+
+
+TABLES: dict[str, Callable[[Files], str]] = {
+    "speed": speed,
+    "cells": cells,
+    "latency": latency,
+    "matrix": matrix,
+    "exactness": exactness,
+    "scaling": scaling,
+    "where": where,
+    "recipes": recipes,
+    "workloads": workloads,
+    "never-slower": never_slower,
+    "simulation": simulation,
+    "goals": goals,
+}
