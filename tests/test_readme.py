@@ -129,7 +129,7 @@ def test_it_is_short() -> None:
 
 
 def test_map_names_every_module_once_and_no_other() -> None:
-    package = Path(__file__).parent.parent / "layerskip"
+    package = REPO / "layerskip"
     modules = sorted(p.name for p in package.glob("*.py") if p.name != "__init__.py")
     table = README.split("| file | what it holds |")[1].split("\n\n")[0]
     assert sorted(re.findall(r"`(\w+\.py)`", table)) == modules
