@@ -25,48 +25,19 @@ from pathlib import Path
 from typing import Any
 
 from paired import circumstances, write
+from prometheus_client import CollectorRegistry
+from unrecorded import DRAFTED, loaded, seconds_per_round
 
 from layerskip import Round, SelfSpeculativeLM
 from layerskip.bootstrap import bootstrap_interval
-from layerskip.checkpoint import held_out_modules
-from layerskip.prompts import held_out_code
+from layerskip.telemetry.sinks import JsonlSink, MemorySink, PrometheusSink
 
 REPO = Path(__file__).parents[1]
-DRAFTED = (0, 5)
 Sink = Callable[[Round], None]
-
-
-def seconds_per_round(
-    lm: SelfSpeculativeLM, prompt: list[int], drafted: int, tokens: int, **recording: Any
-) -> float:
-    """CPU seconds of a decoding over its rounds, its prefill among both."""
-    began = time.process_time()
-    out = lm.generate(
-        prompt, max_new_tokens=tokens, num_draft_tokens=drafted, ignore_eos=True, **recording
-    )
-    return (time.process_time() - began) / len(out.rounds)
-
-
-def unrecorded(args: argparse.Namespace) -> list[float]:
-    """CPU seconds of a round without a sink, by prompt and number of draft tokens."""
-    lm, prompts = loaded(args)
-    every = [(p, k) for p in prompts for k in DRAFTED]
-    seconds_per_round(lm, *every[0], args.tokens)
-    return [seconds_per_round(lm, p, k, args.tokens) for p, k in every]
-
-
-def loaded(args: argparse.Namespace) -> tuple[SelfSpeculativeLM, list[list[int]]]:
-    lm = SelfSpeculativeLM.from_pretrained(args.model, num_draft_tokens=0)
-    examples = held_out_code(held_out_modules(), args.limit)
-    return lm, [lm.encode(e.prompt)[-args.context :] for e in examples]
 
 
 @contextmanager
 def sinks() -> Iterator[dict[str, Sink]]:
-    from prometheus_client import CollectorRegistry  # an older checkout's processes lack this
-
-    from layerskip.telemetry.sinks import JsonlSink, MemorySink, PrometheusSink
-
     counter = PrometheusSink(CollectorRegistry(), label="task")
     with tempfile.TemporaryDirectory() as folder, JsonlSink(f"{folder}/rounds.jsonl") as file:
         yield {"memory": MemorySink(), "jsonl": file, "prometheus": counter}
@@ -140,7 +111,8 @@ def against(args: argparse.Namespace) -> list[float]:
 
 def in_process(checkout: Path, args: argparse.Namespace) -> list[float]:
     size = ["--model", args.model, "--limit", args.limit, "--tokens", args.tokens]
-    command = [sys.executable, __file__, "--child", *size, "--context", args.context]
+    script = Path(__file__).with_name("unrecorded.py")
+    command = [sys.executable, script, *size, "--context", args.context]
     done = subprocess.run(
         list(map(str, command)),
         env=os.environ | {"PYTHONPATH": str(checkout.resolve())},
@@ -159,12 +131,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256, help="most tokens of a prompt")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--before", metavar="CHECKOUT", help="of layerskip, to compare with")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.child:
-        print(json.dumps(unrecorded(args)))
-        return
     document: dict[str, Any] = {"num_draft_tokens": measured(args)}
     if args.before:
         document["unrecorded_over_before"] = against(args)

@@ -48,6 +48,7 @@ from layerskip.compare import Comparison, repeated_share
 from layerskip.cost import CostTable
 from layerskip.metrics import acceptance_by_position
 from layerskip.params import NumDraftTokens
+from layerskip.profiling import measure_cost
 from layerskip.prompts import Example, read_prompts
 
 FIXED = (2, 3, 4, 5, 7)
@@ -330,6 +331,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="of each prompt and mode (1)")
     parser.add_argument("--max-repeated", type=float, default=0.2, help="8-grams, greedy (0.2)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument(
+        "--profile-seconds", type=float, default=0.0, help="0: the quick cost table of a load (0)"
+    )
     parser.add_argument("--no-theirs", action="store_true", help="leave transformers' modes out")
     parser.add_argument("--out", type=Path, default=dated("workloads"))
     options = parser.parse_args()
@@ -379,12 +383,15 @@ def setting_of(options: argparse.Namespace) -> Setting:
         raise SystemExit(f"no plan is known for {options.model}")
     exiting = wrapped(model, tokenizer, known.plan, known.cost, lookup=False)
     alone = wrapped(model, tokenizer, None, None, lookup=True)
+    costs = [lm.controller.cost for lm in (exiting, alone)]
+    if options.profile_seconds:
+        each = options.profile_seconds / len(costs)
+        costs = [measure_cost(lm.stack, lm.plan, seconds=each) for lm in (exiting, alone)]
     return Setting(
         model,
         tokenizer,
         known,
-        exiting.controller.cost,
-        alone.controller.cost,
+        *costs,
         options.tokens,
         options.limit,
         options.repeats,

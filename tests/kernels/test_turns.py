@@ -116,6 +116,12 @@ def test_every_kernel_waits_before_it_touches_memory(arch, tmp_path):
     check_turns(compiled(selected(arch), arch), arch, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", EARLY_ARCHS)
+def test_all_kernels_wait_before_they_touch_memory(arch, tmp_path):
+    check_turns(compiled(list(CATALOG), arch), arch, tmp_path)
+
+
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch not in EARLY_ARCHS])
 def test_older_gpus_know_no_turns(arch):
     for cubin in compiled(selected(arch), arch).values():
