@@ -328,11 +328,8 @@ def goals(files: Files) -> str:
     cases = files.latest("never-slower")["cases"].values()
     worst = max(c["wall"] for c in cases if c["bound"] == 3.0)
     lines.append(["what bad drafts cost at most", "3 %", f"{worst:.1f} %"])
-    texts, profiled = (
-        [w for w in files.latest(name)["workloads"] if w["prompts"]]
-        for name in ("workloads", "workloads-profiled")
-    )
-    lines += of_workloads(texts, profiled)
+    texts = [w for w in files.latest("workloads")["workloads"] if w["prompts"]]
+    lines += of_workloads(texts)
     lines += of_simulation(files)
     adapter = files.latest("recipe-exit-adapter-builtin")
     ratio = automatic(adapter["after"])["speedup"] / automatic(adapter["before"])["speedup"]
@@ -341,15 +338,13 @@ def goals(files: Files) -> str:
     return rows(["goal", "wanted", "found"], lines)
 
 
-def of_workloads(
-    texts: Sequence[Mapping[str, Any]], profiled: Sequence[Mapping[str, Any]]
-) -> list[list[str]]:
+def of_workloads(texts: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Automatic against every fixed number, predictions against measurements, calibration."""
     ratios = [w["automatic_to_best_fixed"]["wall"] for w in texts]
     near = sum(r >= 0.97 for r in ratios)
     drafting = [
         m["measured_cpu_speedup"] / m["predicted_speedup"] - 1.0
-        for w in profiled
+        for w in texts
         for name, m in w["modes"].items()
         if "predicted_speedup" in m and name != "plain"
     ]
@@ -364,7 +359,7 @@ def of_workloads(
     return [
         ["automatic over the best fixed number, each text", "0.97", said],
         [
-            "measured speed within 10 % of the formula's, profiled costs",
+            "measured speed within 10 % of the formula's",
             "all modes of all texts",
             told,
         ],

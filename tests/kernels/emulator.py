@@ -322,8 +322,10 @@ def run_with(
         "PYTHONPATH": f"{HERE}:{HERE.parents[1]}",
     }
     if toolchain.sanitize:
+        # Python keeps much to its end. LLVM's symbolizer may never end on torch's libraries.
+        options = "detect_leaks=0" + ":symbolize=0" * toolchain.is_clang
         environment |= {
-            "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps much to its end
+            "ASAN_OPTIONS": options,
             "LAYERSKIP_EMULATOR_SANITIZE": "1",
             "LD_PRELOAD": " ".join(toolchain.sanitizers()),
         }

