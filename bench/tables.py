@@ -328,6 +328,7 @@ def goals(files: Files) -> str:
     cases = files.latest("never-slower")["cases"].values()
     worst = max(c["wall"] for c in cases if c["bound"] == 3.0)
     lines.append(["what bad drafts cost at most", "3 %", f"{worst:.1f} %"])
+    lines += of_cells(files.quick)
     texts = [w for w in files.latest("workloads")["workloads"] if w["prompts"]]
     lines += of_workloads(texts)
     lines += of_simulation(files)
@@ -336,6 +337,23 @@ def goals(files: Files) -> str:
     lines.append(["exit adapter over the built-in's own exit", "1.10", f"{ratio:.2f}"])
     lines.append(["anything on a GPU", "DESIGN's figures", "nothing was measured"])
     return rows(["goal", "wanted", "found"], lines)
+
+
+def of_cells(cells: Mapping[str, Modes]) -> list[list[str]]:
+    """Automatic against plain decoding and against a fixed number, in the cells of `make bench`."""
+    name, lines = f"speedup_vs_{BASE}", []
+    for other in (BASE, "fixed"):
+        ratios = {
+            cell: modes["automatic"][name] / modes[other][name]
+            for cell, modes in cells.items()
+            if {"automatic", other} <= set(modes)
+        }
+        worst = min(ratios, key=lambda cell: ratios[cell])
+        held = f"{sum(r >= 0.97 for r in ratios.values())} of {len(ratios)}"
+        found = f"{held}; worst {ratios[worst]:.2f}, `{worst}`"
+        title = TITLES[other].removeprefix("layerskip, ")
+        lines.append([f"automatic over {title}, each cell of `make bench`", "0.97", found])
+    return lines
 
 
 def of_workloads(texts: Sequence[Mapping[str, Any]]) -> list[list[str]]:
