@@ -5,7 +5,7 @@ layer takes two thirds of the time on a CPU (bench/LOG.md). A layer that is not 
 file knows, or that somebody has hooked or adapted, goes through its own modules instead.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -64,11 +64,12 @@ class Projections:
         if biases[0] is not None and self.bias is None:
             self.packed = None
 
-    def __call__(self, x: Tensor, at_once: int) -> Tensor:
-        """``(rows, in)`` -> ``(rows, all outs)``."""
+    def __call__(self, x: Tensor, at_once: int, needed: int | None = None) -> Tensor:
+        """``(rows, in)`` -> ``(rows, all outs)``; arguments as for ``product``."""
         if self.packed is not None:
-            return product(x, self.packed, self.bias, at_once)
-        return torch.cat([product(x, m.weight, m.bias, at_once) for m in self.linears], dim=-1)
+            return product(x, self.packed, self.bias, at_once, needed)
+        parts = [product(x, m.weight, m.bias, at_once, needed) for m in self.linears]
+        return torch.cat(parts, dim=-1)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:
@@ -83,14 +84,29 @@ def joined(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided(shape, first.stride(), first.storage_offset())
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, at_once: int) -> Tensor:
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, at_once: int, needed: int | None = None
+) -> Tensor:
     """``(rows, in)`` -> ``(rows, out)``, at most ``at_once`` rows at a time.
 
     How many rows torch multiplies together decides which kernel it takes, and so a row's bits.
+
+    Args:
+        needed: rows; where none of those that are multiplied together is needed, zeros stand for
+            their products. None: all.
     """
-    if len(x) <= at_once:
-        return F.linear(x, weight, bias)
-    return torch.cat([F.linear(part, weight, bias) for part in x.split(at_once)])
+    return by_rows(lambda part: F.linear(part, weight, bias), x, at_once, needed)
+
+
+def by_rows(
+    run: Callable[[Tensor], Tensor], x: Tensor, at_once: int | None, needed: int | None = None
+) -> Tensor:
+    """``run`` over ``(rows, width)``, as ``product`` has it; ``at_once`` None: all together."""
+    if at_once is None or len(x) <= at_once:
+        return run(x)
+    whole = len(x) if needed is None else min(len(x), -(-needed // at_once) * at_once)
+    out = torch.cat([run(part) for part in x[:whole].split(at_once)])
+    return F.pad(out, (0, 0, 0, len(x) - whole)) if whole < len(x) else out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -134,8 +150,8 @@ class DenseLayer:
 
     def __call__(self, hidden: Tensor, rope: Rope, layout: Layout) -> Tensor:
         """``(rows, width)`` -> ``(rows, width)``; appends keys and values to the cache."""
-        (first, second), at_once = self.norms, layout.product_rows
-        qkv = self.qkv(rms_norm(hidden, first.weight, first.variance_epsilon), at_once)
+        (first, second), taken = self.norms, (layout.product_rows, layout.num_tokens)
+        qkv = self.qkv(rms_norm(hidden, first.weight, first.variance_epsilon), *taken)
         qkv = qkv.view(len(hidden), -1, self.head_dim)
         rotated = self.num_heads + self.num_kv_heads
         qk, value = qkv[:, :rotated], qkv[:, rotated:]
@@ -147,10 +163,10 @@ class DenseLayer:
         qk = rotate(qk, rope)
         layout.append(qk[:, self.num_heads :], value, self.index)
         mixed = layout.attend(qk[:, : self.num_heads], self.index, self.scale)
-        hidden = hidden + product(mixed.flatten(1), self.out.weight, self.out.bias, at_once)
+        hidden = hidden + product(mixed.flatten(1), self.out.weight, self.out.bias, *taken)
         normed = rms_norm(hidden, second.weight, second.variance_epsilon)
-        gate, up = self.gate_up(normed, at_once).chunk(2, dim=-1)
-        return hidden + product(F.silu(gate) * up, self.down.weight, self.down.bias, at_once)
+        gate, up = self.gate_up(normed, *taken).chunk(2, dim=-1)
+        return hidden + product(F.silu(gate) * up, self.down.weight, self.down.bias, *taken)
 
 
 class DenseModel:

@@ -28,6 +28,7 @@ AMPLIFIED = 2.0**10  # the roundings of float32 scores of terms up to 2 ** 14 be
 NUM_DRAWS = 3
 TAIL_FREE_BYTES = 128
 MAX_PASS_ROWS = 64
+ONE_BY_ONE = "tokens run one by one"
 Attend = Callable[[int, int, int], torch.Tensor]
 
 
@@ -43,6 +44,8 @@ class Exactness:
         reason: one sentence for ``info``.
         tiles: numbers of positions that attention may take at once, ascending.
         wanted: False where passes take the rows that come, in one piece, whatever the bits.
+        product_rows: most rows that a linear map takes at once; bits may need fewer. 1: it takes
+            the pass's tokens one by one, and no spare row.
     """
 
     holds: bool
@@ -51,6 +54,12 @@ class Exactness:
     reason: str
     tiles: tuple[int, ...] = (TILE,)
     wanted: bool = True
+    product_rows: int = MAX_PASS_ROWS
+
+    @property
+    def by_token(self) -> bool:
+        """Whether products take tokens one by one, so that spare rows are left out of them."""
+        return self.wanted and self.product_rows == 1
 
     def tile(self, longest: int) -> int:
         """Positions that attention takes at once in a pass whose longest segment is this long."""
@@ -74,15 +83,37 @@ def probe(stack: "DecoderStack") -> Exactness:
         smaller = (t for t in SMALLER_TILES if blocks and tiles_agree(draws, t, blocks[0]))
         tiles = (*smaller, TILE)
     fitting = [q for q in ROW_QUANTA if "some" not in tails(stack, q)]
+    at_once, why = MAX_PASS_ROWS, ""
+    if emulates(stack.device, stack.dtype):
+        name = str(stack.dtype).removeprefix("torch.")
+        why = f": this processor has no {name} arithmetic, and eight rows cost what eight passes do"
+        if not stack.divides_products:
+            return Exactness(False, 1, (*blocks, SLOT_BLOCK)[0], ONE_BY_ONE + why, tiles=(1,))
+        at_once, why = 1, f", and products take them one by one{why}"
     for block, quantum in product(blocks, fitting):
-        reason = f"rows keep their bits in passes padded to {quantum} rows"
+        reason = f"rows keep their bits in passes padded to {quantum} rows{why}"
         if stack.one_row:
             reason += ", one sequence a pass: the model has attention code of its own"
-        stack.exactness = Exactness(True, quantum, block, reason, tiles)
-        if rows_agree(stack, quantum, 1):
+        stack.exactness = Exactness(True, quantum, block, reason, tiles, product_rows=at_once)
+        if rows_agree(stack, quantum, 1, at_once):
             return stack.exactness
-    reason = "rows influence each other in every pass size: tokens run one by one"
+    reason = f"rows influence each other in every pass size: {ONE_BY_ONE}"
     return Exactness(False, ROW_QUANTA[0], (*blocks, SLOT_BLOCK)[0], reason)
+
+
+def emulates(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of this dtype are emulated, so that each row costs what a row alone does.
+
+    Where a processor lacks 16-bit arithmetic torch multiplies row by row: eight rows take 7 to 8
+    times as long as one (bench/LOG.md, 2026-11-22), and padding buys nothing. By what the processor
+    is, never by a clock: the same machine has to give the same bits each time.
+    """
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    known = torch.ops.mkldnn  # torch has no public way to ask
+    kind = "bf16" if dtype == torch.bfloat16 else "fp16"
+    supported = getattr(known, f"_is_mkldnn_{kind}_supported", None)
+    return torch.backends.mkldnn.is_available() and supported is not None and not supported()
 
 
 def tails(stack: "DecoderStack", rows: int) -> list[str]:

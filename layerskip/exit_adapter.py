@@ -20,8 +20,9 @@ from torch.nn import functional as F
 from layerskip.adapter_file import read_adapter, write_adapter
 from layerskip.adapter_shape import WIDTH_QUANTUM, AdapterShape, check_temperature
 from layerskip.admission import unwrapped
+from layerskip.dense import by_rows
 from layerskip.draft_head import DraftHead, Projection
-from layerskip.exit_block import ExitBlock, LowRank, by_rows
+from layerskip.exit_block import ExitBlock, LowRank
 from layerskip.fingerprint import fingerprint_of
 from layerskip.layout import Layout
 from layerskip.skeleton import Skeleton, share_twin
@@ -196,7 +197,7 @@ class ExitAdapter(nn.Module):
             at_once: rows of one product; None: all.
         """
         if self.bridge is not None:
-            return hidden + by_rows(self.bridge, hidden, at_once)
+            return hidden + by_rows(self.bridge, hidden, at_once, layout.num_tokens)
         if self.block is not None:
             return self.block.rows(hidden, layout, self.shape.num_layers, at_once)
         return hidden

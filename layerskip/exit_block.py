@@ -1,7 +1,6 @@
 """The parts of an exit adapter that read hidden states: low-rank maps, and a transformer block."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from einops import rearrange
@@ -14,14 +13,6 @@ from layerskip.layout import Layout
 
 ROPE_CHUNK = 1024
 EPSILON = 1e-6
-
-
-def by_rows(run: Callable[[Tensor], Tensor], x: Tensor, at_once: int | None) -> Tensor:
-    """``run`` over ``(rows, width)``, at most ``at_once`` rows at a time: how many rows torch
-    multiplies together decides a row's bits."""
-    if at_once is None or len(x) <= at_once:
-        return run(x)
-    return torch.cat([run(part) for part in x.split(at_once)])
 
 
 class LowRank(nn.Module):
@@ -102,30 +93,31 @@ class ExitBlock(nn.Module):
             layer: of the cache, that its keys and values are in.
             at_once: rows of one product; None: all.
         """
-        at_once = at_once or len(hidden)
-        qk, value = self._heads(hidden, at_once)
+        taken = at_once or len(hidden), layout.num_tokens
+        qk, value = self._heads(hidden, *taken)
         cos, sin = self._rope_below(layout.num_visible + layout.num_rows, hidden)
         at = layout.positions[0]
         qk = self._turn(qk, (cos[at], sin[at]))
         heads = self.shape.num_heads
         layout.append(qk[:, heads:], value, layer)
         mixed = layout.attend(qk[:, :heads], layer, self.shape.head_dim**-0.5)
-        return self._after(hidden, mixed, at_once)
+        return self._after(hidden, mixed, *taken)
 
-    def _heads(self, x: Tensor, at_once: int) -> tuple[Tensor, Tensor]:
+    def _heads(self, x: Tensor, at_once: int, needed: int | None = None) -> tuple[Tensor, Tensor]:
         """Queries and keys together, and values: ``(..., heads, head_dim)`` each."""
         shape = self.shape
-        qkv = product(rms_norm(x, self.attention_norm, EPSILON), self.qkv, None, at_once)
+        qkv = product(rms_norm(x, self.attention_norm, EPSILON), self.qkv, None, at_once, needed)
         heads = qkv.unflatten(-1, (-1, shape.head_dim))
         qk, value = heads.split([shape.num_heads + shape.num_kv_heads, shape.num_kv_heads], dim=-2)
         return qk, value
 
-    def _after(self, x: Tensor, mixed: Tensor, at_once: int) -> Tensor:
+    def _after(self, x: Tensor, mixed: Tensor, at_once: int, needed: int | None = None) -> Tensor:
         """What attention found is added, and the MLP follows."""
-        x = x + product(mixed.flatten(-2), self.out, None, at_once)
+        taken = at_once, needed
+        x = x + product(mixed.flatten(-2), self.out, None, *taken)
         normed = rms_norm(x, self.mlp_norm, EPSILON)
-        gate, up = product(normed, self.gate_up, None, at_once).chunk(2, dim=-1)
-        return x + product(F.silu(gate) * up, self.down, None, at_once)
+        gate, up = product(normed, self.gate_up, None, *taken).chunk(2, dim=-1)
+        return x + product(F.silu(gate) * up, self.down, None, *taken)
 
     def _turn(self, heads: Tensor, rope: Rope) -> Tensor:
         """Rotary embedding of each head's first pairs, as many as there are frequencies."""

@@ -92,9 +92,9 @@ def device_name(device: torch.device) -> str:
 
 
 def row_quantum(stack: "DecoderStack") -> int:
-    """Rows that a pass is padded to; where no size is proven, tokens run one by one instead."""
+    """Rows by which the time of a pass grows: one where tokens are multiplied, or run, by one."""
     exactness = stack.exactness
-    return exactness.row_quantum if exactness.holds else 1
+    return exactness.row_quantum if exactness.holds and not exactness.by_token else 1
 
 
 def cost_key(

@@ -123,7 +123,8 @@ class DecoderStack:
     @property
     def _at_once(self) -> int | None:
         """Rows of an adapter's products in a decode pass: nothing was probed at other numbers."""
-        return self.exactness.row_quantum if self.exactness.wanted else None
+        exactness = self.exactness
+        return min(exactness.row_quantum, exactness.product_rows) if exactness.wanted else None
 
     def _make_forward(self, owner: PreTrainedModel) -> "DenseModel | Skeleton | PackedModel":
         """What runs the layers of the twin."""
@@ -153,7 +154,12 @@ class DecoderStack:
     @property
     def free_rows(self) -> int:
         """Rows of a decode pass that cost no more than one."""
-        return self.exactness.row_quantum
+        return 1 if self.exactness.by_token else self.exactness.row_quantum
+
+    @property
+    def divides_products(self) -> bool:
+        """Whether its linear maps can take fewer rows at once than a pass has."""
+        return self._forward.divides_products
 
     @property
     def prefill_chunk(self) -> int:
@@ -198,8 +204,10 @@ class DecoderStack:
 
         Learned positions are added when the rows enter ``run_layers``, which knows where they are.
         """
-        padded = [*token_ids, *[0] * (self.pass_sizes.padded(len(token_ids)) - len(token_ids))]
-        return self._forward.embed(torch.tensor(padded, device=self.device))
+        count = len(token_ids)
+        padded = count if self.exactness.by_token else self.pass_sizes.padded(count)
+        ids = torch.tensor([*token_ids, *[0] * (padded - count)], device=self.device)
+        return self._forward.embed(ids)
 
     def run_layers(
         self, hidden: Tensor, layers: Iterable[int], cache: KVCache, segments: Sequence[Segment]
@@ -220,7 +228,8 @@ class DecoderStack:
             return hidden
         parts = self.pass_sizes.split(segments)
         if len(parts) == 1 and (self.exactness.holds or not self.exactness.wanted):
-            return self.run_pass(hidden, layers, cache, parts[0])
+            out = self.run_pass(hidden, layers, cache, parts[0])
+            return out[: sum(s.count for s in segments)] if self.exactness.by_token else out
         outputs, start = [], 0
         for part in parts:
             count = sum(s.count for s in part)
@@ -235,6 +244,8 @@ class DecoderStack:
         Args:
             project: in the place of the head, where ``why_whole_head`` is None.
         """
+        if self.exactness.by_token:
+            return self.head(hidden, project=project)
         limit = self.pass_sizes.largest(hidden.shape[0])
         if hidden.shape[0] <= limit:
             return self.head(self._pad(hidden), project=project)

@@ -34,7 +34,8 @@ class PassSizes:
     @property
     def product_rows(self) -> int:
         """Most rows of a pass that a linear map takes at once."""
-        return self._product_rows.get(torch.get_num_threads(), MAX_PASS_ROWS)
+        most = self._stack.exactness.product_rows
+        return self._product_rows.get(torch.get_num_threads(), most)
 
     def note_probe(self) -> None:
         """What the probe found when the model was wrapped is not proven again in the first

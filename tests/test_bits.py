@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 from toys import DTYPES, PLANS, VOCAB_SIZE
+from zoo import NUM_LAYERS, make_toy
 
-from layerskip import GenerationOutput, SamplingParams, SelfSpeculativeLM
+from layerskip import DraftPlan, GenerationOutput, SamplingParams, SelfSpeculativeLM
 from layerskip.cache import Segment
+from layerskip.fingerprint import row_quantum
 
 NUM_ROWS = 8
+PRODUCTS_OF_A_LAYER = 7  # of weights that do not lie side by side
 SAMPLINGS = {"greedy": SamplingParams(), "sampled": SamplingParams(temperature=0.8, seed=3)}
 
 
@@ -173,3 +176,53 @@ def test_products_are_divided_where_larger_ones_change_bits(toy, monkeypatch):
         hidden = stack.embed(list(range(48)))
         stack.run_layers(hidden, range(2), cache, [Segment(i, 3, 6) for i in range(8)])
     assert set(widths) == {16}
+
+
+@pytest.mark.parametrize(("dtype", "sampling"), [("float32", "greedy"), ("bfloat16", "sampled")])
+def test_bits_where_products_are_emulated(toy, monkeypatch, dtype, sampling):
+    """Where several rows cost so many passes, products take tokens one by one, no spare row among
+    them, on a processor of any kind."""
+    monkeypatch.setattr("layerskip.exactness.emulates", lambda *_: True)
+    lm = SelfSpeculativeLM(toy("llama", dtype), None, PLANS["skipping"], num_draft_tokens=4)
+    assert "products take them one by one" in lm.exactness
+    assert (lm.stack.free_rows, row_quantum(lm.stack)) == (1, 1)
+    multiplied = []
+    linear = torch.nn.functional.linear
+
+    def spy(x, weight, bias=None):
+        multiplied.append(len(x))
+        return linear(x, weight, bias)
+
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setattr("layerskip.dense.F.linear", spy)
+        cache = lm.stack.new_cache(num_rows=2, num_slots=64)
+        hidden = lm.stack.embed([1, 2, 3])
+        hidden = lm.stack.run_layers(hidden, [0], cache, [Segment(0, 3, 2), Segment(1, 5, 1)])
+    assert len(lm.stack.logits(hidden)) == 3
+    assert multiplied == [1] * 3 * PRODUCTS_OF_A_LAYER
+    trial = Trial(lm, AROUND_BLOCKS, settings_of(sampling, 10))
+    expected = list(trial.alone(0))
+    check_bits(trial.alone(5), expected)
+    for num_draft_tokens in (0, 3):
+        check_bits(trial.together(num_draft_tokens, shuffled(num_draft_tokens)), expected)
+
+
+def test_bits_of_emulated_products_within_modules(monkeypatch):
+    """Layers that are not ours to divide: tokens run one by one, in passes without spare rows."""
+    monkeypatch.setattr("layerskip.exactness.emulates", lambda *_: True)
+    plan = DraftPlan.exiting(num_layers=NUM_LAYERS, exit_layer=2)
+    lm = SelfSpeculativeLM(make_toy("gemma2", "bfloat16"), None, plan, num_draft_tokens=3)
+    assert lm.exactness.startswith("tokens run one by one: this processor has no bfloat16")
+    passes = []
+    run_pass = lm.stack.run_pass
+
+    def spy(hidden, *rest):
+        passes.append(len(hidden))
+        return run_pass(hidden, *rest)
+
+    monkeypatch.setattr(lm.stack, "run_pass", spy)
+    trial = Trial(lm, [[3, 5, 7], list(range(2, 30)), [9]], settings_of("sampled", 12))
+    expected = list(trial.alone(0))
+    check_bits(trial.alone(3), expected)
+    check_bits(trial.together(3, [2, 0, 1]), expected)
+    assert set(passes) == {1}
