@@ -70,9 +70,7 @@ class Lab:
         )
         if self.tokenizer is None:
             raise ValueError(f"{options.model} has no tokenizer, and the prompts are text")
-        exiting = wrapped(
-            self.model, self.tokenizer, self.known.plan, self.known.cost, lookup=False
-        )
+        exiting = wrapped(self.model, self.tokenizer, self.known, self.known.cost, lookup=False)
         alone = wrapped(self.model, self.tokenizer, None, None, lookup=True)
         self.cost, self.alone = exiting.controller.cost, alone.controller.cost
         self.max_positions = exiting.stack.max_positions
@@ -112,7 +110,7 @@ class Lab:
 
     def lm(self, *, plan: bool = True, lookup: bool = False) -> SelfSpeculativeLM:
         """A decoder whose controller has seen nothing yet."""
-        known, cost = (self.known.plan, self.cost) if plan else (None, self.alone)
+        known, cost = (self.known, self.cost) if plan else (None, self.alone)
         return wrapped(self.model, self.tokenizer, known, cost, lookup=lookup)
 
     def ours(self) -> dict[str, Way]:

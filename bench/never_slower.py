@@ -62,7 +62,7 @@ class Lab:
 
     model: Any
     tokenizer: Any
-    plan: Any
+    known: Any
     cost: CostTable
     prompts: list[list[int]]
     tokens: int
@@ -70,7 +70,7 @@ class Lab:
 
     def lm(self, *, lookup: bool = False) -> SelfSpeculativeLM:
         """With a controller that has seen nothing."""
-        return wrapped(self.model, self.tokenizer, self.plan, self.cost, lookup=lookup)
+        return wrapped(self.model, self.tokenizer, self.known, self.cost, lookup=lookup)
 
 
 @dataclass(frozen=True)
@@ -306,14 +306,14 @@ def lab_of(options: argparse.Namespace) -> Lab:
     model, tokenizer, known, _ = SelfSpeculativeLM.load_parts(options.model, device="cpu")
     if known.plan is None:
         raise SystemExit(f"no plan is known for {options.model}")
-    cost = wrapped(model, tokenizer, known.plan, known.cost, lookup=False).controller.cost
+    cost = wrapped(model, tokenizer, known, known.cost, lookup=False).controller.cost
     examples = examples_from(options.prompts, max(64, options.turns))
     random.Random(0).shuffle(examples)
     room = model.config.max_position_embeddings // 2
     prompts = [
         ids for ids in (tokenizer(e.prompt)["input_ids"] for e in examples) if 0 < len(ids) <= room
     ]
-    return Lab(model, tokenizer, known.plan, cost, prompts, options.tokens, options.rows)
+    return Lab(model, tokenizer, known, cost, prompts, options.tokens, options.rows)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from layerskip.controller import Controller
 from layerskip.cost import CostTable
 from layerskip.fingerprint import device_name
 from layerskip.params import NumDraftTokens
-from layerskip.plan import DraftPlan, PlanFile
+from layerskip.plan import PlanFile
 
 
 @dataclass(frozen=True)
@@ -106,18 +106,19 @@ def sampling_at(temperature: float) -> SamplingParams:
 def wrapped(
     model: Any,
     tokenizer: Any,
-    plan: DraftPlan | None,
+    known: PlanFile | None,
     cost: CostTable | None,
     *,
     lookup: bool,
 ) -> SelfSpeculativeLM:
-    """A decoder whose controller has seen nothing yet, over a table measured before."""
-    return SelfSpeculativeLM(model, tokenizer, PlanFile(plan, cost=cost), lookup=lookup)
+    """A decoder whose controller knows what ``known`` says, and a table measured before."""
+    file = replace(known or PlanFile(None), cost=cost)
+    return SelfSpeculativeLM(model, tokenizer, file, lookup=lookup)
 
 
 def forget(lm: SelfSpeculativeLM) -> None:
     """Give ``lm`` a controller that has seen nothing, over the same table."""
-    lm._controller = Controller(lm.controller.cost)
+    lm._controller = Controller(lm.controller.cost, lm.plan_file.acceptance)
 
 
 def ratios(of: Sequence[Clock], to: Sequence[Clock]) -> dict[str, Any]:

@@ -226,9 +226,9 @@ class Bench:
     def __init__(self, model: str, tokens: int, sampling: SamplingParams) -> None:
         self.tokens, self.sampling = tokens, sampling
         loaded, tokenizer, known, _ = SelfSpeculativeLM.load_parts(model, dtype=None, device="cpu")
-        self.lm = wrapped(loaded, tokenizer, known.plan, known.cost, lookup=False)
+        self.lm = wrapped(loaded, tokenizer, known, known.cost, lookup=False)
         cost = self.lm.controller.cost
-        self.unforced = wrapped(loaded, tokenizer, known.plan, cost, lookup=False)
+        self.unforced = wrapped(loaded, tokenizer, known, cost, lookup=False)
         self.theirs = Theirs(loaded, tokenizer, self.lm.eos_ids)
         self.tokenizer = tokenizer
 

@@ -89,7 +89,7 @@ def modes_of(name: str, setting: Setting, bad: list[Corrupted]) -> list[Mode]:
         made = wrapped(
             setting.model,
             setting.tokenizer,
-            setting.known.plan if plan else None,
+            setting.known if plan else None,
             setting.cost if plan else setting.alone,
             lookup=lookup,
         )
@@ -381,7 +381,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
     )
     if known.plan is None:
         raise SystemExit(f"no plan is known for {options.model}")
-    exiting = wrapped(model, tokenizer, known.plan, known.cost, lookup=False)
+    exiting = wrapped(model, tokenizer, known, known.cost, lookup=False)
     alone = wrapped(model, tokenizer, None, None, lookup=True)
     costs = [lm.controller.cost for lm in (exiting, alone)]
     if options.profile_seconds:

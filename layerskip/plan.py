@@ -172,7 +172,7 @@ def _from_dict(content: Mapping[str, Any]) -> PlanFile:
     if layers is not None or not later:  # a file that was not searched for has a plan
         plan = DraftPlan(content["num_layers"], tuple(layers))
     wanted = content["num_draft_tokens"] if later else content.get("num_draft_tokens")
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"acceptance": tuple(content.get("acceptance", ()))}
     if later:
         vocabulary, cost = content["draft_vocabulary"], content["cost"]
         settings = {

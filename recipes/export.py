@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -51,10 +53,12 @@ def export_checkpoint(
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(partial)
     exits = sorted(int(e) for e in (trainer.settings.exit_weights or {}))
+    best = _best_exit(scores, exits)
     plan = {
         "version": 1,
         "num_layers": trainer.settings.num_layers,
-        "draft_layers": list(range(_best_exit(scores, exits))),
+        "draft_layers": list(range(best)),
+        "acceptance": [round(acceptance_at(scores, best), 3)],
         "num_draft_tokens": "auto",
         "trained_exits": exits,
         "held_out_modules": sorted(corpus.held_out),
@@ -68,6 +72,13 @@ def export_checkpoint(
     for path in partial.iterdir():
         path.chmod(0o644)
     partial.rename(folder)
+
+
+def acceptance_at(scores: Mapping[str, float], exit_layer: int) -> float:
+    """What a controller begins with: the mean over the held-out texts of how often an exit's token
+    is the model's, greedily and sampled."""
+    names = (f"agreement_{exit_layer}", f"overlap_{exit_layer}")
+    return fmean(value for name, value in scores.items() if name.endswith(names))
 
 
 def _best_exit(scores: dict[str, float], exits: list[int]) -> int:

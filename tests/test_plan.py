@@ -139,9 +139,17 @@ def test_a_bare_plan_is_a_plan_file_too(tmp_path):
     assert PlanFile.load(tmp_path / "plan.json") == PlanFile(plan, "auto")
 
 
+SCORES = [(text, kind) for text in ("code", "math") for kind in ("agreement", "overlap")]
+
+
 def test_the_built_in_checkpoint_s_plan_file_loads():
-    file = PlanFile.load(PACKAGE / "checkpoints" / "small" / "layerskip.json")
-    assert file == PlanFile(DraftPlan(16, (0, 1)), file.num_draft_tokens)
+    path = PACKAGE / "checkpoints" / "small" / "layerskip.json"
+    file, card = PlanFile.load(path), json.loads(path.read_text(encoding="utf-8"))
+    exit_layer = file.plan.exit_layer
+    scores = [card["scores"][f"{text}_{kind}_{exit_layer}"] for text, kind in SCORES]
+    assert file.acceptance == (round(sum(scores) / len(scores), 3),)
+    plan = DraftPlan(16, (0, 1))
+    assert file == PlanFile(plan, file.num_draft_tokens, acceptance=file.acceptance)
 
 
 def test_a_plan_is_read_out_of_a_plan_file(tmp_path):
