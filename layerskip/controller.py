@@ -11,6 +11,7 @@ in the draft, so that its length depends only on what was drawn before (DESIGN 3
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from layerskip.clocks import DRAFT, PACE, Clocks
 from layerskip.cost import CostTable
 from layerskip.estimates import DEFAULT_ACCEPTANCE, Experience, RowState
 from layerskip.outputs import Drafter, StopReason
@@ -145,10 +146,7 @@ class Controller:
         self._prior = tuple(prior) or (DEFAULT_ACCEPTANCE,)
         self._follows_clock = follows_clock
         self._experiences: dict[str, Experience] = {}
-        # Measured seconds over the table's: of verify passes, which every round has, and of drafts
-        # beside that. A ratio of its own for each kind of pass would be that of another time, when
-        # the machine was slower or faster, for what is not run now.
-        self._slowness = self._draft_ratio = 1.0
+        self._clocks = Clocks()
         self._seconds: dict[tuple[str, int, int, int, int, bool], float] = {}
 
     def row(self, kind: str, limit: int = STAKE_TOKENS, *, greedy: bool = False) -> RowState:
@@ -184,7 +182,7 @@ class Controller:
         Args:
             greedy: all of them take the likeliest token.
         """
-        ratio = self._slowness * self._draft_ratio
+        ratio = self._clocks.ratios[DRAFT]
         return ratio * self._looked_up("draft", rows * each, context, rows, each, greedy)
 
     def verify_seconds(
@@ -203,7 +201,12 @@ class Controller:
             greedy: all of them take the likeliest token.
         """
         longest = -(-tokens // rows) if longest is None else longest
-        return self._slowness * self._looked_up("verify", tokens, context, rows, longest, greedy)
+        ratio = self._clocks.ratios[self._verify_clock(tokens, rows)]
+        return ratio * self._looked_up("verify", tokens, context, rows, longest, greedy)
+
+    def _verify_clock(self, tokens: int, rows: int) -> int:
+        """Whose error a verify pass has: that of plain ones, or of its size."""
+        return PACE if tokens <= rows else Clocks.size(tokens, self.row_quantum)
 
     def _looked_up(
         self, what: str, tokens: int, context: int, rows: int, longest: int, greedy: bool
@@ -331,13 +334,31 @@ class Controller:
 
     def observe_draft_seconds(self, measured: float, expected: float) -> None:
         """What a round's draft took beside what ``draft_seconds`` says of its passes."""
-        if self._follows_clock and expected > 0.0:
-            self._draft_ratio = _followed(self._draft_ratio, measured / expected)
+        self._observe_seconds(measured, [(DRAFT, expected)])
 
-    def observe_verify_seconds(self, measured: float, expected: float) -> None:
-        """What a verify pass took beside what ``verify_seconds`` says of it."""
-        if self._follows_clock:
-            self._slowness = _followed(self._slowness, measured / expected)
+    def observe_verify_seconds(
+        self, measured: float, expected: float, tokens: int, rows: int
+    ) -> None:
+        """What a verify pass over the ``tokens`` of ``rows`` sequences took beside what
+        ``verify_seconds`` says of it."""
+        self._observe_seconds(measured, [(self._verify_clock(tokens, rows), expected)])
+        self._clocks.pass_time()
+
+    def observe_round_seconds(
+        self, measured: float, draft: float, verify: float, tokens: int, rows: int
+    ) -> None:
+        """The same of a draft and a verify pass that no clock could tell apart."""
+        parts = [(DRAFT, draft), (self._verify_clock(tokens, rows), verify)]
+        self._observe_seconds(measured, parts)
+        self._clocks.pass_time()
+
+    def _observe_seconds(self, measured: float, parts: Sequence[tuple[int, float]]) -> None:
+        ratios = self._clocks.ratios
+        tabled = [(clock, expected / ratios[clock]) for clock, expected in parts]
+        total = sum(seconds for _, seconds in tabled)
+        if self._follows_clock and total > 0.0:
+            weights = [(clock, seconds / total) for clock, seconds in tabled if clock != PACE]
+            self._clocks.observe(measured / total, weights)
 
 
 def _may_probe(asks: Sequence[Ask], pace: Pace) -> bool:
@@ -351,8 +372,3 @@ def _may_probe(asks: Sequence[Ask], pace: Pace) -> bool:
     for shared in (a.state.shared for a in asks):  # of each kind of request, once or more
         shared.credit = min(shared.credit, max(MOST_CREDIT, cost))  # a long rest buys no long run
     return min(a.state.shared.credit for a in asks) >= cost
-
-
-def _followed(ratio: float, measured: float) -> float:
-    """An average over some dozen rounds; a stalled one moves it little."""
-    return ratio * min(max(measured, 0.7), 1.4) ** 0.05

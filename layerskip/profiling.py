@@ -291,6 +291,9 @@ def _table(
         return max(0.0, apart) / (NUM_SEQUENCES - 1)
 
     quantum = row_quantum(stack)
+    # A number of positions that was not measured costs what the next larger one does. A line
+    # between two measured ones would turn the error of one into a price of each drafted token.
+    tiles = tuple(t for t in stack.exactness.tiles if t < quantum and t in grid.rows)
     return CostTable(
         draft_layers=curve("draft", heads) if drafts else FREE,
         draft_head=Curve(grid.rows, (0,), (tuple(heads.values()),)) if drafts else FREE,
@@ -298,7 +301,7 @@ def _table(
         sampling=typical["sampling", 1, 0],
         row_quantum=quantum,
         key=key,
-        tiles=tuple(t for t in stack.exactness.tiles if t < quantum),
+        tiles=tiles,
         draft_sequence=another("draft"),
         verify_sequence=another("verify"),
         pass_rows=MAX_PASS_ROWS if stack.exactness.wanted else 0,

@@ -283,7 +283,8 @@ class Speculator:
             return
         draft, verify = self._expected(attempts, self.controller)
         self.controller.observe_draft_seconds(draft_seconds, draft)
-        self.controller.observe_verify_seconds(verify_seconds, verify)
+        size = _num_tokens(attempts), len(attempts)
+        self.controller.observe_verify_seconds(verify_seconds, verify, *size)
 
     def observe_round_seconds(self, attempts: Sequence[Attempt], seconds: float) -> float:
         """The same of a round whose phases no clock could tell apart.
@@ -298,7 +299,8 @@ class Speculator:
             run = longest * len(plan.layers) if plan is not None else 0
             return seconds * run / (run + plan.num_layers) if plan is not None else 0.0
         draft, verify = self._expected(attempts, self.controller)
-        self.controller.observe_verify_seconds(seconds, draft + verify)
+        size = _num_tokens(attempts), len(attempts)
+        self.controller.observe_round_seconds(seconds, draft, verify, *size)
         return seconds * draft / (draft + verify)
 
     def _expected(self, attempts: Sequence[Attempt], controller: Controller) -> tuple[float, float]:
@@ -310,10 +312,9 @@ class Speculator:
             controller.draft_seconds(sum(n > i for n in passes), context, greedy=greedy)
             for i in range(max(passes))
         )
-        tokens = sum(len(a.draft.tokens) + 1 for a in attempts)
         longest = max(len(a.draft.tokens) for a in attempts) + 1
         verify = controller.verify_seconds(
-            tokens, context, rows=len(attempts), longest=longest, greedy=greedy
+            _num_tokens(attempts), context, rows=len(attempts), longest=longest, greedy=greedy
         )
         return draft, verify
 
@@ -356,6 +357,11 @@ class Speculator:
             num_drafted=drafted,
         )
         row.state.probing = latest
+
+
+def _num_tokens(attempts: Sequence[Attempt]) -> int:
+    """That a round's verify pass takes."""
+    return sum(len(a.draft.tokens) + 1 for a in attempts)
 
 
 def _looked_up(request: DraftRequest, tokens: tuple[int, ...]) -> Draft:

@@ -211,6 +211,15 @@ def test_a_quick_table_takes_no_longer(stack, machine, speed, seconds):
         )
 
 
+def test_a_quick_table_draws_no_line_between_one_row_and_a_quantum(stack, machine):
+    """An error of either would be a price of each token of a draft."""
+    table = measure_cost(stack, PLAN, quick=True)
+    assert table.tiles == (1,)
+    at = [table.verify_pass(n, 0) - n * SAMPLE for n in (1, 2, 5, 8, 9)]
+    assert at[0] < 0.9 * at[3] < at[3] < 0.9 * at[4]
+    assert at[1:4] == pytest.approx([at[3]] * 3)
+
+
 def test_a_quick_table_of_a_huge_model_is_a_handful_of_passes(stack, machine):
     machine.speed = 1000.0  # 6 s for a plain pass
     measure_cost(stack, PLAN, quick=True)

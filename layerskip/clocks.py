@@ -1,0 +1,80 @@
+"""What a cost table has wrong, learnt from the rounds themselves.
+
+A table is measured once, in half a second of a machine that may do other things. Three kinds of
+error are told apart, as logarithms of measured over tabled seconds: how fast the machine is at the
+moment, which all passes share and which wanders; what drafts take beside that; and what verifying
+drafted tokens takes beside a plain pass, by the size of the pass. The last two are facts of model
+and machine, which stay: where each kind of pass had a clock of its own, one that was not run kept
+the ratio of another time (bench/LOG.md, 2026-11-21).
+
+A Kalman filter (Kalman 1960) weighs them: of a round of drafts alone it cannot be known whether the
+machine is slow or the table wrong, and what plain passes take is then left as uncertain as it is.
+"""
+
+import math
+from collections.abc import Sequence
+
+PACE_ERROR, PACE_DRIFT = 0.1, 0.02  # of the machine: at first, and what each round adds
+DRAFT_ERROR = 0.3  # quick tables were off by -30 to +60 % for drafts,
+SIZE_ERROR = 0.15  # and by -17 to +25 % for passes of 8 rows (bench/LOG.md, 2026-11-21)
+SIZE_LIKENESS = 0.8  # correlation of the errors of a pass and of one twice as large
+ROUND_NOISE = 0.1  # of one round
+OUTLIER = 1.5  # deviations: what is beyond says no more than that
+NUM_SIZES = 5  # up to one row quantum, two, four, ...
+PACE, DRAFT, FIRST_SIZE = 0, 1, 2
+
+
+class Clocks:
+    """Corrections of a table's seconds.
+
+    Attributes:
+        ratios: measured over tabled seconds: of plain passes, of drafts, and of passes that verify
+            drafted tokens, by size.
+    """
+
+    def __init__(self) -> None:
+        count = FIRST_SIZE + NUM_SIZES
+        self._mean = [0.0] * count
+        self._spread = [[0.0] * count for _ in range(count)]
+        self._spread[PACE][PACE] = PACE_ERROR**2
+        self._spread[DRAFT][DRAFT] = DRAFT_ERROR**2
+        for i in range(NUM_SIZES):
+            for j in range(NUM_SIZES):
+                likeness = SIZE_LIKENESS ** abs(i - j)
+                self._spread[FIRST_SIZE + i][FIRST_SIZE + j] = SIZE_ERROR**2 * likeness
+        self.ratios = (1.0,) * count
+
+    @staticmethod
+    def size(num_rows: int, row_quantum: int) -> int:
+        """Index in ``ratios`` of a pass that verifies drafts in so many rows, or a few less."""
+        quanta = -(-num_rows // row_quantum)
+        return FIRST_SIZE + min((quanta - 1).bit_length(), NUM_SIZES - 1)
+
+    def observe(self, ratio: float, weights: Sequence[tuple[int, float]]) -> None:
+        """A time that was measured.
+
+        Args:
+            ratio: measured over tabled seconds, of the table alone.
+            weights: whose errors are in it, and the share that each has of the time.
+        """
+        if not 0.0 < ratio < math.inf:
+            return
+        spread, mean = self._spread, self._mean
+        places = [(PACE, 1.0), *weights]
+        # The covariance of the sum with each error, and its own variance.
+        along = [sum(row[i] * w for i, w in places) for row in spread]
+        variance = sum(along[i] * w for i, w in places) + ROUND_NOISE**2
+        bound = OUTLIER * math.sqrt(variance)
+        surprise = math.log(ratio) - sum(mean[i] * w for i, w in places)
+        surprise = min(max(surprise, -bound), bound) / variance
+        for i, a in enumerate(along):
+            mean[i] += a * surprise
+            row = spread[i]
+            for j, b in enumerate(along):
+                row[j] -= a * b / variance
+        pace = mean[PACE]
+        self.ratios = (math.exp(pace), *(math.exp(pace + error) for error in mean[DRAFT:]))
+
+    def pass_time(self) -> None:
+        """A round later, the machine may be another."""
+        self._spread[PACE][PACE] += PACE_DRIFT**2
