@@ -174,7 +174,7 @@ def test_the_same_seed_gives_the_same_figures():
     traffic = Recorded(texts(np.random.default_rng(3)))
 
     def run(seed):
-        return simulate(table(), traffic, concurrency=[1, 3], num_requests=30, seed=seed)
+        return simulate(table(), traffic, concurrency=[1, 3], num_requests=10, seed=seed)
 
     assert run(7) == run(7)
     assert run(7).cells != run(8).cells
@@ -652,7 +652,8 @@ def test_command_over_runs(tmp_path, capsys):
 def test_synthetic_acceptance_is_called_so(tmp_path, capsys):
     cost = cost_file(tmp_path)
     words = ["--cost", cost, "--acceptance", "0.8,0.5", "--requests", 20, "--concurrency", "1"]
-    code, out, err = run_command(capsys, *words, "--new-tokens", 9)
+    words += ["--new-tokens", 9]
+    code, out, err = run_command(capsys, *words)
     assert code == 0
     assert "Synthetic: acceptance and lengths are invented" in out
     assert "cost table ends" not in out
