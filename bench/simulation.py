@@ -1,12 +1,15 @@
 """Whether ``layerskip simulate`` tells what a batch really does.
 
     OMP_NUM_THREADS=1 python bench/simulation.py
-    OMP_NUM_THREADS=1 python bench/simulation.py --clock cpu --turns 2 --requests 24 --new-tokens 32
+    OMP_NUM_THREADS=1 python bench/simulation.py --clock cpu --turns 4 --requests 24 --new-tokens 32
 
-A closed loop of real requests through ``open_batch`` at several concurrencies, every policy in
-turn, against the simulation from a cost table and runs of the same sitting. Table, recorded runs
-and loops take turns, so that what else the machine does hits all alike; the table is the turns'
-median.
+A closed loop of real requests through ``open_batch`` at several concurrencies and with every
+policy, against the simulation from a cost table and runs of the same sitting. All of these go on in
+turns, a little at a time, so that what else the machine does hits all alike: a slow stretch of a
+minute is longer than a loop's whole part would be, and no simulation can know whose part it hits.
+Between turns a loop's requests wait and its clock stands still. The table is the median of several.
+Requests have their own numbers of tokens: with the same one, users who once sent together would do
+so forever, and a loop would show one such chance.
 Loops begin and end as simulated ones do: users are taken up somewhere in a first request that is
 not counted, and go on sending until the last counted request is done.
 
@@ -30,14 +33,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from paired import Clock, circumstances, dated, write
+from paired import NO_TIME, Clock, circumstances, dated, write
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from tasks import examples_from
 
 import layerskip.decode
-from layerskip import SelfSpeculativeLM
+from layerskip import GenerationOutput, Round, SelfSpeculativeLM
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.profiling import measure_cost
@@ -49,14 +52,18 @@ BOUND = 0.15
 
 
 @dataclass(frozen=True)
+class Request:
+    """A prompt's ids, and how many tokens it is answered with."""
+
+    ids: list[int]
+    new_tokens: int
+
+
+@dataclass(frozen=True)
 class Loop:
     """Times of counted requests, by ``MEASURES``."""
 
     times: dict[str, list[Clock]]
-
-    @classmethod
-    def joined(cls, parts: Sequence["Loop"]) -> "Loop":
-        return cls({name: [t for part in parts for t in part.times[name]] for name in MEASURES})
 
     def quantile(self, measure: str, share: float, clock: str) -> float:
         return float(np.quantile([getattr(t, clock) for t in self.times[measure]], share))
@@ -78,71 +85,95 @@ def setting(policy: str) -> Any:
     return "auto" if policy == "auto" else most_drafted(policy)
 
 
-def closed_loop(
-    lm: SelfSpeculativeLM,
-    prompts: Sequence[list[int]],
-    policy: str,
-    concurrency: int,
-    options: argparse.Namespace,
-    chance: random.Random,
-) -> Loop:
-    """So many users, each of whom sends a prompt when the last one's output is there."""
-    batch = lm.open_batch(
-        max_new_tokens=options.new_tokens, num_draft_tokens=setting(policy), ignore_eos=True
-    )
-    counted = options.requests // options.turns
-    joined: dict[int, Clock] = {}
-    first: dict[int, Clock] = {}
-    times: dict[str, list[Clock]] = {name: [] for name in MEASURES}
-    for _ in range(concurrency):
-        batch.add(chance.choice(prompts), max_new_tokens=chance.randint(1, options.new_tokens))
-    while len(times["end_to_end"]) < counted:
-        records = batch.step()
-        now = Clock.now()
-        for record in records:
-            began = joined.get(record.row)
-            if began is not None and record.index == 0:
-                first[record.row] = now
-                times["first_token"].append(now - began)
-            if record.finish_reason is None:
-                continue
-            tokens = len(batch.remove(record.row).token_ids)
-            if began is not None:
-                times["end_to_end"].append(now - began)
-                spent = now - first[record.row]
-                times["token"].append(Clock(spent.wall / (tokens - 1), spent.cpu / (tokens - 1)))
-            row = batch.add(chance.choice(prompts))
-            if len(joined) < counted:
-                joined[row] = now
-    return Loop(times)
+def over_and_over(requests: Sequence[Request], chance: random.Random) -> Iterator[Request]:
+    """Each as often as any other, so that quantiles hold less of chance; in no order."""
+    while True:
+        yield from chance.sample(requests, len(requests))
+
+
+class Users:
+    """A closed loop: so many users, each of whom sends a request when the last one is answered.
+
+    It runs in parts, and its clock stands still between them.
+
+    Attributes:
+        loop: what was counted so far.
+    """
+
+    def __init__(
+        self,
+        lm: SelfSpeculativeLM,
+        requests: Sequence[Request],
+        policy: str,
+        concurrency: int,
+        counted: int,
+        chance: random.Random,
+    ) -> None:
+        self._requests, self._counted = over_and_over(requests, chance), counted
+        self._batch = lm.open_batch(num_draft_tokens=setting(policy), ignore_eos=True)
+        self._spent, self._joined, self._first = NO_TIME, dict[int, Clock](), dict[int, Clock]()
+        self.loop = Loop({name: [] for name in MEASURES})
+        for _ in range(concurrency):
+            first = chance.choice(requests)
+            self._batch.add(first.ids, max_new_tokens=chance.randint(1, first.new_tokens))
+
+    def run(self, counted: int) -> None:
+        """Until so many counted requests are done, of all parts together."""
+        while len(self.loop.times["end_to_end"]) < counted:
+            began = Clock.now()
+            records = self._batch.step()
+            now = self._spent + (Clock.now() - began)
+            for record in records:
+                self._note(record, now)
+            self._spent += Clock.now() - began
+
+    def _note(self, record: Round, now: Clock) -> None:
+        began, times = self._joined.get(record.row), self.loop.times
+        if began is not None and record.index == 0:
+            self._first[record.row] = now
+            times["first_token"].append(now - began)
+        if record.finish_reason is None:
+            return
+        tokens = len(self._batch.remove(record.row).token_ids)
+        if began is not None:
+            times["end_to_end"].append(now - began)
+            spent = now - self._first[record.row]
+            times["token"].append(Clock(spent.wall / (tokens - 1), spent.cpu / (tokens - 1)))
+        following = next(self._requests)
+        row = self._batch.add(following.ids, max_new_tokens=following.new_tokens)
+        if len(self._joined) < self._counted:
+            self._joined[row] = now
+
+
+def alone(lm: SelfSpeculativeLM, asked: Request, policy: str) -> GenerationOutput:
+    batch = lm.open_batch(num_draft_tokens=setting(policy), ignore_eos=True)
+    row = batch.add(asked.ids, max_new_tokens=asked.new_tokens)
+    while batch.unfinished:
+        batch.step()
+    return batch.remove(row)
 
 
 def record_runs(
     lm: SelfSpeculativeLM,
-    prompts: Sequence[list[int]],
+    requests: Sequence[Request],
     turn: int,
     options: argparse.Namespace,
     folder: Path,
 ) -> None:
-    """Some prompts alone, with every policy, as ``layerskip measure`` writes them."""
-    for number in range(turn, len(prompts), options.turns):
+    """Some requests alone, with every policy, as ``layerskip measure`` writes them."""
+    for number in range(turn, len(requests), options.turns):
+        asked = requests[number]
         for policy in options.policies:
-            batch = lm.open_batch(
-                max_new_tokens=options.new_tokens, num_draft_tokens=setting(policy), ignore_eos=True
-            )
-            row, rounds = batch.add(prompts[number]), []
-            while batch.unfinished:
-                rounds += batch.step()
-            output = batch.remove(row)
+            output = alone(lm, asked, policy)
             own = {"request_id": f"{number}/{policy}", "arm": policy, "prompt_index": number}
             request = {
                 **own,
-                "prompt_tokens": len(prompts[number]),
+                "prompt_tokens": len(asked.ids),
                 "new_tokens": len(output.token_ids),
-                "max_new_tokens": options.new_tokens,
+                "max_new_tokens": asked.new_tokens,
                 "tokens_sha256": hashlib.sha256(repr(output.token_ids).encode()).hexdigest(),
             }
-            append(folder / "rounds.jsonl", [{**r.to_dict(), **own} for r in rounds])
+            append(folder / "rounds.jsonl", [{**r.to_dict(), **own} for r in output.rounds])
             append(folder / "requests.jsonl", [request])
 
 
@@ -196,15 +227,17 @@ def table_of(found: dict[str, Any], clock: str) -> Table:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--model", default="builtin")
+    parser.add_argument("--dtype", help="default: the checkpoint's own")
     parser.add_argument("--prompts", help="JSON lines; default: held-out functions")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
-    parser.add_argument("--turns", type=int, default=4, help="of table, runs and loops (4)")
+    parser.add_argument("--turns", type=int, default=16, help="of recorded runs and loops (16)")
+    parser.add_argument("--tables", type=int, default=4, help="measured, between the turns (4)")
     parser.add_argument("--requests", type=int, default=192, help="of each loop, all turns (192)")
     parser.add_argument("--num-prompts", type=int, default=48, help="that requests draw from (48)")
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=64, help="at most; at least a third (64)")
     parser.add_argument("--concurrency", default="1,4,16")
     parser.add_argument("--policies", default="off,fixed:4,auto")
-    parser.add_argument("--profile-seconds", type=float, default=15.0, help="of each turn (15)")
+    parser.add_argument("--profile-seconds", type=float, default=15.0, help="of each table (15)")
     parser.add_argument("--lookup", action="store_true", help="let the decoder look tokens up")
     parser.add_argument("--out", type=Path, default=dated("simulation"))
     parser.add_argument("--keep-runs", type=Path, help="folder for table and runs")
@@ -215,43 +248,54 @@ def parsed() -> argparse.Namespace:
 
 
 def sitting(
-    lm: SelfSpeculativeLM, prompts: Sequence[list[int]], options: argparse.Namespace, folder: Path
+    lm: SelfSpeculativeLM, requests: Sequence[Request], options: argparse.Namespace, folder: Path
 ) -> tuple[CostTable, dict[tuple[int, str], Loop]]:
     """Table, runs and loops, in turns."""
-    tables, loops, chance = [], {}, random.Random(0)
+    tables, users, chance = [], {}, random.Random(0)
     cases = [(n, p) for n in options.concurrency for p in options.policies]
     with Progress(transient=True) as progress:
-        task = progress.add_task("real", total=options.turns * (len(cases) + 2))
+        task = progress.add_task("real", total=options.turns * (len(cases) + 1) + options.tables)
         for turn in range(options.turns):
-            tables.append(
-                measure_cost(lm.stack, lm.plan, head=lm.draft_head, seconds=options.profile_seconds)
-            )
-            lm._controller = Controller(median_table(tables), lm.plan_file.acceptance)
-            progress.advance(task)
+            if len(tables) <= turn * options.tables // options.turns:
+                seconds = options.profile_seconds
+                tables.append(measure_cost(lm.stack, lm.plan, head=lm.draft_head, seconds=seconds))
+                progress.advance(task)
+            if turn == 0:
+                lm._controller = Controller(tables[0], lm.plan_file.acceptance)
+                for policy in options.policies:  # what a process does once is no part of a round
+                    alone(lm, requests[0], policy)
             with clocked(options.clock):
-                record_runs(lm, prompts, turn, options, folder)
+                record_runs(lm, requests, turn, options, folder)
                 progress.advance(task)
                 for number, policy in chance.sample(cases, len(cases)):
-                    loop = closed_loop(lm, prompts, policy, number, options, chance)
-                    loops.setdefault((number, policy), []).append(loop)
+                    if (number, policy) not in users:
+                        wanted = policy, number, options.requests
+                        users[number, policy] = Users(lm, requests, *wanted, chance)
+                    users[number, policy].run(options.requests * (turn + 1) // options.turns)
                     progress.advance(task)
-    return median_table(tables), {case: Loop.joined(parts) for case, parts in loops.items()}
+    return median_table(tables), {case: of.loop for case, of in users.items()}
 
 
 def main() -> None:
     options, console = parsed(), Console(width=140)
     lm = SelfSpeculativeLM.from_pretrained(
-        options.model, device="cpu", lookup=options.lookup, num_draft_tokens=0
+        options.model,
+        device="cpu",
+        dtype=options.dtype,
+        lookup=options.lookup,
+        num_draft_tokens=0,
     )
     examples = examples_from(options.prompts, options.num_prompts)
     room = lm.stack.max_positions - options.new_tokens - 32
     prompts = [ids for ids in (lm.encode(e.prompt) for e in examples) if len(ids) <= room]
-    prompts = random.Random(0).sample(prompts, min(len(prompts), options.num_prompts))
+    chance, most = random.Random(0), options.new_tokens
+    prompts = chance.sample(prompts, min(len(prompts), options.num_prompts))
+    requests = [Request(ids, chance.randint(max(2, most // 3), most)) for ids in prompts]
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.keep_runs or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
-        table, loops = sitting(lm, prompts, options, folder)
+        table, loops = sitting(lm, requests, options, folder)
         table.save(folder / "cost.json")
         (folder / "run.json").write_text(json.dumps({"version": 1, "cost": table.to_dict()}))
         known: Replay = replay(folder, table)
@@ -262,6 +306,7 @@ def main() -> None:
         policies=options.policies,
         overhead=known.overhead,
         passes_per_token=known.passes_per_token,
+        machine=known.machine,
     )
     cells = [
         {"concurrency": n, "policy": p, "figures": compared(simulation.cell(p, n), loop)}
@@ -269,15 +314,18 @@ def main() -> None:
     ]
     found = {
         "model": options.model,
+        "dtype": str(lm.stack.dtype).removeprefix("torch."),
         **circumstances(),
         "clock": options.clock,
         "seconds": time.monotonic() - began,
         "requests": options.requests,
         "new_tokens": options.new_tokens,
+        "turns": options.turns,
         "prompts": len(prompts),
         "lookup": options.lookup,
         "overhead": vars(known.overhead),
         "passes_per_token": known.passes_per_token,
+        "slowness": known.machine.slowness if known.machine else None,
         "cells": cells,
     }
     write(options.out, found)

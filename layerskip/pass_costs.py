@@ -146,14 +146,18 @@ class _Passes:
             [single(n, c) - single(n, 0) if n else 0.0 for c in contexts]
             for n in range(longest + 1)
         ]
-        self._attention = ratio * np.array(lines)
+        attention = ratio * np.array(lines)
+        self._attention, self._buckets = attention.ravel(), len(contexts)
+        self._is_noisy = bool((attention < 0.0).any())
         self._another = ratio * another
 
     def seconds(self, tokens: Ints, rows: Ints, longest: Ints, bucket: Ints) -> Floats:
-        each = self._attention[longest, bucket]
-        # As CostTable has it: noise must not make further sequences cheaper than none.
-        attention = np.where(rows == 1, each, rows * np.maximum(0.0, each))
-        return self._products[tokens] + attention + np.maximum(0, rows - 1) * self._another
+        each = self._attention.take(longest * self._buckets + bucket)
+        attention = rows * each
+        if self._is_noisy:
+            # As CostTable has it: noise must not make further sequences cheaper than none.
+            attention = np.where(rows == 1, each, np.maximum(0.0, attention))
+        return self._products.take(tokens) + attention + np.maximum(0, rows - 1) * self._another
 
 
 def prefill_seconds(table: CostTable, num_tokens: int) -> float:

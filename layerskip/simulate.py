@@ -4,7 +4,8 @@ A closed loop: each of N users has one request in the batch and sends the next o
 A step is the decoder's (``Decoder.step``): the prefill of every new row, one after another, and one
 round of all others, which wait for these prefills; rows leave at its end. Many such batches run
 side by side as arrays, each with users of its own, over one stream of requests, which every policy
-and concurrency gets in the same order.
+and concurrency gets in the same order. Recorded rounds also say when the machine was slow: each
+batch's clock follows another part of that (``machine_time``).
 
 Users are taken up somewhere in their first request, and go on sending until the last counted one
 is done: the requests before and after are not counted, so no figure holds a start or an end.
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerskip.cost import CostTable
+from layerskip.machine_time import MachineTime
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS, MAX_NUM_DRAFT_TOKENS
 from layerskip.pass_costs import Overhead, PassCosts, prefill_seconds
 from layerskip.simulated_controller import Automatic, Batches, Fixed, Policy
@@ -137,6 +139,7 @@ def simulate(
     seed: int = 0,
     overhead: Overhead | None = None,
     passes_per_token: float = 1.0,
+    machine: MachineTime | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Simulation:
     """Run every policy at every concurrency over the same requests.
@@ -151,6 +154,7 @@ def simulate(
         seed: the same seed gives the same figures.
         overhead: of rounds, beside passes.
         passes_per_token: draft passes of a drafted token, where look-ups save some.
+        machine: whose pace clocks follow; None: every pass takes what it usually does.
         on_progress: called with requests done and requests in all.
 
     Raises:
@@ -179,7 +183,7 @@ def simulate(
                 overhead=overhead,
                 passes_per_token=passes_per_token,
             )
-            loop = Loop(stream, prefill, costs, number, seed)
+            loop = Loop(stream, prefill, costs, number, seed, machine)
             policy: Policy = Fixed(drafted[name])
             if name == "auto":
                 policy = Automatic(costs, stream, loop.shape, seed)
@@ -231,20 +235,27 @@ class Loop:
         prefill: seconds of each.
         costs: of passes.
         concurrency: rows of each batch.
-        seed: of where users are taken up.
+        seed: of where users are taken up, and batches in the machine's time.
+        machine: whose pace each batch's clock follows; None: always the usual one.
 
     Attributes:
         shape: batches and rows.
     """
 
     def __init__(
-        self, stream: Stream, prefill: Floats, costs: PassCosts, concurrency: int, seed: int
+        self,
+        stream: Stream,
+        prefill: Floats,
+        costs: PassCosts,
+        concurrency: int,
+        seed: int,
+        machine: MachineTime | None = None,
     ) -> None:
         self._stream, self._prefill, self._costs = stream, prefill, costs
         lanes = len(stream) // (concurrency * REQUESTS_OF_A_USER)
         count = max(1, min(lanes, LANES // concurrency))
         self.shape = count, concurrency
-        self._clock, self._began = np.zeros(count), np.full(count, np.nan)
+        self._began = np.full(count, np.nan)
         self._emitted_in_all = np.zeros(count, dtype=np.int64)
         # Requests beyond the stream's length are those from its start again: they are not counted.
         size = len(stream)
@@ -254,6 +265,10 @@ class Loop:
         self._request = size + draw.integers(size, size=self.shape)
         self._tokens = stream.tokens[self._request % size]
         self._tokens = 1 + (draw.random(self.shape) * self._tokens).astype(np.int64)
+        self._machine = machine
+        # In usual seconds; those of the clock are what the machine made of them.
+        self._work = np.zeros(count) if machine is None else machine.somewhere(count, draw)
+        self._work_on(np.zeros(count))
         self._joined = np.zeros(self.shape)
         self._emitted = np.zeros(self.shape, dtype=np.int64)
         self._first_token, self._end_to_end = np.zeros(size), np.zeros(size)
@@ -270,7 +285,9 @@ class Loop:
 
     def cell(self, policy: str) -> Cell:
         """The figures."""
-        ended = self._clock - self._began
+        # Batches saw a part of the recording each: how slow it was in all is known better.
+        slowness = 1.0 if self._machine is None else self._machine.slowness
+        worked = np.maximum(self._work - self._began, 1e-12)
         several = self._stream.tokens > 1
         decoding = (self._end_to_end - self._first_token)[several]
         rounds = max(1, self._rows)
@@ -280,7 +297,7 @@ class Loop:
             Spread.of(self._first_token),
             Spread.of(decoding / (self._stream.tokens[several] - 1)),
             Spread.of(self._end_to_end),
-            float((self._emitted_in_all / np.maximum(ended, 1e-12)).mean()),
+            float((self._emitted_in_all / worked).mean()) / slowness,
             self._round_tokens / rounds,
             self._drafted / rounds,
             self._rows / max(1, self._rounds),
@@ -309,7 +326,7 @@ class Loop:
         policy.observe(batches, drafted)
         accepted = np.minimum(drafted, batches.right)
         given = np.where(decoding, np.minimum(accepted + 1, self._tokens - self._emitted), new)
-        self._clock += seconds
+        self._work_on(seconds)
         self._emitted += given
         counted = running[:, 0] & ~np.isnan(self._began)
         self._emitted_in_all += np.where(counted, given.sum(1), 0)
@@ -318,6 +335,11 @@ class Loop:
         self._drafted += int(drafted.sum())
         self._round_tokens += int(given[decoding].sum())
         self._settle(new, running & (self._emitted >= self._tokens))
+
+    def _work_on(self, seconds: Floats) -> None:
+        """Let each batch do what usually takes so long."""
+        self._work = self._work + seconds
+        self._clock = self._work if self._machine is None else self._machine.clock(self._work)
 
     def _settle(self, new: NDArray[np.bool_], done: NDArray[np.bool_]) -> None:
         """Note the times of what happened in a step, and let finished users send again."""
@@ -335,7 +357,7 @@ class Loop:
         batch = np.arange(count)[:, None]
         following = order * count + batch
         first = done.any(1) & np.isnan(self._began)
-        self._began[first] = self._clock[first]
+        self._began[first] = self._work[first]
         self._request = np.where(done, following, self._request)
         self._tokens = np.where(done, self._stream.tokens[following % size], self._tokens)
         self._emitted = np.where(done, 0, self._emitted)

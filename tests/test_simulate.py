@@ -12,6 +12,7 @@ from controlling import table
 from layerskip.cli import main
 from layerskip.controller import Ask, Controller, Stopper
 from layerskip.cost import CostTable, Curve
+from layerskip.machine_time import MachineTime
 from layerskip.model import PREFILL_CHUNK
 from layerskip.pass_costs import PREFILL_CHUNK as SIMULATED_CHUNK
 from layerskip.pass_costs import Overhead, PassCosts, prefill_seconds
@@ -41,12 +42,13 @@ def one_cell(cost, traffic, policy="off", concurrency=1, num_requests=40, **how)
     return found.cells[0]
 
 
-def loop_of(cost, stream, policy, concurrency, *, seed=0, prefill=None, costs=None):
+def loop_of(cost, stream, policy, concurrency, *, seed=0, prefill=None, costs=None, machine=None):
     most = most_drafted(policy) if isinstance(policy, str) else 16
     longest = int((stream.prompt_tokens + stream.tokens).max())
     costs = costs or PassCosts(cost, rows=concurrency, most_drafted=most, longest=longest)
     filled = [prefill_seconds(cost, int(n)) for n in stream.prompt_tokens]
-    return Loop(stream, np.array(filled if prefill is None else prefill), costs, concurrency, seed)
+    filled = np.array(filled if prefill is None else prefill)
+    return Loop(stream, filled, costs, concurrency, seed, machine)
 
 
 @pytest.mark.parametrize(
@@ -172,10 +174,73 @@ def test_the_same_seed_gives_the_same_figures():
     traffic = Recorded(texts(np.random.default_rng(3)))
 
     def run(seed):
-        return simulate(table(), traffic, concurrency=[1, 3], num_requests=30, seed=seed)
+        return simulate(table(), traffic, concurrency=[1, 3], num_requests=10, seed=seed)
 
     assert run(7) == run(7)
     assert run(7).cells != run(8).cells
+
+
+def test_the_same_seed_gives_the_same_slow_stretches():
+    machine = stretches((40.0, 1.0), (20.0, 2.0))
+
+    def run(seed):
+        return one_cell(table(), Synthetic((0.6,), 64, 24), "off", 3, seed=seed, machine=machine)
+
+    assert run(7) == run(7)
+    assert run(7) != run(8)
+
+
+def stretches(*parts: tuple[float, float]) -> MachineTime:
+    """Of so much usual work each, and how many times as long it took."""
+    return MachineTime.of([work for work, _ in parts], [work * pace for work, pace in parts])
+
+
+def test_a_clock_goes_over_recorded_rounds_and_again():
+    machine = MachineTime.of([1.0, 1.0, 2.0], [1.0, 3.0, 2.0])
+    work = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.5, 8.0])
+    assert machine.clock(work).tolist() == [0.0, 0.5, 1.0, 2.5, 4.0, 5.0, 6.0, 8.5, 12.0]
+    assert machine.slowness == 1.5
+    begun = machine.somewhere(10_000, np.random.default_rng(0))
+    assert np.quantile(begun, [0.0, 0.25, 0.75, 1.0]) == pytest.approx([0, 1, 3, 4], abs=0.1)
+
+
+@pytest.mark.parametrize("users", [1, 2])
+def test_slow_stretches_are_in_the_tail_and_not_in_the_median(users):
+    """Three tenths of the work took three times as long: so do three tenths of the requests,
+    whole, since stretches are longer than they are; independent paces would give all the same."""
+    machine, traffic = stretches((6300.0, 1.0), (2700.0, 3.0)), Synthetic((0.5,), 10, 9)
+    usual = one_cell(flat(), traffic, "off", users, 3000)
+    cell = one_cell(flat(), traffic, "off", users, 3000, machine=machine)
+    for name in ("first_token", "token", "end_to_end"):
+        found, before = getattr(cell, name), getattr(usual, name)
+        assert found.p50 == pytest.approx(before.p50)
+        assert found.p90 == pytest.approx(3.0 * before.p90)
+    assert cell.tokens_per_second == pytest.approx(usual.tokens_per_second / 1.6)
+
+
+def test_all_rows_of_a_batch_have_the_same_pace():
+    """Two users, as in the test of prefills, on a machine that is slow for days: what a batch's
+    requests take is all of one pace."""
+    machine = stretches((1e6, 1.0), (1e6, 3.0))
+    stream = Synthetic((0.5,), 10, 3).stream(600, 0)
+    loop = loop_of(flat(), stream, "off", 2, machine=machine)
+    loop.run(Fixed(0), lambda done: None)
+    count = loop.shape[0]
+    of_batches = [set(np.round(loop._end_to_end[i::count], 6)) for i in range(count)]
+    usual = [s <= {4.0, 5.0} for s in of_batches]
+    assert set(usual) == {True, False}
+    assert all(fast or s <= {12.0, 15.0} for fast, s in zip(usual, of_batches, strict=True))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_steady_machine_changes_nothing(policy):
+    def run(machine):
+        traffic = Recorded(texts(np.random.default_rng(3)))
+        cell = one_cell(table(), traffic, policy, 3, machine=machine)
+        spreads = [getattr(cell, name) for name in ("first_token", "token", "end_to_end")]
+        return [x for s in spreads for x in (s.p50, s.p90, s.p99)] + [cell.tokens_per_second]
+
+    assert run(stretches((1.5, 1.0), (0.25, 1.0))) == pytest.approx(run(None), rel=1e-9)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -359,11 +424,12 @@ def test_automatic_is_what_the_real_controller_does(kind, rows):
 
 
 @pytest.mark.parametrize(
-    "requests", [3000, pytest.param(100_000, marks=pytest.mark.slow)], ids=["part", "whole"]
+    "requests", [5000, pytest.param(100_000, marks=pytest.mark.slow)], ids=["part", "whole"]
 )
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_hundred_thousand_requests_take_less_than_a_minute(policy, requests):
-    """Of 128 tokens, 16 at a time, on one core; part of them in their share of it."""
+    """Of 128 tokens, 16 at a time, on one core; part of them in their share of it, though they are
+    31 batches side by side where all are 64, and a step's calls take what they take."""
     began = time.process_time()
     one_cell(table(), Synthetic((0.8, 0.7), 256, 128), policy, 16, requests)
     assert time.process_time() - began < 60.0 * requests / 100_000
@@ -480,6 +546,41 @@ def test_recorded_rounds_give_the_overhead(tmp_path):
     assert faster.recorded.texts[0].prefill is None
 
 
+SLOW = {"verify_seconds": 3.0}
+
+
+def test_paces_of_recorded_rounds(tmp_path):
+    """Twice as long in the second request: its prefill is one of 1.5 s on a slow machine."""
+    plain = [PREFILL, *[(0, 0, 1, {})] * 2]
+    slow = [(*r[:3], SLOW) for r in plain]
+    drafted = [PREFILL, (1, 1, 2, {"draft_seconds": 0.5})]
+    recorded = {"0/0": plain, "1/0": slow, "2/0": plain, "3/1": drafted}
+    known = replay(runs(tmp_path / "r", recorded), flat())
+    assert known.machine.taken.tolist() == [0.0, 1.5, 3.0, 6.0, 9.0, 10.5, 12.0, 14.0]
+    assert known.machine.usual.tolist() == [0.0, 1.5, 3.0, 4.5, 6.0, 7.5, 9.0, 11.0]
+    assert [t.prefill for t in known.recorded.texts] == [1.5] * 4
+    other = replay(runs(tmp_path / "r", recorded), replace(flat(), key=KEY | {"device": "other"}))
+    assert other.machine is None
+
+
+def test_what_the_table_is_wrong_about_is_no_pace(tmp_path):
+    """Rounds with a draft always took longer than the table says: that is a round's price."""
+    wide = (1, 0, 1, {"verify_seconds": 4.0})
+    rounds = [PREFILL, (0, 0, 1, {}), wide, (0, 0, 1, {}), wide, (0, 0, 1, {})]
+    known = replay(runs(tmp_path / "r", {"0/1": rounds}), flat())
+    assert known.machine.usual == pytest.approx(known.machine.taken)
+
+
+def test_waiting_between_rounds_is_no_pace(tmp_path):
+    """Another row's prefill lay there; the simulation has its own."""
+    folder = runs(tmp_path / "r", EXITS)
+    lines = [json.loads(text) for text in (folder / "rounds.jsonl").read_text().splitlines()]
+    for one in lines[3:]:
+        one["elapsed_seconds"] += 100.0
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    assert replay(folder, flat()).machine.taken[-1] == sum(1.5 + 0.5 * d for d in (3, 2, 0, 4))
+
+
 def test_a_recorded_request_is_simulated_as_it_went(tmp_path):
     rounds = [PREFILL, (2, 1, 2, {}), (2, 0, 1, {}), (2, 2, 3, {}), (2, 1, 2, {}), (0, 0, 1, {})]
     known = replay(runs(tmp_path / "r", {"0/2": rounds}), flat())
@@ -540,6 +641,7 @@ def test_command_over_runs(tmp_path, capsys):
     assert {"policy", "on", "off"} == set(document["crossovers"][0])
     assert "1 recorded requests" in err
     assert "Prefill as recorded" in err
+    assert "1.00 times as long as if no round had been slower" in err
     page = html.read_text(encoding="utf-8")
     assert page.count("<svg") == 4
     assert page.count("<table>") == 7
@@ -550,7 +652,8 @@ def test_command_over_runs(tmp_path, capsys):
 def test_synthetic_acceptance_is_called_so(tmp_path, capsys):
     cost = cost_file(tmp_path)
     words = ["--cost", cost, "--acceptance", "0.8,0.5", "--requests", 20, "--concurrency", "1"]
-    code, out, err = run_command(capsys, *words, "--new-tokens", 9)
+    words += ["--new-tokens", 9]
+    code, out, err = run_command(capsys, *words)
     assert code == 0
     assert "Synthetic: acceptance and lengths are invented" in out
     assert "cost table ends" not in out

@@ -11,6 +11,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from layerskip.cost import CostTable
+    from layerskip.machine_time import MachineTime
     from layerskip.pass_costs import Overhead
     from layerskip.simulate import Simulation, Traffic
 
@@ -69,7 +70,7 @@ def run_simulate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         check_integer("--new-tokens", args.new_tokens, 1)
     concurrency = _integers("--concurrency", args.concurrency)
     table = CostTable.load(args.cost)
-    traffic, overhead, passes_per_token, assumptions = _traffic(args, table)
+    traffic, overhead, passes_per_token, machine, assumptions = _traffic(args, table)
     if table.verify.rows[-1] < FINE_ROWS:
         assumptions.append(
             f"The cost table ends at {table.verify.rows[-1]} rows, and beyond them is a guess: "
@@ -94,6 +95,7 @@ def run_simulate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             seed=args.seed,
             overhead=overhead,
             passes_per_token=passes_per_token,
+            machine=machine,
             on_progress=advanced,
         )
     finally:
@@ -117,8 +119,9 @@ def run_simulate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def _traffic(
     args: argparse.Namespace, table: "CostTable"
-) -> "tuple[Traffic, Overhead | None, float, list[str]]":
-    """Requests, what rounds take beside passes, draft passes of a token, and what to say of it."""
+) -> "tuple[Traffic, Overhead | None, float, MachineTime | None, list[str]]":
+    """Requests, what rounds take beside passes, draft passes of a token, the machine's pace, and
+    what to say of it."""
     if args.runs is None:
         from layerskip.params import check_integer
         from layerskip.workload import Synthetic
@@ -127,7 +130,7 @@ def _traffic(
         check_integer("--prompt-tokens", prompt_tokens, 1)
         acceptance = tuple(_numbers("--acceptance", args.acceptance))
         invented = Synthetic(acceptance, prompt_tokens, args.new_tokens or 128)
-        return invented, None, 1.0, [SYNTHETIC, BY_TABLE]
+        return invented, None, 1.0, None, [SYNTHETIC, BY_TABLE]
     if args.prompt_tokens is not None:
         raise ValueError("--prompt-tokens is for --acceptance; with --runs they are as recorded")
     from layerskip.telemetry.replay import replay
@@ -150,7 +153,13 @@ def _traffic(
         )
     if not known.recorded.has_confidence:
         said.append(NO_CONFIDENCE)
-    return known.recorded, extra, known.passes_per_token, said
+    if known.machine is not None:
+        said.append(
+            f"The machine's pace changed while it recorded, and does so again: in all it took "
+            f"{known.machine.slowness:.2f} times as long as if no round had been slower or faster "
+            "than usual."
+        )
+    return known.recorded, extra, known.passes_per_token, known.machine, said
 
 
 SYNTHETIC = "Synthetic: acceptance and lengths are invented, not recorded."

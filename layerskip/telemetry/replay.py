@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerskip.cost import CostTable
+from layerskip.machine_time import MachineTime
 from layerskip.pass_costs import Overhead
+from layerskip.telemetry.recorded_times import RecordedTimes
 from layerskip.telemetry.runs import REQUESTS, ROUNDS, read_lines, read_run
 from layerskip.workload import UNKNOWN, Recorded, Text
 
 # What a cost table's times depend on: recorded times fit a table that agrees in these.
 SAME_TIMES = ("fingerprint", "device", "dtype", "threads", "backend", "row_quantum", "draft_layers")
-MOST_TIMED = 100_000  # rounds whose times are looked at
-SHORTEST = 1e-9  # seconds: nothing is divided by zero
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Replay:
         recorded: requests to draw from.
         overhead: of rounds; none if the runs are of another machine than the table.
         passes_per_token: draft passes of a drafted token; below 1 where look-ups saved some.
+        machine: its pace from round to round; None if the runs are of another one, or have no round
+            of one row.
         of_this_table: whether recorded times count.
         num_requests, num_rounds: that were read.
     """
@@ -35,6 +37,7 @@ class Replay:
     recorded: Recorded
     overhead: Overhead
     passes_per_token: float
+    machine: MachineTime | None
     of_this_table: bool
     num_requests: int
     num_rounds: int
@@ -68,17 +71,19 @@ def _replay(folder: str | Path, table: CostTable) -> Replay:
     }
     if not requests:
         raise ValueError(f"{folder} has no finished request; run layerskip measure to its end")
-    times, behind = _Times(table), list[float]()
+    times, behind = RecordedTimes(table), list[float]()
     for line in read_lines(Path(folder) / ROUNDS):
         request = requests.get(line.get("request_id", ""))
         if request is not None:
             times.add(line, request.elapsed)
             request.add(line, behind)
-    recorded = Recorded(_texts(list(requests.values()), prefill=same), behind)
+    paces = times.paces() if same else None
+    recorded = Recorded(_texts(list(requests.values()), paces), behind)
     return Replay(
         recorded,
         times.overhead if same else Overhead(),
         times.passes / max(1, times.drafted),
+        times.machine if same else None,
         same,
         len(requests),
         times.num_rounds,
@@ -126,82 +131,31 @@ class _Request:
         self.emitted += emitted
 
 
-@dataclass(frozen=True)
-class _Timed:
-    """A recorded round of one row; seconds."""
+def _texts(requests: Sequence[_Request], paces: Mapping[str, float] | None) -> list[Text]:
+    """One for each prompt and output; arms that decoded the same tell of different tokens.
 
-    tokens: int
-    passes: int
-    context: int
-    draft: float
-    verify: float
-    sampling: float
-    outside: float
-
-
-class _Times:
-    """What recorded rounds took beside the table's passes."""
-
-    def __init__(self, table: CostTable) -> None:
-        self._table = table
-        self._rounds: list[_Timed] = []
-        self.passes = self.drafted = self.num_rounds = 0
-
-    def add(self, line: Mapping[str, Any], before: float | None) -> None:
-        """A round, and when the one before it ended."""
-        if line["index"] == 0:
-            return
-        self.num_rounds += 1
-        tokens, passes = line["num_draft_tokens"] + 1, line["num_draft_passes"]
-        self.passes, self.drafted = self.passes + passes, self.drafted + tokens - 1
-        if line["rows"] != 1 or before is None or len(self._rounds) == MOST_TIMED:
-            return
-        draft, verify = line["draft_seconds"], line["verify_seconds"]
-        outside = line["elapsed_seconds"] - before - draft - verify
-        timed = _Timed(
-            tokens, passes, line["context"], draft, verify, line["sample_seconds"], outside
-        )
-        self._rounds.append(timed)
-
-    @property
-    def overhead(self) -> Overhead:
-        """By medians: whatever else the machine did is in the recorded seconds, too."""
-        if not self._rounds:
-            return Overhead()
-        sampling = statistics.median(r.sampling / r.tokens for r in self._rounds)
-        table = Overhead(sampling=sampling).applied(self._table)
-        verify = [
-            r.verify / max(table.verify_pass(r.tokens, r.context), SHORTEST) for r in self._rounds
-        ]
-        draft = [
-            r.draft / max(r.passes * table.draft_pass(1, r.context), SHORTEST)
-            for r in self._rounds
-            if r.passes
-        ]
-        return Overhead(
-            statistics.median(verify),
-            statistics.median(draft) if draft else 1.0,
-            max(0.0, statistics.median(r.outside for r in self._rounds)),
-            sampling,
-        )
-
-
-def _texts(requests: Sequence[_Request], *, prefill: bool) -> list[Text]:
-    """One for each prompt and output; arms that decoded the same tell of different tokens."""
+    Args:
+        paces: of the machine during each request's rounds, which its prefill, just before them,
+            is taken to have had, too; None: seconds do not count.
+    """
     by_text: dict[tuple[Any, ...], list[_Request]] = {}
     for request in requests:
         by_text.setdefault(request.text, []).append(request)
     texts = []
     for same in by_text.values():
         first = same[0].line
-        seconds = [r.prefill for r in same if r.prefill is not None]
+        seconds = [
+            r.prefill / paces.get(r.line["request_id"], 1.0)
+            for r in same
+            if paces is not None and r.prefill is not None
+        ]
         texts.append(
             Text(
                 first["prompt_tokens"],
                 first.get("max_new_tokens", first["new_tokens"]),
                 _merged([r.right for r in same]),
                 _first_known([r.chances for r in same]),
-                statistics.median(seconds) if prefill and seconds else None,
+                statistics.median(seconds) if seconds else None,
             )
         )
     return texts
