@@ -91,6 +91,13 @@ class PassSizes:
                 logger.info("passes of %d rows change bits; smaller ones are used", size)
         return self._proven[key]
 
+    def _largest_proven_below(self, size: int) -> int:
+        """Rows there have the bits of the smallest size: few passes stand for many."""
+        threads = torch.get_num_threads()
+        return max(
+            s for (t, s), holds in self._proven.items() if holds and t == threads and s < size
+        )
+
     def _prove(self, size: int) -> bool:
         """Whether a pass of ``size`` rows keeps bits, its products divided if that helps."""
         stack, threads, now = self._stack, torch.get_num_threads(), self.product_rows
@@ -98,8 +105,9 @@ class PassSizes:
         if size == quantum and not attention_agrees(stack):
             return False
         fewer = [q for q in ROW_QUANTA if quantum <= q < min(now, size)][::-1]
+        reference = self._largest_proven_below(size) if size > quantum else 1
         for rows in (now, *(fewer if self._divides_products else ())):
-            if rows_agree(stack, size, quantum if size > quantum else 1, rows):
+            if rows_agree(stack, size, reference, rows):
                 if rows != now:
                     # What other sizes were proven with: they are proven again when they are met.
                     self._proven = {k: v for k, v in self._proven.items() if k[0] != threads}
