@@ -32,6 +32,7 @@ SCRIPTS = (
     "figures",
     "never_slower",
     "recording_cost",
+    "replayed",
     "structured",
     "tasks",
     "workloads",
@@ -304,3 +305,39 @@ def test_recording_cost_tells_every_sink_by_number_of_drafts(
             assert share == found["seconds_per_call"][name] / found["seconds_per_round"]
             assert 0.0 < share < 1.0
         assert set(found["with_over_without"]) == {"nothing", "memory", "jsonl", "prometheus"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_recorded_drafts_decode_as_the_decoder_does(scripts, toy, temperature):
+    """Rounds of a fixed number on paper are those of the decoder, whatever passes take."""
+    replayed, sampling = scripts.replayed, scripts.paired.sampling_at(temperature)
+    lm = SelfSpeculativeLM(toy(), None, PLANS["exit"], num_draft_tokens=3, lookup=False)
+    text = replayed.record(lm, random_ids(9, seed=1), temperature, 20)
+    assert [len(confidences) for _, confidences in text.drafts] == [replayed.DEPTH] * 19
+    out = lm.generate(random_ids(9, seed=1), max_new_tokens=20, sampling=sampling)
+    assert 0 < out.stats.num_accepted_tokens < out.stats.num_draft_tokens
+    cost = replayed.truth(0.165)
+    passes = [
+        r.num_draft_tokens * cost.draft_pass(1, 0) + cost.verify_pass(r.num_draft_tokens + 1, 0)
+        for r in out.rounds[1:]
+    ]
+    assert replayed.Decoder(cost, fixed=3).run([text], 1) == pytest.approx(sum(passes))
+
+
+def test_replayed_drafts_are_judged_under_every_table(
+    scripts, arguments, monkeypatch, tmp_path, capsys
+):
+    file = tmp_path / "drafts.jsonl"
+    size = ["--limit", "2", "--tokens", "12", "--drafts", str(file)]
+    for _ in range(2):  # the second time the file is there
+        run(scripts.replayed, [*arguments, *size], monkeypatch)
+    assert len(file.read_text(encoding="utf-8").splitlines()) == 4
+    first, second = capsys.readouterr().out.split("automatic over the best fixed")[1:]
+    assert first.split()[-1] == second.split()[-1]
+    best, speed, reached = scripts.replayed.judged(
+        list(scripts.replayed.read(file)), scripts.replayed.truth(0.165), (0.8,), 1
+    )
+    assert best in scripts.replayed.FIXED
+    assert speed > 0.3
+    assert len(reached) == len(scripts.replayed.WRONG)
+    assert min(reached) > 0.7
