@@ -194,11 +194,15 @@ class Sampler:
 
     def choose(self, scores: Tensor, position: int) -> list[int]:
         """Tokens of consecutive positions, by ``scores``; ties go to the lowest id."""
+        return self._noisy(scores, position).argmax(-1).tolist()
+
+    def _noisy(self, scores: Tensor, position: int) -> Tensor:
+        """What the largest of is chosen."""
         if self.params.greedy:
-            return scores.argmax(-1).tolist()
+            return scores
         noise = torch.stack([self.noise(position + i) for i in range(scores.shape[0])])
         # As ``lm_head_argmax`` does: to normalise the scores first would round them differently.
-        return (scores + noise.to(scores.device)).argmax(-1).tolist()
+        return scores + noise.to(scores.device)
 
     def pick(self, logits: Tensor, position: int) -> list[int]:
         """Next tokens of consecutive positions, of a row without processors and grammar; ties go
@@ -239,23 +243,18 @@ class Sampler:
             scores = logits if self.is_argmax else self.scores(logits, context)
             if self.constraint is not None and not scores.isfinite().any():
                 return None
-            token = greedy_tokens(logits)[0] if self.is_argmax else self.choose(scores, position)[0]
+            noisy = self._noisy(scores, position)
+            token = greedy_tokens(logits)[0] if self.is_argmax else noisy.argmax(-1).tolist()[0]
             if not with_confidence:
                 return Drawn(token)
-            return Drawn(token, None, self._confidence(scores, position))
+            # By how much its token is preferred; a normaliser would cancel.
+            return Drawn(token, None, float(noisy.float().softmax(-1).amax()))
         q = self.scores(logits, context)[0].double().softmax(-1)
         if not q.isfinite().all():
             return None
         noise = gumbel_noise(self.seed, position, self.vocab_size, stream=DRAFT_STREAM, start=start)
         token = int((q.log() + noise.to(q.device)).argmax())
         return Drawn(token, q, float(q[token]))
-
-    def _confidence(self, scores: Tensor, position: int) -> float:
-        """By how much ``choose`` prefers its token of one row."""
-        scores = scores.float()
-        if not self.params.greedy:
-            scores = scores.log_softmax(-1) + self.noise(position).to(scores.device)
-        return float(scores.softmax(-1).amax())
 
     def draw(self, probabilities: Tensor, position: int) -> int:
         """A token of ``(vocab,)`` probabilities, with the target's noise at ``position``."""
