@@ -303,7 +303,9 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
 
 
 def lab_of(options: argparse.Namespace) -> Lab:
-    model, tokenizer, known, _ = SelfSpeculativeLM.load_parts(options.model, device="cpu")
+    model, tokenizer, known, _ = SelfSpeculativeLM.load_parts(
+        options.model, device="cpu", dtype=options.dtype
+    )
     if known.plan is None:
         raise SystemExit(f"no plan is known for {options.model}")
     cost = wrapped(model, tokenizer, known, known.cost, lookup=False).controller.cost
@@ -319,6 +321,7 @@ def lab_of(options: argparse.Namespace) -> Lab:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--model", default="builtin")
+    parser.add_argument("--dtype", default=None)
     parser.add_argument("--prompts", help="JSON lines; default: held-out functions")
     parser.add_argument("--cases", default=None, help=f"separated by ';' of {'; '.join(SETUPS)}")
     parser.add_argument("--turns", type=int, default=40, help="pairs of each case (40)")
