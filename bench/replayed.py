@@ -28,11 +28,13 @@ from tasks import examples_from, spread
 
 import layerskip.speculation
 from layerskip import SelfSpeculativeLM
+from layerskip.compare import repeated_share
 from layerskip.controller import Ask, Choice, Controller, Stopper
 from layerskip.cost import CostTable, Curve
 
 FILE = Path("runs/drafts.jsonl")
 DEPTH, AT_ONCE = 10, 8
+MAX_REPEATED = 0.2  # of greedy texts: those that loop flatter every drafter
 FIXED = (1, 2, 3, 4, 5, 7)
 WRONG = ((1.0, 1.0), (1.5, 1.0), (0.75, 1.0), (1.0, 1.25), (1.0, 0.87), (1.4, 1.2), (0.75, 0.87))
 NOISE, DRIFT, MEMORY = 0.08, 0.02, 0.97  # of a round, of the pace from round to round
@@ -47,11 +49,13 @@ class Recorded:
 
     Attributes:
         prompt: tokens of the prompt.
+        repeated: share of its 8-grams.
         drafts: by place, how many drafted tokens are right, and the confidence of each.
     """
 
     prompt: int
     temperature: float
+    repeated: float
     drafts: list[tuple[int, list[float]]]
 
 
@@ -70,7 +74,7 @@ def record(lm: SelfSpeculativeLM, ids: list[int], temperature: float, tokens: in
         with told() as confidences:
             rounds = {r.row: r for r in batch.step()}
         drafts += [(rounds[row].num_accepted_tokens, confidences[i]) for i, row in enumerate(rows)]
-    return Recorded(len(ids), temperature, drafts)
+    return Recorded(len(ids), temperature, repeated_share([text]), drafts)
 
 
 class told:  # noqa: N801
@@ -286,7 +290,8 @@ def main() -> None:
     if not options.drafts.is_file():
         loaded = SelfSpeculativeLM(*known[:3], num_draft_tokens=DEPTH, lookup=False)
         record_all(loaded, options)
-    texts, acceptance = list(read(options.drafts)), known[2].acceptance
+    texts = [t for t in read(options.drafts) if t.temperature or t.repeated <= MAX_REPEATED]
+    acceptance = known[2].acceptance
     factors = [f"{drafts:g}/{verify:g}" for drafts, verify in WRONG]
     title = f"automatic over the best fixed, {options.rows} rows, by factors of draft/verify"
     table = Table(title=title, box=None, title_justify="left")

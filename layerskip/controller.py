@@ -15,7 +15,7 @@ from layerskip.clocks import DRAFT, PACE, Clocks
 from layerskip.cost import CostTable
 from layerskip.estimates import DEFAULT_ACCEPTANCE, Experience, RowState
 from layerskip.outputs import Drafter, StopReason
-from layerskip.pace import Pace, affordable, fill, offer
+from layerskip.pace import Pace, affordable, agreed, fill, offer
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
 HYSTERESIS = 0.03
@@ -275,6 +275,7 @@ class Controller:
             )
             for a, line in zip(asks, lines, strict=True)
         ]
+        offers = agreed(pace, offers, fixed)
         lookups, expected = [n for n, _ in offers], sum(gain for n, gain in offers if n)
         gains = [[] if n else line for n, line in zip(lookups, lines, strict=True)]
         others, resting = [*lookups, *fixed], not any(a.state.last for a in asks)

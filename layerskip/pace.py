@@ -109,6 +109,33 @@ def offer(
     return best, best_gain
 
 
+def agreed(
+    pace: Pace, offers: Sequence[tuple[int, float]], others: Sequence[int]
+) -> list[tuple[int, float]]:
+    """The offers of all rows that pay beside each other, none in the place of those that do not.
+
+    ``offer`` weighs a row as if all had as much to verify; where few have, the pass that grows for
+    them is everybody's.
+
+    Args:
+        offers: looked-up tokens of each row, and how many will be accepted.
+        others: tokens of the verify pass that are drafted in any case, by row.
+    """
+    wanting = [i for i, (count, _) in enumerate(offers) if count]
+    wanting.sort(key=lambda i: -offers[i][1] / offers[i][0])
+    tokens, verified = float(pace.num_rows), pace.num_rows + sum(others)
+    longest = 1 + max(others, default=0)
+    best, taken = tokens / pace.verify(verified, longest), 0
+    for done, i in enumerate(wanting, 1):
+        count, gain = offers[i]
+        tokens, verified, longest = tokens + gain, verified + count, max(longest, count + 1)
+        rate = tokens / pace.verify(verified, longest)
+        if rate > best:
+            best, taken = rate, done
+    kept = set(wanting[:taken])
+    return [found if i in kept else (0, 0.0) for i, found in enumerate(offers)]
+
+
 def _exit_rate(survivals: Sequence[float], num_guessed: int, guessed: float, pace: Pace) -> float:
     """Tokens a second with an early exit; looked-up tokens that it confirms save passes.
 

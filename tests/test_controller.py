@@ -216,6 +216,17 @@ def test_a_long_match_goes_straight_to_verify_and_a_poor_one_to_the_draft():
     assert again.source == "early_exit"
 
 
+@pytest.mark.parametrize(("guessing", "looks_up"), [(1, False), (8, True)])
+def test_a_pass_grows_for_look_ups_only_if_all_rows_gain(guessing, looks_up):
+    """Eight rows fill a quantum; a token more, and the pass takes as long as one of sixteen."""
+    controller = Controller(table(quantum=8, slope=0.05), follows_clock=False)
+    asks = [Ask(controller.row("greedy"), CONTEXT, 16, 2 * (i < guessing), 4) for i in range(8)]
+    choices = controller.choose(asks, drafts=False)
+    assert [c.source == "lookup" for c in choices] == [looks_up] * 8
+    alone = controller.choose(asks[:1], drafts=False)
+    assert alone[0].source == "lookup"
+
+
 def test_free_rows_of_a_draft_pass_take_guesses():
     controller = Controller(table(0.2, slope=0.2), follows_clock=False)  # 8 rows as one
     assert controller.guesses(1, CONTEXT) == 7
