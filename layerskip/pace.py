@@ -29,6 +29,11 @@ class PassTimes(Protocol):
         greedy: bool = False,
     ) -> float: ...
 
+    def alone_seconds(self, context: int, *, greedy: bool = False) -> list[float]:
+        """Of full-depth passes over one, two, ... tokens of one row; one more than may be
+        drafted."""
+        ...
+
 
 class Pace:
     """What passes of a round with so many rows take.
@@ -51,13 +56,13 @@ class Pace:
         greedy: bool = False,
     ) -> None:
         self._costs, self._context, self.num_rows, self._greedy = costs, context, rows, greedy
-        self.plain = costs.verify_seconds(1, context, greedy=greedy)
+        self._alone = costs.alone_seconds(context, greedy=greedy)
+        self.plain = self._alone[0]
         self.token = self.verify_share(1)
         drafting = drafting or rows
         self.draft_share = self.draft(drafting) / drafting
         if rows == 1:
-            ends = [self.verify(n, n) for n in range(1, MAX_AUTO_DRAFT_TOKENS + 2)]
-            self.steps = tuple(b - a for a, b in itertools.pairwise(ends))
+            self.steps = tuple(b - a for a, b in itertools.pairwise(self._alone))
         else:
             wide, base = 2 * costs.row_quantum, rows + tokens
             longest = -(-base // rows)
@@ -66,6 +71,8 @@ class Pace:
 
     def settled(self, tokens: int, drafting: int) -> "Pace":
         """The same once it is known how many tokens are drafted, and in how many rows."""
+        if self.num_rows == 1:
+            return self
         shape = (self._context, self.num_rows, tokens, drafting)
         return Pace(self._costs, *shape, greedy=self._greedy)
 
@@ -75,6 +82,8 @@ class Pace:
 
     def verify(self, tokens: int, longest: int) -> float:
         """Seconds of the verify pass."""
+        if self.num_rows == 1:
+            return self._alone[tokens - 1]
         return self._costs.verify_seconds(
             tokens, self._context, rows=self.num_rows, longest=longest, greedy=self._greedy
         )

@@ -377,6 +377,17 @@ def test_what_one_size_of_pass_shows_is_thought_of_the_next_ones():
     assert 0.7 < near < 0.73 < next_one < far < 0.95
 
 
+def test_passes_of_one_row_are_known_all_at_once():
+    controller = Controller(table(slope=0.03, far=0.5))
+    for _ in range(2):  # as the table has them, and corrected
+        for context in (CONTEXT, 700):
+            each = [
+                controller.verify_seconds(n, context) for n in range(1, MAX_AUTO_DRAFT_TOKENS + 2)
+            ]
+            assert controller.alone_seconds(context) == each
+        run_rounds(controller, 5, verify=0.8, tokens=12)
+
+
 def test_one_stalled_round_changes_little():
     stalled, controller = 1000.0, Controller(table())
     for _ in range(2):
