@@ -34,6 +34,7 @@ from layerskip.cost import CostTable, Curve
 
 FILE = Path("runs/drafts.jsonl")
 DEPTH, AT_ONCE = 10, 8
+CHOICE = 32  # prompts for each that is taken: many are long
 MAX_REPEATED = 0.2  # of greedy texts: those that loop flatter every drafter
 FIXED = (1, 2, 3, 4, 5, 7)
 WRONG = ((1.0, 1.0), (1.5, 1.0), (0.75, 1.0), (1.0, 1.25), (1.0, 0.87), (1.4, 1.2), (0.75, 0.87))
@@ -256,7 +257,7 @@ def judged(
 
 def record_all(lm: SelfSpeculativeLM, options: argparse.Namespace) -> None:
     """Write the file of drafts."""
-    examples = examples_from(options.prompts, 4 * options.limit)
+    examples = examples_from(options.prompts, CHOICE * options.limit)
     prompts = [lm.tokenizer(e.prompt)["input_ids"] for e in spread(examples, options.limit)]
     short = [ids for ids in prompts if len(ids) <= options.longest][: options.limit]
     jobs = [(ids, temperature) for ids in short for temperature in (0.0, 0.8)]
