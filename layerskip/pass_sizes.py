@@ -91,11 +91,18 @@ class PassSizes:
                 logger.info("passes of %d rows change bits; smaller ones are used", size)
         return self._proven[key]
 
-    def _largest_proven_below(self, size: int) -> int:
-        """Rows there have the bits of the smallest size: few passes stand for many."""
+    def _reference(self, size: int) -> int:
+        """Rows of the passes that a larger one is held against: the more, the fewer passes.
+
+        What remains of the whole and of its halves must be passes of proven sizes, too.
+        """
         threads = torch.get_num_threads()
+        proven = {s for (t, s), holds in self._proven.items() if holds and t == threads}
+        lengths = (size, size // 2, size - size // 2)
         return max(
-            s for (t, s), holds in self._proven.items() if holds and t == threads and s < size
+            rows
+            for rows in proven
+            if rows < size and all(self.padded(n % rows) in {0, *proven} for n in lengths)
         )
 
     def _prove(self, size: int) -> bool:
@@ -105,7 +112,7 @@ class PassSizes:
         if size == quantum and not attention_agrees(stack):
             return False
         fewer = [q for q in ROW_QUANTA if quantum <= q < min(now, size)][::-1]
-        reference = self._largest_proven_below(size) if size > quantum else 1
+        reference = self._reference(size) if size > quantum else 1
         for rows in (now, *(fewer if self._divides_products else ())):
             if rows_agree(stack, size, reference, rows):
                 if rows != now:
