@@ -86,7 +86,7 @@ def probe(stack: "DecoderStack") -> Exactness:
     at_once, why = MAX_PASS_ROWS, ""
     if emulates(stack.device, stack.dtype):
         name = str(stack.dtype).removeprefix("torch.")
-        why = f": this processor has no {name} arithmetic, and eight rows cost what eight passes do"
+        why = f": this processor has no {name} arithmetic, and rows save little by coming together"
         if not stack.divides_products:
             return Exactness(False, 1, (*blocks, SLOT_BLOCK)[0], ONE_BY_ONE + why, tiles=(1,))
         at_once, why = 1, f", and products take them one by one{why}"
@@ -102,11 +102,11 @@ def probe(stack: "DecoderStack") -> Exactness:
 
 
 def emulates(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of this dtype are emulated, so that each row costs what a row alone does.
+    """Whether products of this dtype are emulated, so that rows cost as much together as apart.
 
-    Where a processor lacks 16-bit arithmetic torch multiplies row by row: eight rows take 7 to 8
-    times as long as one (bench/LOG.md, 2026-11-22), and padding buys nothing. By what the processor
-    is, never by a clock: the same machine has to give the same bits each time.
+    Where a processor lacks 16-bit arithmetic torch multiplies row by row: the larger maps take 6 to
+    9 times as long for eight rows as for one (bench/LOG.md, 2026-11-22), and padding buys nothing.
+    By what the processor is, never by a clock: a machine has to give the same bits each time.
     """
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return False
