@@ -56,8 +56,8 @@ class Pace:
         greedy: bool = False,
     ) -> None:
         self._costs, self._context, self.num_rows, self._greedy = costs, context, rows, greedy
-        self._alone = costs.alone_seconds(context, greedy=greedy)
-        self.plain = self._alone[0]
+        self._alone = costs.alone_seconds(context, greedy=greedy) if rows == 1 else []
+        self.plain = costs.verify_seconds(1, context, greedy=greedy)
         self.token = self.verify_share(1)
         drafting = drafting or rows
         self.draft_share = self.draft(drafting) / drafting
