@@ -25,6 +25,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -61,9 +62,20 @@ class Request:
 
 @dataclass(frozen=True)
 class Loop:
-    """Times of counted requests, by ``MEASURES``."""
+    """Times of counted requests, by ``MEASURES``, and what rounds did, by ``DONE``."""
 
     times: dict[str, list[Clock]]
+    done: Counter[str]
+
+    def means(self) -> dict[str, float]:
+        """As ``Cell`` has them, and the prefills of a step with any."""
+        rows, steps = max(1, self.done["rows"]), max(1, self.done["rounds"])
+        return {
+            "mean_draft_tokens": self.done["drafted"] / rows,
+            "mean_accepted_length": self.done["emitted"] / rows,
+            "rows": rows / steps,
+            "prefills": self.done["prefills"] / max(1, self.done["steps_with_prefills"]),
+        }
 
     def quantile(self, measure: str, share: float, clock: str) -> float:
         return float(np.quantile([getattr(t, clock) for t in self.times[measure]], share))
@@ -112,7 +124,7 @@ class Users:
         self._requests, self._counted = over_and_over(requests, chance), counted
         self._batch = lm.open_batch(num_draft_tokens=setting(policy), ignore_eos=True)
         self._spent, self._joined, self._first = NO_TIME, dict[int, Clock](), dict[int, Clock]()
-        self.loop = Loop({name: [] for name in MEASURES})
+        self.loop = Loop({name: [] for name in MEASURES}, Counter())
         for _ in range(concurrency):
             first = chance.choice(requests)
             self._batch.add(first.ids, max_new_tokens=chance.randint(1, first.new_tokens))
@@ -126,6 +138,16 @@ class Users:
             for record in records:
                 self._note(record, now)
             self._spent += Clock.now() - began
+            self._tally(records)
+
+    def _tally(self, records: Sequence[Round]) -> None:
+        done, decoded = self.loop.done, [r for r in records if r.index > 0]
+        done["prefills"] += len(records) - len(decoded)
+        done["steps_with_prefills"] += len(decoded) < len(records)
+        done["rounds"] += bool(decoded)
+        done["rows"] += len(decoded)
+        done["drafted"] += sum(r.num_draft_tokens for r in decoded)
+        done["emitted"] += sum(len(r.token_ids) for r in decoded)
 
     def _note(self, record: Round, now: Clock) -> None:
         began, times = self._joined.get(record.row), self.loop.times
@@ -192,7 +214,7 @@ def median_table(tables: Sequence[CostTable]) -> CostTable:
         seconds = np.median([c.seconds for c in curves], axis=0)
         return Curve(curves[0].rows, curves[0].contexts, tuple(map(tuple, seconds.tolist())))
 
-    single = ("sampling", "draft_sequence", "verify_sequence")
+    single = ("sampling", "judging", "draft_sequence", "verify_sequence")
     return replace(
         tables[0],
         **{name: curve(name) for name in ("draft_layers", "draft_head", "verify")},
@@ -210,6 +232,12 @@ def compared(cell: Cell, loop: Loop) -> dict[str, dict[str, float]]:
             off = {f"{clock}_off": said / seconds - 1.0 for clock, seconds in real.items()}
             found[f"{measure} {name}"] = {"simulated": said, **real, **off}
     return found
+
+
+def rounds_of(cell: Cell, loop: Loop) -> dict[str, dict[str, float]]:
+    """What a round does on the average, simulated and real."""
+    real = loop.means()
+    return {name: {"simulated": getattr(cell, name), "real": real[name]} for name in real}
 
 
 def table_of(found: dict[str, Any], clock: str) -> Table:
@@ -309,7 +337,12 @@ def main() -> None:
         machine=known.machine,
     )
     cells = [
-        {"concurrency": n, "policy": p, "figures": compared(simulation.cell(p, n), loop)}
+        {
+            "concurrency": n,
+            "policy": p,
+            "figures": compared(simulation.cell(p, n), loop),
+            "rounds": rounds_of(simulation.cell(p, n), loop),
+        }
         for (n, p), loop in sorted(loops.items())
     ]
     found = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from layerskip.files import read_json, write_json
 
-COST_VERSION, READABLE = 3, (2, 3)
+COST_VERSION, READABLE = 4, (2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,17 @@ class CostTable:
         draft_head: final norm and head, over the draft's vocabulary, and the draft's confidence;
             one context.
         verify: embedding, all layers and the full head.
-        sampling: of one row, draft or target.
+        sampling: of one token of a sequence, draft or target, its noise made.
         row_quantum: passes are padded to a multiple of this many rows.
         key: what the table is of: fingerprint of the model, plan, device, dtype, threads, versions.
         tiles: positions of a sequence that attention takes at once, where fewer rows than a
             quantum are rounded up to one of these; empty: to the quantum.
         draft_sequence, verify_sequence: of each further sequence in a pass, before its context.
         pass_rows: most rows of one pass; more go through several. 0: any number go through one.
-        greedy_sampling: as ``sampling``, where a row takes the likeliest token; None: no other.
+        judging: of each further token of a sequence in a verify pass, whose noise its draft made;
+            None: as much as ``sampling``.
+        greedy_sampling, greedy_judging: the same where a row takes the likeliest token; None: no
+            other.
         slot_block: passes attend to whole blocks of this many slots, so that contexts within one
             cost the same; the curves' contexts are where blocks begin. 0: to what there is.
     """
@@ -95,14 +98,21 @@ class CostTable:
     draft_sequence: float = 0.0
     verify_sequence: float = 0.0
     pass_rows: int = 0
+    judging: float | None = None
     greedy_sampling: float | None = None
+    greedy_judging: float | None = None
     slot_block: int = 0
 
     def of(self, *, greedy: bool) -> "CostTable":
         """The table whose passes end in greedy sampling, or in drawing from a distribution."""
         if not greedy or self.greedy_sampling is None:
             return self
-        return replace(self, sampling=self.greedy_sampling)
+        return replace(self, sampling=self.greedy_sampling, judging=self.greedy_judging)
+
+    @property
+    def further(self) -> float:
+        """Seconds of sampling that a drafted token adds to a verify pass."""
+        return self.sampling if self.judging is None else self.judging
 
     def draft_pass(self, rows: int, context: float, *, sequences: int = 1) -> float:
         """One draft pass over ``rows`` tokens, with its head and sampling.
@@ -132,7 +142,7 @@ class CostTable:
         """
         longest = -(-rows // sequences) if longest is None else longest
         layers = self._layers(self.verify, rows, context, sequences, longest, self.verify_sequence)
-        return layers + rows * self.sampling
+        return layers + sequences * self.sampling + max(0, rows - sequences) * self.further
 
     def _layers(
         self,
@@ -196,7 +206,10 @@ class CostTable:
         got = content.get("version") if isinstance(content, Mapping) else content
         if not isinstance(content, Mapping) or got not in READABLE:
             raise ValueError(f"a cost table of version {COST_VERSION} was expected, got {got!r}")
-        greedy = content.get("greedy_sampling")  # version 2 has none
+        newer = {  # than version 2, and than 3
+            name: None if content.get(name) is None else float(content[name])
+            for name in ("judging", "greedy_sampling", "greedy_judging")
+        }
         try:
             return cls(
                 _curve(content["draft_layers"]),
@@ -209,8 +222,8 @@ class CostTable:
                 float(content["draft_sequence"]),
                 float(content["verify_sequence"]),
                 int(content["pass_rows"]),
-                None if greedy is None else float(greedy),
-                int(content.get("slot_block", 0)),  # older ones have none
+                slot_block=int(content.get("slot_block", 0)),  # older ones have none
+                **newer,
             )
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"the cost table is not complete ({error!r})") from None

@@ -27,17 +27,21 @@ class Overhead:
         verify_ratio, draft_ratio: seconds of a round's phase over those of its passes: the
             engine's own work inside, and how fast the machine was.
         row: seconds outside of both phases, for each row of a round.
-        sampling: seconds of one token, in the place of the table's; None: the table's.
+        sampling, judging: seconds of a sequence's first token in a pass, and of each further one in
+            a verify pass, in the place of the table's; None: the table's.
     """
 
     verify_ratio: float = 1.0
     draft_ratio: float = 1.0
     row: float = 0.0
     sampling: float | None = None
+    judging: float | None = None
 
     def applied(self, table: CostTable) -> CostTable:
         """The table, with this sampling."""
-        return table if self.sampling is None else replace(table, sampling=self.sampling)
+        if self.sampling is None:
+            return table
+        return replace(table, sampling=self.sampling, judging=self.judging)
 
 
 class PassCosts:
@@ -74,7 +78,7 @@ class PassCosts:
             contexts,
             most_tokens=rows * (most_drafted + 1) + 2 * table.row_quantum,
             longest=most_drafted + 1,
-            another=table.verify_sequence,
+            another=table.verify_sequence + table.sampling - table.further,
             ratio=self.overhead.verify_ratio,
         )
         self._draft = _Passes(
@@ -169,5 +173,5 @@ def prefill_seconds(table: CostTable, num_tokens: int) -> float:
     table, seconds = replace(table, pass_rows=0), 0.0  # a prefill's chunk is one pass
     for start in range(0, num_tokens, PREFILL_CHUNK):
         count = min(PREFILL_CHUNK, num_tokens - start)
-        seconds += table.verify_pass(count, start) - (count - 1) * table.sampling
+        seconds += table.verify_pass(count, start) - (count - 1) * table.further
     return seconds

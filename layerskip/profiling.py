@@ -28,8 +28,10 @@ LARGE_EVERY = 4  # sweeps: passes of many rows are rarely run, and take long to 
 LARGE_ROWS, QUICK_LARGE_ROWS = 16, 8  # are those of more rows
 MAX_CONTEXT, QUICK_CONTEXT = 4096, 1024
 MAX_CACHE_BYTES = 2**29
-NUM_SEQUENCES = 4
+NUM_SEQUENCES = 8
 DRAFTS_IN_A_ROW = 4  # as in a round: those after the first find their weights in the caches
+TOKENS_IN_A_ROW = 4  # sampled, as for the rows of a batch
+JUDGED = 8  # tokens of one sequence
 RESERVE = 0.85  # of the time, for passes; the rest is for what comes before and after them
 UNDISTURBED, BUSY = 0.95, 0.7
 PLAIN = ("verify", 1, 0)
@@ -55,7 +57,9 @@ class Grid:
         if sequences:
             points += [(f"{kind} sequences", NUM_SEQUENCES, 0) for kind in kinds]
             points += [(kind, NUM_SEQUENCES, 0) for kind in kinds]
-        return list(dict.fromkeys([*points, ("sampling", 1, 0), ("greedy", 1, 0)]))
+        chosen = [(sampled, 1, 0) for sampled in ("sampling", "greedy")]
+        chosen += [(f"{sampled} judging", 1, 0) for sampled in ("sampling", "greedy")]
+        return list(dict.fromkeys([*points, *chosen]))
 
 
 def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
@@ -65,7 +69,10 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     few, all_rows = max(quantum, 8), {t for t in stack.exactness.tiles if t < quantum}
     all_rows |= {quantum * 2**i for i in range(7)} | {1}
     fine = tuple(sorted(r for r in all_rows if r <= most))
-    coarse = tuple(r for r in (1, few, 2 * few) if r <= most)
+    exactness = stack.exactness
+    one_by_one = exactness.by_token or (exactness.wanted and not exactness.holds)
+    # Three points, the last one far out: what lies beyond is a line through the last two.
+    coarse = tuple(r for r in (1, few, (2 if one_by_one else 4) * few) if r <= most)
     longest = QUICK_CONTEXT if quick else MAX_CONTEXT
     fitting = MAX_CACHE_BYTES // stack.kv_bytes_per_token
     top = max(0, min(stack.max_positions, longest, fitting) - max(fine))
@@ -73,8 +80,8 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     wanted = [0, top // 2, top] + ([512] if top >= 2048 else [])
     contexts = tuple(sorted({c // block * block for c in wanted}))
     ends = tuple(sorted({0, contexts[-1]}))
-    one_by_one = stack.exactness.wanted and not stack.exactness.holds
-    full = [Grid(coarse if one_by_one else fine, contexts)] if not quick else []
+    in_steps = exactness.wanted and not exactness.holds
+    full = [Grid(coarse if in_steps else fine, contexts)] if not quick else []
     return [*full, Grid(coarse, ends), Grid(coarse[:2], (0,))]
 
 
@@ -107,8 +114,8 @@ class Passes:
         }
         draw = random.Random(0)
         self.ids = [draw.randrange(stack.vocab_size) for _ in range(MAX_PASS_ROWS)]
-        self.logits = stack.logits(stack.embed(self.ids[:1]))[:1]
-        self.drawn = 0
+        self.logits = stack.logits(stack.embed(self.ids[:1]))[:1].expand(JUDGED, -1)
+        self.drawn = JUDGED
 
     def timing(self, point: Point) -> Timing:
         """One timing of one pass.
@@ -117,9 +124,9 @@ class Passes:
         processor's caches: plain passes follow each other, others a draft.
         """
         kind, rows, context = point
-        kind, _, several = kind.partition(" ")
+        kind, _, of = kind.partition(" ")
         segments = [Segment(0, context, rows)]
-        if several:
+        if of == "sequences":
             segments = [Segment(i, 0, 1) for i in range(rows)]
         if kind == "verify":
             if self.led_in:
@@ -132,7 +139,9 @@ class Passes:
         if kind == "head":
             hidden = self.stack.embed(self.ids[:rows])
             return self._timed(lambda: self._draft_head(hidden, rows), self.drafts_in_a_row)
-        return self._timed(lambda: self._sample(kind))
+        if of == "judging":
+            return self._timed(lambda: self.samplers[kind].pick(self.logits, 0))
+        return self._timed(lambda: self._sample(kind), TOKENS_IN_A_ROW)
 
     def _verify(self, rows: int, segments: Sequence[Segment]) -> None:
         stack = self.stack
@@ -151,9 +160,9 @@ class Passes:
 
     def _sample(self, kind: str) -> None:
         self.drawn += 1  # its noise is new
-        self.samplers[kind].pick(self.logits, self.drawn)
+        self.samplers[kind].pick(self.logits[:1], self.drawn)
 
-    def _timed(self, run: Callable[[], None], times: int = 1) -> Timing:
+    def _timed(self, run: Callable[[], object], times: int = 1) -> Timing:
         self._wait()
         began, worked = time.perf_counter(), time.thread_time()
         for _ in range(times):
@@ -206,7 +215,7 @@ def measure_cost(
     grid, least = _affordable(passes, offered, bearable), offered[-1]
     first: dict[Point, Timing] = {}
     if grid is not least:
-        points = grid.points(drafts=plan is not None, sequences=not quick)
+        points = grid.points(drafts=plan is not None, sequences=True)
         first = _warmed(passes, points, began + bearable)
     if not first:  # of a huge model, or because the machine has become slower
         grid, passes.drafts_in_a_row, passes.led_in = least, 1, False
@@ -305,7 +314,9 @@ def _table(
         draft_sequence=another("draft"),
         verify_sequence=another("verify"),
         pass_rows=MAX_PASS_ROWS if stack.exactness.wanted else 0,
+        judging=typical["sampling judging", 1, 0] / JUDGED,
         greedy_sampling=typical["greedy", 1, 0],
+        greedy_judging=typical["greedy judging", 1, 0] / JUDGED,
         slot_block=stack.exactness.slot_block if stack.exactness.slot_block > 1 else 0,
     )
 

@@ -75,6 +75,7 @@ class Cell:
         mean_accepted_length: tokens a row and round.
         mean_draft_tokens: drafted for a row in a round.
         rows: mean number that took part in a round.
+        prefills: mean number of a step with any.
     """
 
     policy: str
@@ -86,6 +87,7 @@ class Cell:
     mean_accepted_length: float
     mean_draft_tokens: float
     rows: float
+    prefills: float
 
 
 @dataclass(frozen=True)
@@ -273,6 +275,7 @@ class Loop:
         self._emitted = np.zeros(self.shape, dtype=np.int64)
         self._first_token, self._end_to_end = np.zeros(size), np.zeros(size)
         self._rounds = self._rows = self._drafted = self._round_tokens = 0
+        self._prefills = self._steps_with_prefills = 0
 
     def run(self, policy: Policy, on_progress: Callable[[int], None]) -> None:
         """To the last counted request."""
@@ -301,6 +304,7 @@ class Loop:
             self._round_tokens / rounds,
             self._drafted / rounds,
             self._rows / max(1, self._rounds),
+            self._prefills / max(1, self._steps_with_prefills),
         )
 
     def _step(self, policy: Policy) -> None:
@@ -333,6 +337,8 @@ class Loop:
         self._rounds += int(decoding.any(1).sum())
         self._rows += int(decoding.sum())
         self._drafted += int(drafted.sum())
+        self._prefills += int(new.sum())
+        self._steps_with_prefills += int(new.any(1).sum())
         self._round_tokens += int(given[decoding].sum())
         self._settle(new, running & (self._emitted >= self._tokens))
 

@@ -71,24 +71,37 @@ def test_more_rows_than_a_pass_takes_go_through_several():
 
 def test_a_table_is_saved_and_read_back(tmp_path):
     table = replace(TABLE, tiles=(1, 2, 4), draft_sequence=0.1, verify_sequence=0.2, pass_rows=64)
-    table = replace(table, greedy_sampling=0.003)
+    table = replace(table, judging=0.002, greedy_sampling=0.003, greedy_judging=0.001)
     table.save(tmp_path / "cost.json")
     assert CostTable.load(tmp_path / "cost.json") == table
     assert [f.name for f in tmp_path.iterdir()] == ["cost.json"]
 
 
 def test_greedy_tokens_have_a_price_of_their_own():
-    table = replace(TABLE, greedy_sampling=0.001)
+    table = replace(TABLE, greedy_sampling=0.001, greedy_judging=0.0005)
     greedy = table.of(greedy=True)
-    assert greedy.verify_pass(8, 0) == pytest.approx(1.0 + 0.008)
+    assert greedy.verify_pass(8, 0) == pytest.approx(1.0 + 0.001 + 7 * 0.0005)
     assert greedy.draft_pass(2, 100) == pytest.approx(3.0 + 0.5 + 0.002)
     assert table.of(greedy=False) == table
     assert TABLE.of(greedy=True) == TABLE  # of version 2: one price
 
 
-def test_a_table_of_version_2_is_read():
-    content = TABLE.to_dict() | {"version": 2}
-    del content["greedy_sampling"]
+def test_drafted_tokens_are_judged_for_less_than_they_are_drawn():
+    """Their noise is made: a verify pass draws one token of each sequence anew."""
+    table = replace(TABLE, judging=0.001)
+    more = table.verify_pass(8, 0, sequences=2) - TABLE.verify_pass(8, 0, sequences=2)
+    assert more == pytest.approx(6 * (0.001 - TABLE.sampling))
+    assert table.draft_pass(2, 100) == TABLE.draft_pass(2, 100)
+
+
+@pytest.mark.parametrize(
+    ("version", "lacks"),
+    [(2, ("judging", "greedy_sampling", "greedy_judging")), (3, ("judging", "greedy_judging"))],
+)
+def test_an_older_table_is_read(version, lacks):
+    content = TABLE.to_dict() | {"version": version}
+    for name in lacks:
+        del content[name]
     assert CostTable.from_dict(content) == TABLE
 
 
@@ -106,7 +119,7 @@ def test_a_table_survives_json():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "version 3 was expected, got 1"),
+        ({"version": 1}, "version 4 was expected, got 1"),
         ({"verify": {"rows": [8]}}, "not complete"),
         ({"sampling": None}, "not complete"),
         ({"sampling": 10**400}, "not complete"),

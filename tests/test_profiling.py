@@ -23,7 +23,7 @@ PLAN = PLANS["exit"]
 BLOCK = 128
 PADDED = Exactness(True, 8, BLOCK, "", (1, 2, 4, 8))
 LAYER, PER_ROW, PER_SLOT, ANOTHER, HEAD = 1e-3, 1e-5, 1e-7, 2e-4, 3e-4
-SAMPLE, LIKELIEST = 5e-5, 1e-5
+SAMPLE, LIKELIEST, JUDGE, JUDGE_LIKELIEST = 5e-5, 1e-5, 4e-6, 2e-6
 
 
 class Machine:
@@ -38,7 +38,7 @@ class Machine:
         monkeypatch.setattr(stack, "logits", self.logits)
 
         def pick(sampler, logits, position):  # not a bound method: it is called with the sampler
-            return self.pick(sampler, position)
+            return self.pick(sampler, len(logits), position)
 
         monkeypatch.setattr(profiling.Sampler, "pick", pick)
         self.worked = -5.0
@@ -62,11 +62,19 @@ class Machine:
         self.work(HEAD)
         return torch.zeros(len(hidden), VOCAB_SIZE)
 
-    def pick(self, sampler, position):
+    def pick(self, sampler, count, position):
+        if count > 1:
+            self.work(count * (JUDGE_LIKELIEST if sampler.is_argmax else JUDGE))
+            return [0] * count
         assert position not in self.__dict__.setdefault("picked", set()), "its noise is known"
         self.picked.add(position)
         self.work(LIKELIEST if sampler.is_argmax else SAMPLE)
         return [0]
+
+
+def judged(rows: int) -> float:
+    """Seconds of sampling in a verify pass over so many tokens of one sequence."""
+    return SAMPLE + (rows - 1) * JUDGE
 
 
 def layer_seconds(rows: int, context: int, sequences: int = 1) -> float:
@@ -97,17 +105,20 @@ def test_the_table_says_what_passes_take(stack, machine):
     assert table.verify.rows == (1, 2, 4, 8, 16, 32, 64)
     assert table.verify.contexts == (0, 256, 512)
     assert table.sampling == pytest.approx(SAMPLE)
+    assert table.judging == pytest.approx(JUDGE)
     assert table.greedy_sampling == pytest.approx(LIKELIEST)
+    assert table.greedy_judging == pytest.approx(JUDGE_LIKELIEST)
     assert table.slot_block == BLOCK
     for rows in (1, 3, 8, 11, 64):
         for context in (0, 100, 130, 300, 536):  # 300: between what was measured
             full, draft = (n * layer_seconds(rows, context) for n in (NUM_LAYERS, 2))
-            sampled = rows * SAMPLE
             if rows != 11:  # not in the grid: between 8 and 16, as 16
-                assert table.verify_pass(rows, context) == pytest.approx(full + HEAD + sampled)
-                assert table.draft_pass(rows, context) == pytest.approx(draft + HEAD + sampled)
-    assert table.verify_pass(11, 0) - 11 * SAMPLE == pytest.approx(
-        table.verify_pass(16, 0) - 16 * SAMPLE
+                verified = full + HEAD + judged(rows)
+                assert table.verify_pass(rows, context) == pytest.approx(verified)
+                drafted = draft + HEAD + rows * SAMPLE
+                assert table.draft_pass(rows, context) == pytest.approx(drafted)
+    assert table.verify_pass(11, 0) - judged(11) == pytest.approx(
+        table.verify_pass(16, 0) - judged(16)
     )
     assert table.draft_head.at(1, 0) == pytest.approx(HEAD)
     assert table.verify_sequence == pytest.approx(NUM_LAYERS * ANOTHER)
@@ -207,7 +218,7 @@ def test_a_quick_table_takes_no_longer(stack, machine, speed, seconds):
     assert table.verify.contexts == (0, 512) if speed <= 1 else (0,)
     for rows in (1, 8):
         assert table.verify_pass(rows, 0) == pytest.approx(
-            speed * (NUM_LAYERS * layer_seconds(rows, 0) + HEAD + rows * SAMPLE)
+            speed * (NUM_LAYERS * layer_seconds(rows, 0) + HEAD + judged(rows))
         )
 
 
@@ -215,7 +226,7 @@ def test_a_quick_table_draws_no_line_between_one_row_and_a_quantum(stack, machin
     """An error of either would be a price of each token of a draft."""
     table = measure_cost(stack, PLAN, quick=True)
     assert table.tiles == (1,)
-    at = [table.verify_pass(n, 0) - n * SAMPLE for n in (1, 2, 5, 8, 9)]
+    at = [table.verify_pass(n, 0) - judged(n) for n in (1, 2, 5, 8, 9)]
     assert at[0] < 0.9 * at[3] < at[3] < 0.9 * at[4]
     assert at[1:4] == pytest.approx([at[3]] * 3)
 
@@ -255,14 +266,23 @@ def test_progress_grows_to_the_end(stack, machine):
     assert 0.9 < shares[-1] <= 1.0
 
 
+def test_a_quick_table_is_of_small_passes_where_each_token_costs_as_much(
+    stack, machine, monkeypatch
+):
+    assert measure_cost(stack, PLAN, quick=True).verify.rows == (1, 8, 32)
+    monkeypatch.setattr(stack, "exactness", replace(PADDED, product_rows=1))
+    machine.picked = set()
+    assert measure_cost(stack, PLAN, quick=True).verify.rows == (1, 8, 16)
+
+
 def test_passes_of_one_row_each_are_measured_as_such(stack, machine, monkeypatch):
     """Where nothing is padded, and where rows run one by one: no rows are rounded up."""
-    for exactness in (SWITCHED_OFF, replace(PADDED, holds=False)):
+    for exactness, largest in ((SWITCHED_OFF, 32), (replace(PADDED, holds=False), 16)):
         monkeypatch.setattr(stack, "exactness", exactness)
         machine.picked = set()
         table = measure_cost(stack, PLAN, quick=True)
         assert (table.row_quantum, table.tiles) == (1, ())
-        assert table.verify.rows == (1, 8, 16)
+        assert table.verify.rows == (1, 8, largest)
 
 
 def test_a_real_measurement_leaves_the_model_as_it_was(quick, toy):

@@ -285,6 +285,7 @@ def test_cost_of_passes_is_the_table_s():
         draft_sequence=0.01,
         verify_sequence=0.02,
         sampling=0.003,
+        judging=0.001,
         tiles=(1, 2, 4),
     )
     costs = PassCosts(cost, rows=4, most_drafted=5, longest=300)
@@ -539,11 +540,20 @@ def test_looked_up_tokens_tell_nothing_of_the_exit(tmp_path):
 def test_recorded_rounds_give_the_overhead(tmp_path):
     """Verify took 1.5 times the table's pass, drafts twice, and 0.125 s passed between rounds."""
     known = replay(runs(tmp_path / "r", EXITS), flat())
-    assert known.overhead == Overhead(1.5, 2.0, 0.125, 0.0)
+    assert known.overhead == Overhead(1.5, 2.0, 0.125, 0.0, 0.0)
     faster = replay(runs(tmp_path / "r", EXITS), replace(flat(), key=KEY | {"device": "other"}))
     assert faster.overhead == Overhead()
     assert not faster.of_this_table
     assert faster.recorded.texts[0].prefill is None
+
+
+def test_recorded_rounds_tell_the_price_of_a_token_and_of_each_further_one(tmp_path):
+    sampled = [(k, 0, 1, {"sample_seconds": 0.25 + 0.0625 * k}) for k in (0, 0, 2, 3)]
+    known = replay(runs(tmp_path / "r", {"0/auto": [PREFILL, *sampled]}), flat())
+    assert (known.overhead.sampling, known.overhead.judging) == (0.25, 0.0625)
+    drafted = [PREFILL, *[(3, 0, 1, {"sample_seconds": 1.0})] * 3]  # of one size: the mean
+    known = replay(runs(tmp_path / "s", {"0/3": drafted}), flat())
+    assert (known.overhead.sampling, known.overhead.judging) == (0.25, 0.25)
 
 
 SLOW = {"verify_seconds": 3.0}

@@ -69,8 +69,8 @@ class RecordedTimes:
         """By medians: whatever else the machine did is in the recorded seconds, too."""
         if not self._rounds:
             return Overhead()
-        sampling = statistics.median(r.sampling / r.tokens for r in self._rounds)
-        table = Overhead(sampling=sampling).applied(self._table)
+        sampling, judging = self._sampling()
+        table = Overhead(sampling=sampling, judging=judging).applied(self._table)
         verify = [
             r.verify / max(table.verify_pass(r.tokens, r.context), SHORTEST) for r in self._rounds
         ]
@@ -84,7 +84,19 @@ class RecordedTimes:
             statistics.median(draft) if draft else 1.0,
             max(0.0, statistics.median(r.outside for r in self._rounds)),
             sampling,
+            judging,
         )
+
+    def _sampling(self) -> tuple[float, float]:
+        """Of a round's first token, and of each further one: what rounds of more tokens took beside
+        those of the fewest. Rounds of one size tell the mean alone."""
+        fewest = min(r.tokens for r in self._rounds)
+        least = statistics.median(r.sampling for r in self._rounds if r.tokens == fewest)
+        more = [
+            (r.sampling - least) / (r.tokens - fewest) for r in self._rounds if r.tokens > fewest
+        ]
+        judging = max(0.0, statistics.median(more)) if more else least / fewest
+        return max(0.0, least - (fewest - 1) * judging), judging
 
     @property
     def machine(self) -> MachineTime | None:
