@@ -15,7 +15,7 @@ from layerskip.clocks import DRAFT, PACE, Clocks
 from layerskip.cost import CostTable
 from layerskip.estimates import DEFAULT_ACCEPTANCE, Experience, RowState
 from layerskip.outputs import Drafter, StopReason
-from layerskip.pace import Pace, affordable, agreed, fill, offer
+from layerskip.pace import Pace, affordable, offer, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
 HYSTERESIS = 0.03
@@ -220,6 +220,11 @@ class Controller:
         ratios = self._clocks.ratios
         return [ratios[clock] * seconds for clock, seconds in self._alone[key]]
 
+    def drawing_seconds(self, *, greedy: bool = False) -> float:
+        """Of judging a looked-up token beside a drafted one, whose noise is made."""
+        table = self._tables[greedy]
+        return self._clocks.ratios[PACE] * max(0.0, table.sampling - table.further)
+
     def _verify_clock(self, tokens: int, rows: int) -> int:
         """Whose error a verify pass has: that of plain ones, or of its size."""
         return PACE if tokens <= rows else Clocks.size(tokens, self.row_quantum)
@@ -291,12 +296,10 @@ class Controller:
             )
             for a, line in zip(asks, lines, strict=True)
         ]
-        offers = agreed(pace, offers, fixed)
-        lookups, expected = [n for n, _ in offers], sum(gain for n, gain in offers if n)
-        gains = [[] if n else line for n, line in zip(lookups, lines, strict=True)]
-        others, resting = [*lookups, *fixed], not any(a.state.last for a in asks)
+        resting = not any(a.state.last for a in asks)
         bias = 1.0 + HYSTERESIS if resting else 1.0 - HYSTERESIS
-        counts, rate = fill(pace, gains, len(asks) + expected, others, bias=bias)
+        found = split(pace, lines, offers, fixed, bias=bias)
+        counts, lookups, rate = found.drafted, found.looked_up, found.rate
         probing = drafts and resting and not any(counts) and _may_probe(asks, pace)
         if probing:
             counts = mosts = [min(1, a.most) for a in asks]

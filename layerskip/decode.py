@@ -241,8 +241,11 @@ class Decoder:
         return self._finished(row, None, Judged(logits, verdict), times, states or ())
 
     def _round(self, rows: Sequence[Row]) -> list[Outcome]:
-        began = time.perf_counter()
-        attempts = self.speculator.attempt(rows, self.cache)
+        began, sizes = time.perf_counter(), self.stack.pass_sizes
+        num_proofs = sizes.num_proofs
+        decided = self.speculator.decide(rows)
+        chosen = time.perf_counter()
+        attempts = self.speculator.attempt(rows, decided, self.cache)
         drafted = time.perf_counter()
         requests, drafts = [a.request for a in attempts], [a.draft for a in attempts]
         logits, states = self.verifier.verify(requests, drafts, self.cache)
@@ -252,7 +255,8 @@ class Decoder:
             for part, r, d in zip(logits, requests, drafts, strict=True)
         ]
         ended = time.perf_counter()
-        self.speculator.observe_seconds(attempts, drafted - began, ended - drafted)
+        if sizes.num_proofs == num_proofs:  # a proof's time is no pass's
+            self.speculator.observe_seconds(attempts, drafted - chosen, ended - drafted)
         times = Times(drafted - began, drafted, ended - verified, len(rows))
         return [
             self._finished(row, attempt, one, times, (after,))

@@ -2,9 +2,12 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
+
+NO_OFFER = 0, 0.0
 
 
 class PassTimes(Protocol):
@@ -34,6 +37,10 @@ class PassTimes(Protocol):
         drafted."""
         ...
 
+    def drawing_seconds(self, *, greedy: bool = False) -> float:
+        """Of judging a looked-up token beside a drafted one, whose noise is made."""
+        ...
+
 
 class Pace:
     """What passes of a round with so many rows take.
@@ -43,6 +50,7 @@ class Pace:
         token: of a row's share of a plain pass.
         draft_share: of one more draft pass, a drafting row's share.
         steps: seconds that the verify pass grows by for a row's first, second, ... drafted token.
+        drawing: seconds that judging a looked-up token takes beside a drafted one.
     """
 
     def __init__(
@@ -58,6 +66,7 @@ class Pace:
         self._costs, self._context, self.num_rows, self._greedy = costs, context, rows, greedy
         self._alone = costs.alone_seconds(context, greedy=greedy) if rows == 1 else []
         self.plain = costs.verify_seconds(1, context, greedy=greedy)
+        self.drawing = costs.drawing_seconds(greedy=greedy)
         self.token = self.verify_share(1)
         drafting = drafting or rows
         self.draft_share = self.draft(drafting) / drafting
@@ -110,11 +119,11 @@ def offer(
     for n in range(1, min(num_guessed, most) + 1):
         survival *= chance
         gain += survival
-        got = (1.0 + gain) / pace.verify_share(n + 1)
+        got = (1.0 + gain) / (pace.verify_share(n + 1) + n * pace.drawing)
         if got > rate:
             best, best_gain, rate = n, gain, got
     if best and rate < _exit_rate(survivals, num_guessed, chance, pace):
-        return 0, 0.0
+        return NO_OFFER
     return best, best_gain
 
 
@@ -134,15 +143,16 @@ def agreed(
     wanting.sort(key=lambda i: -offers[i][1] / offers[i][0])
     tokens, verified = float(pace.num_rows), pace.num_rows + sum(others)
     longest = 1 + max(others, default=0)
-    best, taken = tokens / pace.verify(verified, longest), 0
+    best, taken, drawing = tokens / pace.verify(verified, longest), 0, 0.0
     for done, i in enumerate(wanting, 1):
         count, gain = offers[i]
         tokens, verified, longest = tokens + gain, verified + count, max(longest, count + 1)
-        rate = tokens / pace.verify(verified, longest)
+        drawing += count * pace.drawing
+        rate = tokens / (pace.verify(verified, longest) + drawing)
         if rate > best:
             best, taken = rate, done
     kept = set(wanting[:taken])
-    return [found if i in kept else (0, 0.0) for i, found in enumerate(offers)]
+    return [found if i in kept else NO_OFFER for i, found in enumerate(offers)]
 
 
 def _exit_rate(survivals: Sequence[float], num_guessed: int, guessed: float, pace: Pace) -> float:
@@ -162,6 +172,70 @@ def _exit_rate(survivals: Sequence[float], num_guessed: int, guessed: float, pac
     return best
 
 
+@dataclass(frozen=True)
+class Split:
+    """What the rows of a round do.
+
+    Attributes:
+        drafted, looked_up: tokens of each row.
+        rate: tokens a second of the round.
+    """
+
+    drafted: Sequence[int]
+    looked_up: Sequence[int]
+    rate: float
+
+
+def split(
+    pace: Pace,
+    lines: Sequence[Sequence[float]],
+    offers: Sequence[tuple[int, float]],
+    others: Sequence[int],
+    *,
+    bias: float = 1.0,
+) -> Split:
+    """Who drafts, who looks up and who does neither, for the most tokens a second.
+
+    A row that looks up saves no pass that its neighbours need. So beside what ``agreed`` says it is
+    weighed that nobody looks up, and that those do who expect more of it than of their draft.
+
+    Args:
+        lines: for each row the survival of its first, second, ... drafted token.
+        offers: looked-up tokens of each row, and how many will be accepted.
+        others: tokens of the verify pass that are drafted in any case, by row.
+        bias: drafting has to beat the rate without it by this factor.
+    """
+    together = agreed(pace, offers, others)
+    best = _split(pace, lines, together, others, bias)
+    if len(lines) == 1 or not any(count for count, _ in offers):
+        return best
+    none = [NO_OFFER] * len(lines)
+    drafting = _split(pace, lines, none, others, bias)
+    better = [
+        offer if offer[1] > sum(line[:count]) else NO_OFFER
+        for offer, line, count in zip(offers, lines, drafting.drafted, strict=True)
+    ]
+    found = [best, drafting]
+    if better not in (none, together):
+        found.append(_split(pace, lines, better, others, bias))
+    return max(found, key=lambda s: s.rate)
+
+
+def _split(
+    pace: Pace,
+    lines: Sequence[Sequence[float]],
+    offers: Sequence[tuple[int, float]],
+    others: Sequence[int],
+    bias: float,
+) -> Split:
+    """With these offers taken."""
+    looked_up, tokens = [count for count, _ in offers], len(lines) + sum(gain for _, gain in offers)
+    gains = [[] if count else line for count, line in zip(looked_up, lines, strict=True)]
+    drawing = pace.drawing * sum(looked_up)
+    drafted, rate = fill(pace, gains, tokens, [*looked_up, *others], bias=bias, seconds=drawing)
+    return Split(drafted, looked_up, rate)
+
+
 def fill(
     pace: Pace,
     gains: Sequence[Sequence[float]],
@@ -169,6 +243,7 @@ def fill(
     others: Sequence[int],
     *,
     bias: float = 1.0,
+    seconds: float = 0.0,
 ) -> tuple[list[int], float]:
     """Draft tokens of each row with the most tokens a second, and how many those are.
 
@@ -180,6 +255,7 @@ def fill(
         tokens: that the round emits without them.
         others: tokens of the verify pass that are drafted in any case, by row.
         bias: drafting has to beat the rate without it by this factor.
+        seconds: of the round, beside its passes.
     """
     items = [(g, i, r) for r, line in enumerate(gains) for i, g in enumerate(line)]
     orders = [sorted(items, key=lambda item: (-item[0], item[1]))]
@@ -187,10 +263,10 @@ def fill(
         orders.append(sorted(items, key=lambda item: (item[1], -item[0])))
     # Every row verifies its pending token; a row that looks up stands in `others`, too.
     num_verified, longest = pace.num_rows + sum(others), 1 + max(others, default=0)
-    alone = tokens / pace.verify(num_verified, longest)
+    alone = tokens / (pace.verify(num_verified, longest) + seconds)
     best, taken = bias * alone, []
     for order in orders:
-        count, rate = _best_prefix(pace, order, tokens, num_verified, longest)
+        count, rate = _best_prefix(pace, order, tokens, num_verified, longest, seconds)
         if rate > best:
             best, taken = rate, order[:count]
     counts = [0] * len(gains)
@@ -205,10 +281,11 @@ def _best_prefix(
     tokens: float,
     num_verified: int,
     longest: int,
+    seconds: float,
 ) -> tuple[int, float]:
     """How many of the drafted tokens, in this order, give the most tokens a second. Each is charged
     the rise of its draft pass and of verify."""
-    best, count, drafting = 0.0, 0, 0.0
+    best, count, drafting = 0.0, 0, seconds
     depth = [0] * MAX_AUTO_DRAFT_TOKENS
     draft = [pace.draft(n) for n in range(pace.num_rows + 1)]
     for done, (gain, i, _) in enumerate(order, 1):

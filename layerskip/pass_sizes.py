@@ -22,6 +22,9 @@ class PassSizes:
     Args:
         stack: its ``exactness`` says what is wanted, and holds at the smallest size.
         divides_products: whether its linear maps can take fewer rows at once than a pass has.
+
+    Attributes:
+        num_proofs: so far; each takes as long as several passes.
     """
 
     def __init__(self, stack: "DecoderStack", *, divides_products: bool) -> None:
@@ -30,6 +33,7 @@ class PassSizes:
         self._divides_products = divides_products
         self._proven: dict[tuple[int, int], bool] = {}
         self._product_rows: dict[int, int] = {}
+        self.num_proofs = 0
 
     @property
     def product_rows(self) -> int:
@@ -86,6 +90,7 @@ class PassSizes:
     def _is_proven(self, size: int) -> bool:
         key = (torch.get_num_threads(), size)
         if key not in self._proven:
+            self.num_proofs += 1
             self._proven[key] = self._prove(size)
             if not self._proven[key]:
                 logger.info("passes of %d rows change bits; smaller ones are used", size)

@@ -115,10 +115,17 @@ class Speculator:
                 greedy=sampler.is_argmax,
             )
 
-    def attempt(self, rows: Sequence[Row], cache: KVCache) -> list[Attempt]:
-        """A draft for each row; many are empty."""
+    def decide(self, rows: Sequence[Row]) -> list[tuple[Choice, Guess]]:
+        """What each row's round does, and what was looked up for it. No pass is run, so the time
+        that this takes is no draft's."""
         guesses = [guess_for(row, self.store, looks_up=self.looks_up) for row in rows]
-        choices = self._choices(rows, guesses)
+        return list(zip(self._choices(rows, guesses), guesses, strict=True))
+
+    def attempt(
+        self, rows: Sequence[Row], decided: Sequence[tuple[Choice, Guess]], cache: KVCache
+    ) -> list[Attempt]:
+        """A draft for each row as was decided; many are empty."""
+        choices, guesses = [c for c, _ in decided], [g for _, g in decided]
         drafting = sum(c.source == "early_exit" for c in choices)
         context = max(row.length for row in rows)
         guessing = self.looks_up or any(row.spec.sampler.constraint for row in rows)
@@ -316,7 +323,8 @@ class Speculator:
         verify = controller.verify_seconds(
             _num_tokens(attempts), context, rows=len(attempts), longest=longest, greedy=greedy
         )
-        return draft, verify
+        looked_up = sum(len(a.draft.tokens) for a in attempts if a.source == "lookup")
+        return draft, verify + looked_up * controller.drawing_seconds(greedy=greedy)
 
     def began(self, row: Row) -> None:
         """After a row's prefill: its draft may take the tokens of its prompt, and the first one."""

@@ -227,6 +227,46 @@ def test_a_pass_grows_for_look_ups_only_if_all_rows_gain(guessing, looks_up):
     assert alone[0].source == "lookup"
 
 
+@pytest.mark.parametrize(
+    ("match_length", "num_guessed", "looks_up"), [(5, 3, False), (17, 9, True)]
+)
+def test_a_row_whose_neighbours_draft_looks_up_only_what_is_more_than_its_draft(
+    match_length, num_guessed, sources
+):
+    """It saves none of their passes. Alone, a fair match will do: it spares a dear draft."""
+    controller = Controller(table(0.3, slope=0.01), (0.85,), follows_clock=False)
+    states = [controller.row("greedy") for _ in range(4)]
+    for state in states:
+        state.stake = 100.0
+    first, *others = [Ask(state, CONTEXT, 16) for state in states]
+    first = replace(first, num_guessed=num_guessed, match_length=match_length)
+    (alone,) = controller.choose([first], drafts=True)
+    assert alone.source == "lookup"
+    choices = controller.choose([first, *others], drafts=True)
+    assert [c.source for c in choices] == sources
+
+
+def test_all_rows_look_up_where_that_is_quicker_than_to_draft():
+    """As many tokens as drafts give, and no draft pass."""
+    controller = Controller(table(0.3, slope=0.01), (0.85,), follows_clock=False)
+    asks = [Ask(controller.row("greedy"), CONTEXT, 16, 6, 20) for _ in range(4)]
+    for ask in asks:
+        ask.state.stake = 100.0
+    choices = controller.choose(asks, drafts=True)
+    assert [c.source for c in choices] == ["lookup"] * 4
+
+
+def test_looked_up_tokens_are_drawn_and_drafted_ones_only_judged():
+    """Nobody made their noise: where that is dear, fewer are taken."""
+    cost = replace(table(0.9, slope=0.01), sampling=0.1, judging=0.001)
+    counts = []
+    for drawing in (cost, replace(cost, sampling=0.001)):
+        controller = Controller(drawing, (0.2,), follows_clock=False)
+        ask = Ask(controller.row("coupled"), CONTEXT, 16, 10, 4)
+        counts.append(controller.choose([ask], drafts=True)[0].num_draft_tokens)
+    assert 0 < counts[0] < counts[1]
+
+
 def test_free_rows_of_a_draft_pass_take_guesses():
     controller = Controller(table(0.2, slope=0.2), follows_clock=False)  # 8 rows as one
     assert controller.guesses(1, CONTEXT) == 7

@@ -16,6 +16,7 @@ from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.guessing import judged
 from layerskip.plan import PlanFile
+from layerskip.speculation import Speculator
 
 FREE = Curve((1,), (0,), ((0.0,),))
 REPEATING = [*random_ids(12), *random_ids(12), *random_ids(7)]
@@ -184,6 +185,25 @@ def test_confidence_stops_drafts_and_chances_are_told(lm):
     assert all(len(r.chances) == r.num_draft_tokens for r in drafted)
     assert all(0.0 <= chance <= 1.0 for r in drafted for chance in r.chances)
     assert any(r.stopped for r in drafted)
+
+
+def test_no_round_in_which_a_size_was_proven_is_timed(toy, monkeypatch):
+    """A proof takes several passes' time, which would be laid to the pass's own charge."""
+    timed = []
+    lm = with_controller(toy, Controller(cost_of(0.1)), num_draft_tokens=2)
+    monkeypatch.setattr(Speculator, "observe_seconds", lambda *_: timed.append(len(counted)))
+    counted, prove = [], lm.stack.pass_sizes._prove
+    monkeypatch.setattr(
+        lm.stack.pass_sizes, "_prove", lambda size: counted.append(size) or prove(size)
+    )
+    batch = lm.open_batch(max_new_tokens=8)
+    for _ in range(4):
+        batch.add([5, 6, 7])
+    batch.step()
+    batch.step()  # the first round: twelve tokens, in a pass larger than what was probed
+    assert (counted, timed) == ([16], [])
+    batch.step()
+    assert (counted, timed) == ([16], [1])
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, WITH_RULES], ids=["greedy", "0.8", "rules"])
