@@ -228,7 +228,8 @@ def test_a_pass_grows_for_look_ups_only_if_all_rows_gain(guessing, looks_up):
 
 
 @pytest.mark.parametrize(
-    ("match_length", "num_guessed", "looks_up"), [(5, 3, False), (17, 9, True)]
+    ("match_length", "num_guessed", "sources"),
+    [(5, 3, ["early_exit"] * 4), (17, 9, ["lookup", *["none"] * 3])],
 )
 def test_a_row_whose_neighbours_draft_looks_up_only_what_is_more_than_its_draft(
     match_length, num_guessed, sources
