@@ -8,7 +8,9 @@ recorded once (``runs/drafts.jsonl``). Then requests are decoded on paper, in ba
 passes take what one table says (the truth), the controller believes another, in which drafts, and
 passes that verify them, are too dear or too cheap by a factor; and every round is measured with the
 noise and the drift of a machine that does other things, too. Figures are tokens a second over those
-of the fixed number that is best for the text: no clock and no machine plays a part.
+of the fixed number that is best for the text: no clock and no machine plays a part. The last column
+is the calibration error of the chances that were told, beside what right ones would show of so many
+tokens by chance.
 """
 
 import argparse
@@ -241,18 +243,21 @@ class Decoder:
 
 def judged(
     texts: Sequence[Recorded], cost: CostTable, acceptance: Sequence[float], rows: int
-) -> tuple[int, float, list[float]]:
-    """The best fixed number, its speed-up, and what automatic drafting reaches of it by table."""
+) -> tuple[int, float, list[float], tuple[float, float]]:
+    """The best fixed number, its speed-up, what automatic drafting reaches of it by table, and
+    under the right one its calibration error and what that would be by chance."""
     order = random.Random(1)
     stream = [text for _ in range(3) for text in order.sample(texts, len(texts))]
     plain = Decoder(cost).run(stream, rows)
     fixed = {k: Decoder(cost, fixed=k).run(stream, rows) for k in FIXED}
     best = min(fixed, key=lambda k: fixed[k])
-    reached = []
+    reached, errors = [], []
     for wrong in WRONG:
         controller = Controller(believed(cost, *wrong), acceptance)
         reached.append(fixed[best] / Decoder(cost, controller).run(stream, rows))
-    return best, plain / fixed[best], reached
+        told = controller.calibration_error, controller.calibration_error_by_chance
+        errors.append(tuple(error("text") for error in told))
+    return best, plain / fixed[best], reached, errors[0]
 
 
 def record_all(lm: SelfSpeculativeLM, options: argparse.Namespace) -> None:
@@ -296,13 +301,14 @@ def main() -> None:
     factors = [f"{drafts:g}/{verify:g}" for drafts, verify in WRONG]
     title = f"automatic over the best fixed, {options.rows} rows, by factors of draft/verify"
     table = Table(title=title, box=None, title_justify="left")
-    for column in ("T", "texts", "best", "speed", *factors):
+    for column in ("T", "texts", "best", "speed", *factors, "error"):
         table.add_column(column, justify="right")
     for temperature in sorted({text.temperature for text in texts}):
         some = [text for text in texts if text.temperature == temperature]
-        best, speed, reached = judged(some, truth(options.c), acceptance, options.rows)
+        best, speed, reached, error = judged(some, truth(options.c), acceptance, options.rows)
         shown = [f"{temperature:g}", str(len(some)), str(best), f"{speed:.2f}"]
-        table.add_row(*shown, *(f"{share:.3f}" for share in reached))
+        shares = [f"{share:.3f}" for share in reached]
+        table.add_row(*shown, *shares, "{:.3f} / {:.3f}".format(*error))
     Console().print(table)
 
 

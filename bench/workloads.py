@@ -217,6 +217,7 @@ class Workload:
         cost = cost.of(greedy=self.sampling.greedy)
         spent, base = (total([r.after_first for r in of]) for of in (runs, plain))
         kind = "greedy" if self.sampling.greedy else "coupled"
+        told = mode.lm.controller
         learns = mode.num_draft_tokens == "auto" and mode.lm.plan is not None
         return {
             "acceptance_rate": stats.acceptance_rate,
@@ -228,7 +229,10 @@ class Workload:
             **prediction(rounds, stats, cost, context),
             "measured_speedup": base.wall / spent.wall,
             "measured_cpu_speedup": base.cpu / spent.cpu,
-            "calibration_error": mode.lm.controller.calibration_error(kind) if learns else None,
+            "calibration_error": told.calibration_error(kind) if learns else None,
+            "calibration_error_by_chance": told.calibration_error_by_chance(kind)
+            if learns
+            else None,
         }
 
     def _against_best(self, name: str) -> dict[str, Any]:

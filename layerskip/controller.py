@@ -175,6 +175,11 @@ class Controller:
         known = self._experiences.get(kind)
         return known.calibration.error if known is not None else 0.0
 
+    def calibration_error_by_chance(self, kind: str) -> float:
+        """What it would be, about, if all chances were right: so few tokens tell no less."""
+        known = self._experiences.get(kind)
+        return known.calibration.error_by_chance if known is not None else 0.0
+
     def draft_seconds(
         self, rows: int, context: int, *, each: int = 1, greedy: bool = False
     ) -> float:

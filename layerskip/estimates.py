@@ -4,6 +4,7 @@ Requests differ, and each is too short to learn much from: so a request begins w
 its kind had in common, and departs from that by a ratio of its own.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -93,6 +94,14 @@ class Calibration:
         """Expected calibration error of all chances told so far (Naeini et al. 2015), ten bins."""
         total = sum(n for _, _, n in self._told)
         return sum(abs(told - hits) for told, hits, _ in self._told) / total if total else 0.0
+
+    @property
+    def error_by_chance(self) -> float:
+        """About what ``error`` would be of so many tokens if all chances told were right: in each
+        bin the mean deviation of a binomial count, sqrt(2 n p (1 - p) / pi)."""
+        total = sum(n for _, _, n in self._told)
+        bins = ((told, max(0.0, 1.0 - told / n)) for told, _, n in self._told if n)
+        return sum(math.sqrt(2.0 * told * wrong / math.pi) for told, wrong in bins) / max(total, 1)
 
 
 @dataclass

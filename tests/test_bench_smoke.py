@@ -337,10 +337,11 @@ def test_replayed_drafts_are_judged_under_every_table(
     assert len(file.read_text(encoding="utf-8").splitlines()) == 4
     first, second = capsys.readouterr().out.split("automatic over the best fixed")[1:]
     assert first.split()[-1] == second.split()[-1]
-    best, speed, reached = scripts.replayed.judged(
+    best, speed, reached, (error, by_chance) = scripts.replayed.judged(
         list(scripts.replayed.read(file)), scripts.replayed.truth(0.165), (0.8,), 1
     )
     assert best in scripts.replayed.FIXED
     assert speed > 0.3
     assert len(reached) == len(scripts.replayed.WRONG)
     assert min(reached) > 0.7
+    assert error > 0.0 < by_chance

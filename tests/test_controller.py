@@ -1,5 +1,6 @@
 """The controller on paper: counted passes times a cost table, so every bound is deterministic."""
 
+import statistics
 from dataclasses import replace
 from random import Random
 
@@ -322,7 +323,24 @@ def test_calibration_error_is_the_gap_between_told_and_true():
     for i in range(100):
         calibration.add(0.9, 0.9, i % 2 == 0)
     assert calibration.error == pytest.approx(0.4)
-    assert Calibration().error == 0.0
+    assert Calibration().error == Calibration().error_by_chance == 0.0
+
+
+def test_the_error_that_right_chances_show_by_chance():
+    """Of as few tokens as a request has it is far from 0, and smaller the more there are."""
+    draw = Random(0)
+
+    def told(tokens):
+        calibration = Calibration()
+        for chance in (draw.choice((0.25, 0.55, 0.85)) for _ in range(tokens)):
+            calibration.add(chance, chance, draw.random() < chance)
+        return calibration
+
+    for tokens, wanted in ((60, 0.08), (6000, 0.008)):
+        some = [told(tokens) for _ in range(200)]
+        by_chance = statistics.mean(c.error_by_chance for c in some)
+        assert by_chance == pytest.approx(wanted, rel=0.1)
+        assert statistics.mean(c.error for c in some) == pytest.approx(by_chance, rel=0.1)
 
 
 def test_estimates_start_from_what_requests_have_in_common_and_depart_from_it():
@@ -468,6 +486,8 @@ def test_kinds_of_requests_learn_apart():
         controller.row("greedy").add_draft([False], [0.5])
     assert controller.row("greedy").acceptance(0) < 0.2 < controller.row("coupled").acceptance(0)
     assert controller.calibration_error("greedy") > 0.0 == controller.calibration_error("block")
+    by_chance = controller.calibration_error_by_chance
+    assert by_chance("greedy") > 0.0 == by_chance("block")
 
 
 def test_tokens_that_are_drawn_cost_more_than_the_likeliest():
