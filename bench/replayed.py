@@ -182,11 +182,11 @@ class Decoder:
         shape = {"longest": max(row.drafted for row in going) + 1}
         verify = self.cost.verify_pass(size[0], context, sequences=size[1], **shape)
         if self.controller is not None:
-            told = self.controller.verify_seconds(size[0], context, rows=size[1], **shape)
+            told = self.controller.times.verify(size[0], context, rows=size[1], **shape)
             self.pace = MEMORY * self.pace + self.noise.gauss(0.0, DRIFT)
             if draft:
-                self.controller.observe_draft_seconds(draft * self._measured(), told_draft)
-            self.controller.observe_verify_seconds(verify * self._measured(), told, *size)
+                self.controller.times.observe_draft(draft * self._measured(), told_draft)
+            self.controller.times.observe_verify(verify * self._measured(), told, *size)
         self.seconds += draft + verify
         for row in going:
             self._judge(row)
@@ -217,7 +217,7 @@ class Decoder:
                 break
             seconds += self.cost.draft_pass(len(asking), context, sequences=len(asking))
             if self.controller is not None:
-                told += self.controller.draft_seconds(len(asking), context)
+                told += self.controller.times.draft(len(asking), context)
             asking = [row for row in asking if self._drafts_another(row)]
         return seconds, told
 

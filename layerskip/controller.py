@@ -11,21 +11,18 @@ in the draft, so that its length depends only on what was drawn before (DESIGN 3
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from layerskip.clocks import DRAFT, PACE, Clocks
 from layerskip.cost import CostTable
 from layerskip.estimates import DEFAULT_ACCEPTANCE, Experience, RowState
 from layerskip.outputs import Drafter, StopReason
 from layerskip.pace import Pace, affordable, offer, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
+from layerskip.pass_times import PassTimes
 
 HYSTERESIS = 0.03
 PROBE_SHARE = 0.01
 STAKE_SHARE, STAKE_TOKENS = 0.018, 64  # of its plain time, what a request may lose beside probes
 MOST_CREDIT = 1.0  # plain passes
 PAYING = 0.4  # of what a drafted token costs at least: one that gains less is not looked at
-CONTEXT_STEP = 64
-MOST_REMEMBERED = 100_000  # seconds looked up in the table
-SHORTEST = 1e-9  # seconds of a pass: nothing is divided by zero
 
 
 @dataclass(frozen=True)
@@ -141,14 +138,9 @@ class Controller:
     def __init__(
         self, cost: CostTable, prior: Sequence[float] = (), *, follows_clock: bool = True
     ) -> None:
-        self.cost = cost
-        self._tables = {greedy: cost.of(greedy=greedy) for greedy in (False, True)}
+        self.cost, self.times = cost, PassTimes(cost, follows_clock=follows_clock)
         self._prior = tuple(prior) or (DEFAULT_ACCEPTANCE,)
-        self._follows_clock = follows_clock
         self._experiences: dict[str, Experience] = {}
-        self._clocks = Clocks()
-        self._seconds: dict[tuple[str, int, int, int, int, bool], float] = {}
-        self._alone: dict[tuple[int, bool], list[tuple[int, float]]] = {}
 
     def row(self, kind: str, limit: int = STAKE_TOKENS, *, greedy: bool = False) -> RowState:
         """State of a new request of at most ``limit`` tokens.
@@ -165,11 +157,6 @@ class Controller:
         tokens = STAKE_TOKENS if shared.ledger > 0.0 else min(limit, STAKE_TOKENS)
         return RowState(shared, stake=STAKE_SHARE * tokens, greedy=greedy)
 
-    @property
-    def row_quantum(self) -> int:
-        """Rows that a pass is padded to."""
-        return self.cost.row_quantum
-
     def calibration_error(self, kind: str) -> float:
         """Expected calibration error of the draft's confidence, for requests of ``kind``."""
         known = self._experiences.get(kind)
@@ -180,84 +167,12 @@ class Controller:
         known = self._experiences.get(kind)
         return known.calibration.error_by_chance if known is not None else 0.0
 
-    def draft_seconds(
-        self, rows: int, context: int, *, each: int = 1, greedy: bool = False
-    ) -> float:
-        """Of one draft pass over ``rows`` sequences with ``each`` tokens of each.
-
-        Args:
-            greedy: all of them take the likeliest token.
-        """
-        ratio = self._clocks.ratios[DRAFT]
-        return ratio * self._looked_up("draft", rows * each, context, rows, each, greedy)
-
-    def verify_seconds(
-        self,
-        tokens: int,
-        context: int,
-        *,
-        rows: int = 1,
-        longest: int | None = None,
-        greedy: bool = False,
-    ) -> float:
-        """Of one full-depth pass over the tokens of ``rows`` sequences.
-
-        Args:
-            longest: tokens of the sequence with the most; None: all have equally many.
-            greedy: all of them take the likeliest token.
-        """
-        longest = -(-tokens // rows) if longest is None else longest
-        ratio = self._clocks.ratios[self._verify_clock(tokens, rows)]
-        return ratio * self._looked_up("verify", tokens, context, rows, longest, greedy)
-
-    def alone_seconds(self, context: int, *, greedy: bool = False) -> list[float]:
-        """Of full-depth passes over one, two, ... tokens of one row; one more than may be drafted.
-
-        As ``verify_seconds`` has them, and far quicker: each round of a row asks for all.
-        """
-        key = (context // CONTEXT_STEP, greedy)
-        if key not in self._alone:
-            counts = range(1, MAX_AUTO_DRAFT_TOKENS + 2)
-            self._alone[key] = [
-                (self._verify_clock(n, 1), self._looked_up("verify", n, context, 1, n, greedy))
-                for n in counts
-            ]
-        ratios = self._clocks.ratios
-        return [ratios[clock] * seconds for clock, seconds in self._alone[key]]
-
-    def drawing_seconds(self, *, greedy: bool = False) -> float:
-        """Of judging a looked-up token beside a drafted one, whose noise is made."""
-        table = self._tables[greedy]
-        return self._clocks.ratios[PACE] * max(0.0, table.sampling - table.further)
-
-    def _verify_clock(self, tokens: int, rows: int) -> int:
-        """Whose error a verify pass has: that of plain ones, or of its size."""
-        return PACE if tokens <= rows else Clocks.size(tokens, self.row_quantum)
-
-    def _looked_up(
-        self, what: str, tokens: int, context: int, rows: int, longest: int, greedy: bool
-    ) -> float:
-        if tokens == 0:
-            return 0.0
-        key = (what, tokens, context // CONTEXT_STEP, rows, longest, greedy)
-        if key not in self._seconds:
-            if len(self._seconds) >= MOST_REMEMBERED:
-                self._seconds.clear()
-            middle = (context // CONTEXT_STEP + 0.5) * CONTEXT_STEP
-            table = self._tables[greedy]
-            if what == "draft":
-                seconds = table.draft_pass(tokens, middle, sequences=rows)
-            else:
-                seconds = table.verify_pass(tokens, middle, sequences=rows, longest=longest)
-            self._seconds[key] = max(seconds, SHORTEST)
-        return self._seconds[key]
-
     def guesses(self, rows: int, context: int) -> int:
         """Looked-up tokens that each row may bring into a draft pass at next to no cost."""
-        alone = self.draft_seconds(rows, context)
+        alone = self.times.draft(rows, context)
         width = 0
         while width < MAX_AUTO_DRAFT_TOKENS and (
-            self.draft_seconds(rows, context, each=width + 2) <= alone * (1.0 + HYSTERESIS)
+            self.times.draft(rows, context, each=width + 2) <= alone * (1.0 + HYSTERESIS)
         ):
             width += 1
         return width
@@ -266,7 +181,7 @@ class Controller:
         """Whether rows that would go on gain more than a draft pass of them all costs; where not,
         their drafts are stopped."""
         greedy = all(s.greedy for s in stoppers)
-        seconds = self.draft_seconds(len(stoppers), context, greedy=greedy)
+        seconds = self.times.draft(len(stoppers), context, greedy=greedy)
         if sum(s.gain for s in stoppers) > stoppers[0].rate * seconds:
             return True
         for stopper in stoppers:
@@ -284,7 +199,7 @@ class Controller:
             fixed: numbers of draft tokens of the round's other rows.
         """
         greedy = all(a.state.greedy for a in asks)
-        pace = Pace(self, max(a.context for a in asks), len(asks) + len(fixed), greedy=greedy)
+        pace = Pace(self.times, max(a.context for a in asks), len(asks) + len(fixed), greedy=greedy)
         # Rows share passes, so they share what may be lost on them.
         stake = pace.token * sum(a.state.stake for a in asks) / len(asks)
         longest = affordable(stake, pace) if drafts else 0
@@ -326,7 +241,7 @@ class Controller:
 
     def observe_plain(self, state: RowState, choice: Choice, context: int) -> None:
         """A round without a draft: it earns credit for probes."""
-        plain = self.verify_seconds(1, context, greedy=state.greedy)
+        plain = self.times.verify(1, context, greedy=state.greedy)
         earned = PROBE_SHARE * choice.plain_seconds / plain
         state.shared.credit += earned
 
@@ -353,37 +268,9 @@ class Controller:
         drafted = len(confidences) if num_drafted is None else num_drafted
         seconds = choice.gained(sum(accepted), drafted, num_passes)
         if choice.plain_seconds > 0.0:
-            plain = self.verify_seconds(1, context, greedy=state.greedy)
+            plain = self.times.verify(1, context, greedy=state.greedy)
             state.settle(seconds / choice.plain_seconds, seconds / plain)
         state.add_draft(accepted, confidences)
-
-    def observe_draft_seconds(self, measured: float, expected: float) -> None:
-        """What a round's draft took beside what ``draft_seconds`` says of its passes."""
-        self._observe_seconds(measured, [(DRAFT, expected)])
-
-    def observe_verify_seconds(
-        self, measured: float, expected: float, tokens: int, rows: int
-    ) -> None:
-        """What a verify pass over the ``tokens`` of ``rows`` sequences took beside what
-        ``verify_seconds`` says of it."""
-        self._observe_seconds(measured, [(self._verify_clock(tokens, rows), expected)])
-        self._clocks.pass_time()
-
-    def observe_round_seconds(
-        self, measured: float, draft: float, verify: float, tokens: int, rows: int
-    ) -> None:
-        """The same of a draft and a verify pass that no clock could tell apart."""
-        parts = [(DRAFT, draft), (self._verify_clock(tokens, rows), verify)]
-        self._observe_seconds(measured, parts)
-        self._clocks.pass_time()
-
-    def _observe_seconds(self, measured: float, parts: Sequence[tuple[int, float]]) -> None:
-        ratios = self._clocks.ratios
-        tabled = [(clock, expected / ratios[clock]) for clock, expected in parts]
-        total = sum(seconds for _, seconds in tabled)
-        if self._follows_clock and total > 0.0:
-            weights = [(clock, seconds / total) for clock, seconds in tabled if clock != PACE]
-            self._clocks.observe(measured / total, weights)
 
 
 def _may_probe(asks: Sequence[Ask], pace: Pace) -> bool:

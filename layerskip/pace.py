@@ -3,43 +3,11 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
+from layerskip.pass_times import PassTimes
 
 NO_OFFER = 0, 0.0
-
-
-class PassTimes(Protocol):
-    """Seconds of passes; a ``Controller`` knows them."""
-
-    @property
-    def row_quantum(self) -> int:
-        """Rows that a pass is padded to."""
-        ...
-
-    def draft_seconds(
-        self, rows: int, context: int, *, each: int = 1, greedy: bool = False
-    ) -> float: ...
-
-    def verify_seconds(
-        self,
-        tokens: int,
-        context: int,
-        *,
-        rows: int = 1,
-        longest: int | None = None,
-        greedy: bool = False,
-    ) -> float: ...
-
-    def alone_seconds(self, context: int, *, greedy: bool = False) -> list[float]:
-        """Of full-depth passes over one, two, ... tokens of one row; one more than may be
-        drafted."""
-        ...
-
-    def drawing_seconds(self, *, greedy: bool = False) -> float:
-        """Of judging a looked-up token beside a drafted one, whose noise is made."""
-        ...
 
 
 class Pace:
@@ -55,7 +23,7 @@ class Pace:
 
     def __init__(
         self,
-        costs: PassTimes,
+        times: PassTimes,
         context: int,
         rows: int,
         tokens: int = 0,
@@ -63,17 +31,17 @@ class Pace:
         *,
         greedy: bool = False,
     ) -> None:
-        self._costs, self._context, self.num_rows, self._greedy = costs, context, rows, greedy
-        self._alone = costs.alone_seconds(context, greedy=greedy) if rows == 1 else []
-        self.plain = costs.verify_seconds(1, context, greedy=greedy)
-        self.drawing = costs.drawing_seconds(greedy=greedy)
+        self._times, self._context, self.num_rows, self._greedy = times, context, rows, greedy
+        self._alone = times.alone(context, greedy=greedy) if rows == 1 else []
+        self.plain = times.verify(1, context, greedy=greedy)
+        self.drawing = times.drawing(greedy=greedy)
         self.token = self.verify_share(1)
         drafting = drafting or rows
         self.draft_share = self.draft(drafting) / drafting
         if rows == 1:
             self.steps = tuple(b - a for a, b in itertools.pairwise(self._alone))
         else:
-            wide, base = 2 * costs.row_quantum, rows + tokens
+            wide, base = 2 * times.row_quantum, rows + tokens
             longest = -(-base // rows)
             growth = self.verify(base + wide, longest) - self.verify(base, longest)
             self.steps = (max(0.0, growth) / wide,) * MAX_AUTO_DRAFT_TOKENS
@@ -83,17 +51,17 @@ class Pace:
         if self.num_rows == 1:
             return self
         shape = (self._context, self.num_rows, tokens, drafting)
-        return Pace(self._costs, *shape, greedy=self._greedy)
+        return Pace(self._times, *shape, greedy=self._greedy)
 
     def draft(self, rows: int) -> float:
         """Seconds of a draft pass of so many rows."""
-        return self._costs.draft_seconds(rows, self._context, greedy=self._greedy)
+        return self._times.draft(rows, self._context, greedy=self._greedy)
 
     def verify(self, tokens: int, longest: int) -> float:
         """Seconds of the verify pass."""
         if self.num_rows == 1:
             return self._alone[tokens - 1]
-        return self._costs.verify_seconds(
+        return self._times.verify(
             tokens, self._context, rows=self.num_rows, longest=longest, greedy=self._greedy
         )
 

@@ -289,9 +289,9 @@ class Speculator:
         if self.controller is None:
             return
         draft, verify = self._expected(attempts, self.controller)
-        self.controller.observe_draft_seconds(draft_seconds, draft)
+        self.controller.times.observe_draft(draft_seconds, draft)
         size = _num_tokens(attempts), len(attempts)
-        self.controller.observe_verify_seconds(verify_seconds, verify, *size)
+        self.controller.times.observe_verify(verify_seconds, verify, *size)
 
     def observe_round_seconds(self, attempts: Sequence[Attempt], seconds: float) -> float:
         """The same of a round whose phases no clock could tell apart.
@@ -307,7 +307,7 @@ class Speculator:
             return seconds * run / (run + plan.num_layers) if plan is not None else 0.0
         draft, verify = self._expected(attempts, self.controller)
         size = _num_tokens(attempts), len(attempts)
-        self.controller.observe_round_seconds(seconds, draft, verify, *size)
+        self.controller.times.observe_round(seconds, draft, verify, *size)
         return seconds * draft / (draft + verify)
 
     def _expected(self, attempts: Sequence[Attempt], controller: Controller) -> tuple[float, float]:
@@ -316,15 +316,15 @@ class Speculator:
         passes = [a.draft.num_passes for a in attempts]
         greedy = all(a.request.sampler.is_argmax for a in attempts)
         draft = sum(
-            controller.draft_seconds(sum(n > i for n in passes), context, greedy=greedy)
+            controller.times.draft(sum(n > i for n in passes), context, greedy=greedy)
             for i in range(max(passes))
         )
         longest = max(len(a.draft.tokens) for a in attempts) + 1
-        verify = controller.verify_seconds(
+        verify = controller.times.verify(
             _num_tokens(attempts), context, rows=len(attempts), longest=longest, greedy=greedy
         )
         looked_up = sum(len(a.draft.tokens) for a in attempts if a.source == "lookup")
-        return draft, verify + looked_up * controller.drawing_seconds(greedy=greedy)
+        return draft, verify + looked_up * controller.times.drawing(greedy=greedy)
 
     def began(self, row: Row) -> None:
         """After a row's prefill: its draft may take the tokens of its prompt, and the first one."""

@@ -363,19 +363,19 @@ def run_rounds(controller, count, *, pace=1.0, drafts=1.0, verify=1.0, tokens=5,
     full = cost.verify_pass(tokens, CONTEXT, sequences=rows)
     for _ in range(count):
         if drafted:
-            expected = controller.draft_seconds(rows, CONTEXT)
-            controller.observe_draft_seconds(pace * drafts * draft, expected)
-        expected = controller.verify_seconds(tokens, CONTEXT, rows=rows)
+            expected = controller.times.draft(rows, CONTEXT)
+            controller.times.observe_draft(pace * drafts * draft, expected)
+        expected = controller.times.verify(tokens, CONTEXT, rows=rows)
         took = pace * full * (verify if drafted else 1.0)
-        controller.observe_verify_seconds(took, expected, tokens, rows)
+        controller.times.observe_verify(took, expected, tokens, rows)
 
 
 def beside_plain(controller) -> tuple[float, float]:
     """A draft and a pass of five tokens, in plain passes."""
-    plain = controller.verify_seconds(1, CONTEXT)
+    plain = controller.times.verify(1, CONTEXT)
     return (
-        controller.draft_seconds(1, CONTEXT) / plain,
-        controller.verify_seconds(5, CONTEXT) / plain,
+        controller.times.draft(1, CONTEXT) / plain,
+        controller.times.verify(5, CONTEXT) / plain,
     )
 
 
@@ -402,7 +402,7 @@ def test_one_plain_pass_in_ten_tells_a_wrong_table_from_a_slow_machine():
     for pace, verify in ((1.3, 1.0), (1.0, 1.3)):
         controller = Controller(table())
         run_rounds(controller, 30, pace=pace, verify=verify)
-        told = controller.verify_seconds(5, CONTEXT) / table().verify_pass(5, CONTEXT)
+        told = controller.times.verify(5, CONTEXT) / table().verify_pass(5, CONTEXT)
         assert told == pytest.approx(1.3, rel=0.01)
         for _ in range(12):
             run_rounds(controller, 1, pace=pace, tokens=1)
@@ -417,7 +417,7 @@ def test_a_machine_that_gets_slower_while_nothing_is_drafted_changes_no_ratio():
     run_rounds(controller, 50, drafts=1.5, verify=0.9)
     before = beside_plain(controller)
     run_rounds(controller, 300, pace=2.0, tokens=1)
-    assert controller.verify_seconds(1, CONTEXT) == pytest.approx(
+    assert controller.times.verify(1, CONTEXT) == pytest.approx(
         2.0 * table().verify_pass(1, CONTEXT), rel=0.01
     )
     # Nor is what was learnt while drafting lost; the share of it that was the machine's comes out.
@@ -427,11 +427,11 @@ def test_a_machine_that_gets_slower_while_nothing_is_drafted_changes_no_ratio():
 
 def test_what_one_size_of_pass_shows_is_thought_of_the_next_ones():
     controller = Controller(table(quantum=8))
-    before = [controller.verify_seconds(n, CONTEXT) for n in (8, 16, 64)]
+    before = [controller.times.verify(n, CONTEXT) for n in (8, 16, 64)]
     for _ in range(20):
         run_rounds(controller, 1, tokens=1)
         run_rounds(controller, 1, verify=0.7, tokens=8)
-    sizes = [controller.verify_seconds(n, CONTEXT) for n in (8, 16, 64)]
+    sizes = [controller.times.verify(n, CONTEXT) for n in (8, 16, 64)]
     near, next_one, far = (now / then for now, then in zip(sizes, before, strict=True))
     assert 0.7 < near < 0.73 < next_one < far < 0.95
 
@@ -441,9 +441,9 @@ def test_passes_of_one_row_are_known_all_at_once():
     for _ in range(2):  # as the table has them, and corrected
         for context in (CONTEXT, 700):
             each = [
-                controller.verify_seconds(n, context) for n in range(1, MAX_AUTO_DRAFT_TOKENS + 2)
+                controller.times.verify(n, context) for n in range(1, MAX_AUTO_DRAFT_TOKENS + 2)
             ]
-            assert controller.alone_seconds(context) == each
+            assert controller.times.alone(context) == each
         run_rounds(controller, 5, verify=0.8, tokens=12)
 
 
@@ -461,9 +461,9 @@ def test_one_stalled_round_changes_little():
 def test_a_round_that_took_no_time_or_forever_says_nothing():
     controller = Controller(table())
     for seconds in (0.0, float("inf"), float("nan")):
-        controller.observe_verify_seconds(seconds, 1.0, 1, 1)
-        controller.observe_draft_seconds(seconds, 1.0)
-        controller.observe_round_seconds(seconds, 1.0, 1.0, 5, 1)
+        controller.times.observe_verify(seconds, 1.0, 1, 1)
+        controller.times.observe_draft(seconds, 1.0)
+        controller.times.observe_round(seconds, 1.0, 1.0, 5, 1)
     assert beside_plain(controller) == beside_plain(Controller(table()))
 
 
@@ -472,12 +472,12 @@ def test_rounds_whose_phases_no_clock_tells_apart_are_learnt_from_as_a_whole():
     draft, verify = (3 * cost.draft_pass(1, CONTEXT), cost.verify_pass(4, CONTEXT))
     for _ in range(30):
         run_rounds(controller, 2, tokens=1)
-        expected = (3 * controller.draft_seconds(1, CONTEXT), controller.verify_seconds(4, CONTEXT))
-        controller.observe_round_seconds(2.0 * draft + verify, *expected, 4, 1)
-    told = 3 * controller.draft_seconds(1, CONTEXT) + controller.verify_seconds(4, CONTEXT)
+        expected = (3 * controller.times.draft(1, CONTEXT), controller.times.verify(4, CONTEXT))
+        controller.times.observe_round(2.0 * draft + verify, *expected, 4, 1)
+    told = 3 * controller.times.draft(1, CONTEXT) + controller.times.verify(4, CONTEXT)
     assert told == pytest.approx(2.0 * draft + verify, rel=0.02)
     plain = cost.verify_pass(1, CONTEXT)
-    assert controller.verify_seconds(1, CONTEXT) == pytest.approx(plain, rel=0.01)
+    assert controller.times.verify(1, CONTEXT) == pytest.approx(plain, rel=0.01)
 
 
 def test_kinds_of_requests_learn_apart():
@@ -494,10 +494,10 @@ def test_tokens_that_are_drawn_cost_more_than_the_likeliest():
     """Drawing takes as long as the draft's layers: half as many tokens pay."""
     cost = replace(table(0.1, slope=0.0), sampling=0.1, greedy_sampling=0.0)
     controller = Controller(cost, (0.7,), follows_clock=False)
-    assert controller.draft_seconds(1, CONTEXT, greedy=True) == pytest.approx(0.1)
-    assert controller.draft_seconds(1, CONTEXT) == pytest.approx(0.2)
-    assert controller.verify_seconds(3, CONTEXT, greedy=True) == pytest.approx(1.0)
-    assert controller.verify_seconds(3, CONTEXT) == pytest.approx(1.3)
+    assert controller.times.draft(1, CONTEXT, greedy=True) == pytest.approx(0.1)
+    assert controller.times.draft(1, CONTEXT) == pytest.approx(0.2)
+    assert controller.times.verify(3, CONTEXT, greedy=True) == pytest.approx(1.0)
+    assert controller.times.verify(3, CONTEXT) == pytest.approx(1.3)
 
     def drafted(*greedy: bool) -> list[int]:
         states = [controller.row("greedy", greedy=one) for one in greedy]

@@ -23,6 +23,7 @@ VALUES = {
     "metrics",
     "outputs",
     "pace",
+    "pass_times",
     "params",
     "plan",
     "policy",

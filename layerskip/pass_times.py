@@ -1,0 +1,126 @@
+"""What passes are thought to take now: a cost table, as the rounds have corrected it."""
+
+from collections.abc import Sequence
+
+from layerskip.clocks import DRAFT, PACE, Clocks
+from layerskip.cost import CostTable
+from layerskip.params import MAX_AUTO_DRAFT_TOKENS
+
+CONTEXT_STEP = 64
+MOST_REMEMBERED = 100_000  # seconds looked up in the table
+SHORTEST = 1e-9  # seconds of a pass: nothing is divided by zero
+
+
+class PassTimes:
+    """Seconds of passes, of any number of rows.
+
+    Args:
+        cost: of passes.
+        follows_clock: whether measured seconds correct the table.
+
+    Attributes:
+        row_quantum: rows that a pass is padded to.
+    """
+
+    def __init__(self, cost: CostTable, *, follows_clock: bool = True) -> None:
+        self.row_quantum = cost.row_quantum
+        self._tables = {greedy: cost.of(greedy=greedy) for greedy in (False, True)}
+        self._follows_clock, self._clocks = follows_clock, Clocks()
+        self._seconds: dict[tuple[str, int, int, int, int, bool], float] = {}
+        self._alone: dict[tuple[int, bool], list[tuple[int, float]]] = {}
+
+    def draft(self, rows: int, context: int, *, each: int = 1, greedy: bool = False) -> float:
+        """Of one draft pass over ``rows`` sequences with ``each`` tokens of each.
+
+        Args:
+            greedy: all of them take the likeliest token.
+        """
+        ratio = self._clocks.ratios[DRAFT]
+        return ratio * self._looked_up("draft", rows * each, context, rows, each, greedy)
+
+    def verify(
+        self,
+        tokens: int,
+        context: int,
+        *,
+        rows: int = 1,
+        longest: int | None = None,
+        greedy: bool = False,
+    ) -> float:
+        """Of one full-depth pass over the tokens of ``rows`` sequences.
+
+        Args:
+            longest: tokens of the sequence with the most; None: all have equally many.
+            greedy: all of them take the likeliest token.
+        """
+        longest = -(-tokens // rows) if longest is None else longest
+        ratio = self._clocks.ratios[self._verify_clock(tokens, rows)]
+        return ratio * self._looked_up("verify", tokens, context, rows, longest, greedy)
+
+    def alone(self, context: int, *, greedy: bool = False) -> list[float]:
+        """Of full-depth passes over one, two, ... tokens of one row; one more than may be drafted.
+
+        As ``verify`` has them, and far quicker: each round of a row asks for all.
+        """
+        key = (context // CONTEXT_STEP, greedy)
+        if key not in self._alone:
+            counts = range(1, MAX_AUTO_DRAFT_TOKENS + 2)
+            self._alone[key] = [
+                (self._verify_clock(n, 1), self._looked_up("verify", n, context, 1, n, greedy))
+                for n in counts
+            ]
+        ratios = self._clocks.ratios
+        return [ratios[clock] * seconds for clock, seconds in self._alone[key]]
+
+    def drawing(self, *, greedy: bool = False) -> float:
+        """Of judging a looked-up token beside a drafted one, whose noise is made."""
+        table = self._tables[greedy]
+        return self._clocks.ratios[PACE] * max(0.0, table.sampling - table.further)
+
+    def _verify_clock(self, tokens: int, rows: int) -> int:
+        """Whose error a verify pass has: that of plain ones, or of its size."""
+        return PACE if tokens <= rows else Clocks.size(tokens, self.row_quantum)
+
+    def _looked_up(
+        self, what: str, tokens: int, context: int, rows: int, longest: int, greedy: bool
+    ) -> float:
+        if tokens == 0:
+            return 0.0
+        key = (what, tokens, context // CONTEXT_STEP, rows, longest, greedy)
+        if key not in self._seconds:
+            if len(self._seconds) >= MOST_REMEMBERED:
+                self._seconds.clear()
+            middle = (context // CONTEXT_STEP + 0.5) * CONTEXT_STEP
+            table = self._tables[greedy]
+            if what == "draft":
+                seconds = table.draft_pass(tokens, middle, sequences=rows)
+            else:
+                seconds = table.verify_pass(tokens, middle, sequences=rows, longest=longest)
+            self._seconds[key] = max(seconds, SHORTEST)
+        return self._seconds[key]
+
+    def observe_draft(self, measured: float, expected: float) -> None:
+        """What a round's draft took beside what ``draft`` says of its passes."""
+        self._observe(measured, [(DRAFT, expected)])
+
+    def observe_verify(self, measured: float, expected: float, tokens: int, rows: int) -> None:
+        """What a verify pass over the ``tokens`` of ``rows`` sequences took beside what
+        ``verify`` says of it."""
+        self._observe(measured, [(self._verify_clock(tokens, rows), expected)])
+        self._clocks.pass_time()
+
+    def observe_round(
+        self, measured: float, draft: float, verify: float, tokens: int, rows: int
+    ) -> None:
+        """The same of a draft and a verify pass that no clock could tell apart."""
+        parts = [(DRAFT, draft), (self._verify_clock(tokens, rows), verify)]
+        self._observe(measured, parts)
+        self._clocks.pass_time()
+
+    def _observe(self, measured: float, parts: Sequence[tuple[int, float]]) -> None:
+        ratios = self._clocks.ratios
+        tabled = [(clock, expected / ratios[clock]) for clock, expected in parts]
+        total = sum(seconds for _, seconds in tabled)
+        if self._follows_clock and total > 0.0:
+            weights = [(clock, seconds / total) for clock, seconds in tabled if clock != PACE]
+            self._clocks.observe(measured / total, weights)
