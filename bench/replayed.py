@@ -9,8 +9,8 @@ passes take what one table says (the truth), the controller believes another, in
 passes that verify them, are too dear or too cheap by a factor; and every round is measured with the
 noise and the drift of a machine that does other things, too. Figures are tokens a second over those
 of the fixed number that is best for the text: no clock and no machine plays a part. The last column
-is the calibration error of the chances that were told, beside what right ones would show of so many
-tokens by chance.
+is the calibration error of the chances that were told when each text came once, and what right ones
+would show of so many tokens by chance.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paired import quiet, sampling_at
+from paired import circumstances, quiet, sampling_at, write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -243,21 +243,29 @@ class Decoder:
 
 def judged(
     texts: Sequence[Recorded], cost: CostTable, acceptance: Sequence[float], rows: int
-) -> tuple[int, float, list[float], tuple[float, float]]:
-    """The best fixed number, its speed-up, what automatic drafting reaches of it by table, and
-    under the right one its calibration error and what that would be by chance."""
+) -> dict[str, Any]:
+    """The best fixed number, its speed-up, and what automatic drafting reaches of it by table; the
+    calibration error of a controller that sees each text once, and what it would be by chance."""
     order = random.Random(1)
     stream = [text for _ in range(3) for text in order.sample(texts, len(texts))]
     plain = Decoder(cost).run(stream, rows)
     fixed = {k: Decoder(cost, fixed=k).run(stream, rows) for k in FIXED}
     best = min(fixed, key=lambda k: fixed[k])
-    reached, errors = [], []
+    reached = {}
     for wrong in WRONG:
         controller = Controller(believed(cost, *wrong), acceptance)
-        reached.append(fixed[best] / Decoder(cost, controller).run(stream, rows))
-        told = controller.calibration_error, controller.calibration_error_by_chance
-        errors.append(tuple(error("text") for error in told))
-    return best, plain / fixed[best], reached, errors[0]
+        seconds = Decoder(cost, controller).run(stream, rows)
+        reached["{:g}/{:g}".format(*wrong)] = fixed[best] / seconds
+    once = Controller(believed(cost, *WRONG[0]), acceptance)
+    Decoder(cost, once).run(stream[: len(texts)], rows)
+    return {
+        "texts": len(texts),
+        "best": best,
+        "speedup": plain / fixed[best],
+        "automatic_to_best_fixed": reached,
+        "calibration_error": once.calibration_error("text"),
+        "calibration_error_by_chance": once.calibration_error_by_chance("text"),
+    }
 
 
 def record_all(lm: SelfSpeculativeLM, options: argparse.Namespace) -> None:
@@ -290,6 +298,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="decoded together (1)")
     parser.add_argument("-c", type=float, default=0.165, help="a draft, in plain passes (0.165)")
     parser.add_argument("--drafts", type=Path, default=FILE, help=f"recorded ones ({FILE})")
+    parser.add_argument("--out", type=Path, help="JSON of the figures")
     options = parser.parse_args()
     quiet()
     known = SelfSpeculativeLM.load_parts(options.model, dtype=options.dtype)
@@ -298,18 +307,34 @@ def main() -> None:
         record_all(loaded, options)
     texts = [t for t in read(options.drafts) if t.temperature or t.repeated <= MAX_REPEATED]
     acceptance = known[2].acceptance
-    factors = [f"{drafts:g}/{verify:g}" for drafts, verify in WRONG]
-    title = f"automatic over the best fixed, {options.rows} rows, by factors of draft/verify"
+    by_temperature = {
+        f"{temperature:g}": judged(
+            [text for text in texts if text.temperature == temperature],
+            truth(options.c),
+            acceptance,
+            options.rows,
+        )
+        for temperature in sorted({text.temperature for text in texts})
+    }
+    show(by_temperature, options.rows)
+    if options.out is not None:
+        asked = {"rows": options.rows, "c": options.c, "tokens": options.tokens}
+        write(options.out, {**circumstances(), **asked, "temperatures": by_temperature})
+
+
+def show(by_temperature: dict[str, dict[str, Any]], rows: int) -> None:
+    """As people read it."""
+    factors = ["{:g}/{:g}".format(*wrong) for wrong in WRONG]
+    title = f"automatic over the best fixed, {rows} rows, by factors of draft/verify"
     table = Table(title=title, box=None, title_justify="left")
-    for column in ("T", "texts", "best", "speed", *factors, "error"):
+    for column in ("T", "texts", "best", "speed", *factors, "error / by chance"):
         table.add_column(column, justify="right")
-    for temperature in sorted({text.temperature for text in texts}):
-        some = [text for text in texts if text.temperature == temperature]
-        best, speed, reached, error = judged(some, truth(options.c), acceptance, options.rows)
-        shown = [f"{temperature:g}", str(len(some)), str(best), f"{speed:.2f}"]
-        shares = [f"{share:.3f}" for share in reached]
-        table.add_row(*shown, *shares, "{:.3f} / {:.3f}".format(*error))
-    Console().print(table)
+    for temperature, found in by_temperature.items():
+        shown = [temperature, str(found["texts"]), str(found["best"]), f"{found['speedup']:.2f}"]
+        shares = [f"{found['automatic_to_best_fixed'][name]:.3f}" for name in factors]
+        errors = f"{found['calibration_error']:.3f} / {found['calibration_error_by_chance']:.3f}"
+        table.add_row(*shown, *shares, errors)
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

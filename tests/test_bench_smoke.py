@@ -330,18 +330,18 @@ def test_recorded_drafts_decode_as_the_decoder_does(scripts, toy, temperature):
 def test_replayed_drafts_are_judged_under_every_table(
     scripts, arguments, monkeypatch, tmp_path, capsys
 ):
-    file = tmp_path / "drafts.jsonl"
-    size = ["--limit", "2", "--tokens", "12", "--drafts", str(file)]
+    file, out = tmp_path / "drafts.jsonl", tmp_path / "replayed.json"
+    size = ["--limit", "2", "--tokens", "12", "--drafts", str(file), "--out", str(out)]
     for _ in range(2):  # the second time the file is there
         run(scripts.replayed, [*arguments, *size], monkeypatch)
     assert len(file.read_text(encoding="utf-8").splitlines()) == 4
     first, second = capsys.readouterr().out.split("automatic over the best fixed")[1:]
     assert first.split()[-1] == second.split()[-1]
-    best, speed, reached, (error, by_chance) = scripts.replayed.judged(
-        list(scripts.replayed.read(file)), scripts.replayed.truth(0.165), (0.8,), 1
-    )
-    assert best in scripts.replayed.FIXED
-    assert speed > 0.3
-    assert len(reached) == len(scripts.replayed.WRONG)
-    assert min(reached) > 0.7
-    assert error > 0.0 < by_chance
+    document = json.loads(out.read_text(encoding="utf-8"))["temperatures"]
+    assert [found["texts"] for found in document.values()] == [2, 2]
+    for found in document.values():
+        assert found["best"] in scripts.replayed.FIXED
+        assert found["speedup"] > 0.3
+        assert len(found["automatic_to_best_fixed"]) == len(scripts.replayed.WRONG)
+        assert min(found["automatic_to_best_fixed"].values()) > 0.6  # of two texts of 12 tokens
+        assert found["calibration_error"] > 0.0 < found["calibration_error_by_chance"]
