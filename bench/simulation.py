@@ -11,7 +11,9 @@ Between turns a loop's requests wait and its clock stands still. The table is th
 Requests have their own numbers of tokens: with the same one, users who once sent together would do
 so forever, and a loop would show one such chance.
 Loops begin and end as simulated ones do: users are taken up somewhere in a first request that is
-not counted, and go on sending until the last counted request is done.
+not counted, and go on sending until the last counted request is done. Of many users more requests
+are counted: they wait for each other's prompts, one, two or three at a time, and a quantile that
+lies between two of these numbers is a matter of chance for long.
 
 By ``--clock cpu`` the decoder's own clocks, and with them the recorded rounds and the controller,
 count this process's CPU time: for a machine that does other things, too. Real figures are given by
@@ -261,6 +263,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=16, help="of recorded runs and loops (16)")
     parser.add_argument("--tables", type=int, default=4, help="measured, between the turns (4)")
     parser.add_argument("--requests", type=int, default=192, help="of each loop, all turns (192)")
+    parser.add_argument("--each", type=int, default=48, help="and of each user at least (48)")
     parser.add_argument("--num-prompts", type=int, default=48, help="that requests draw from (48)")
     parser.add_argument("--new-tokens", type=int, default=64, help="at most; at least a third (64)")
     parser.add_argument("--concurrency", default="1,4,16")
@@ -296,10 +299,11 @@ def sitting(
                 record_runs(lm, requests, turn, options, folder)
                 progress.advance(task)
                 for number, policy in chance.sample(cases, len(cases)):
+                    counted = max(options.requests, options.each * number)
                     if (number, policy) not in users:
-                        wanted = policy, number, options.requests
+                        wanted = policy, number, counted
                         users[number, policy] = Users(lm, requests, *wanted, chance)
-                    users[number, policy].run(options.requests * (turn + 1) // options.turns)
+                    users[number, policy].run(counted * (turn + 1) // options.turns)
                     progress.advance(task)
     return median_table(tables), {case: of.loop for case, of in users.items()}
 
@@ -352,6 +356,7 @@ def main() -> None:
         "clock": options.clock,
         "seconds": time.monotonic() - began,
         "requests": options.requests,
+        "requests_of_a_user": options.each,
         "new_tokens": options.new_tokens,
         "turns": options.turns,
         "prompts": len(prompts),
