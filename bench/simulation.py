@@ -64,7 +64,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Loop:
-    """Times of counted requests, by ``MEASURES``, and what rounds did, by ``DONE``."""
+    """Times of counted requests, by ``MEASURES``, and counts of what all steps did."""
 
     times: dict[str, list[Clock]]
     done: Counter[str]

@@ -73,7 +73,7 @@ class CostTable:
         draft_head: final norm and head, over the draft's vocabulary, and the draft's confidence;
             one context.
         verify: embedding, all layers and the full head.
-        sampling: of one token of a sequence, draft or target, its noise made.
+        sampling: of one token of a sequence, draft or target, the making of its noise included.
         row_quantum: passes are padded to a multiple of this many rows.
         key: what the table is of: fingerprint of the model, plan, device, dtype, threads, versions.
         tiles: positions of a sequence that attention takes at once, where fewer rows than a

@@ -80,6 +80,8 @@ def test_prefills_block_the_rounds_of_others():
 
 def test_a_request_of_one_token_ends_with_its_prefill():
     cell = one_cell(flat(), Synthetic((0.5,), 10, 1), "fixed:2")
+    assert cell.prefills == 1.0
+    assert one_cell(flat(), Synthetic((0.5,), 10, 1), "fixed:2", 3).prefills == 3.0
     assert cell.end_to_end == cell.first_token
     assert (cell.end_to_end.p50, cell.token.p50, cell.rows) == (1.0, 0.0, 0.0)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -204,6 +205,24 @@ def test_no_round_in_which_a_size_was_proven_is_timed(toy, monkeypatch):
     assert (counted, timed) == ([16], [])
     batch.step()
     assert (counted, timed) == ([16], [1])
+
+
+def test_what_deciding_takes_is_no_draft_s(toy, monkeypatch):
+    """By a clock that stands still but there."""
+    lm = with_controller(toy, Controller(cost_of(0.1)))
+    now, timed, decide = [0.0], [], Speculator.decide
+
+    def deciding(*arguments):
+        now[0] += 100.0
+        return decide(*arguments)
+
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("layerskip.decode.time", clock)
+    monkeypatch.setattr(Speculator, "decide", deciding)
+    monkeypatch.setattr(Speculator, "observe_seconds", lambda *given: timed.append(given[2:]))
+    run(lm, max_new_tokens=6)
+    assert timed
+    assert set(timed) == {(0.0, 0.0)}
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, WITH_RULES], ids=["greedy", "0.8", "rules"])
