@@ -26,6 +26,11 @@ LOOKUP_PRIORS = (0.3, 0.5, 0.65, 0.75, 0.82, 0.87, 0.97)  # after matches betwee
 NUM_ERROR_BINS = 10
 
 
+def lookup_confidence(match_length: int, stored: bool) -> float:
+    """What speaks for each looked-up token after a match this long, 0 to 1, before any is seen."""
+    return LOOKUP_PRIORS[bisect_right(MATCH_EDGES, match_length)] / (1 + stored)
+
+
 @dataclass
 class Share:
     """A discounted share of successes."""
@@ -177,7 +182,7 @@ class RowState:
     def lookup_acceptance(self, match_length: int, stored: bool) -> float:
         """Of each looked-up token after a match this long."""
         share = self.shared.lookup(match_length, stored)
-        prior = LOOKUP_PRIORS[bisect_right(MATCH_EDGES, match_length)] / (1 + stored)
+        prior = lookup_confidence(match_length, stored)
         return min(LARGEST, share.mean(prior, SHARED_WEIGHT) * self._lookup_ratio.value)
 
     def settle(self, gained: float, passes: float) -> None:

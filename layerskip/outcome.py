@@ -103,6 +103,7 @@ def record_of(
         drafter=attempt.source if attempt is not None else "none",
         num_draft_passes=draft.num_passes,
         chances=tuple(stopper.chances) if stopper is not None else (),
+        confidences=attempt.confidences if attempt is not None else (),
         stopped=attempt.stopped if attempt is not None else "",
         num_uncovered_tokens=num_uncovered_tokens,
         request_id=row.spec.request_id,

@@ -53,6 +53,8 @@ class Round:
             tokens were right.
         chances: what each drafted token's chance of acceptance was thought to be, if every token
             before it was accepted; with ``num_draft_tokens="auto"`` and an early exit only.
+        confidences: what spoke for each drafted token when it was drafted: of the same tokens the
+            draft's own confidence, of looked-up ones the length of their match; 0 to 1.
         stopped: why the draft went no further: it had the "number" of tokens that was to be
             drafted, the next one's "confidence" was too low, its draft pass would have had more
             "cost" than gain for the rows that went on, or nothing can follow ("end"). "" where
@@ -82,6 +84,7 @@ class Round:
     drafter: Drafter = "none"
     num_draft_passes: int = 0
     chances: tuple[float, ...] = ()
+    confidences: tuple[float, ...] = ()
     stopped: StopReason = ""
     num_uncovered_tokens: int = 0
     request_id: str = ""
@@ -125,6 +128,7 @@ class Round:
             "exit_layer": self.exit_layer,
             "stopped": self.stopped,
             "chances": [round(chance, 4) for chance in self.chances],
+            "confidences": [round(confidence, 4) for confidence in self.confidences],
             "origin": self.origin,
             "finish_reason": self.finish_reason,
         }

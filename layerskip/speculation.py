@@ -9,6 +9,7 @@ from layerskip.cache import KVCache
 from layerskip.controller import PLAIN, Ask, Choice, Controller, Stopper
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
+from layerskip.estimates import lookup_confidence
 from layerskip.guessing import NO_GUESS, guess_for, guesser, judged, room
 from layerskip.lookup import FORCED_MATCH, Guess, LookupStore
 from layerskip.outputs import Drafter, StopReason
@@ -40,6 +41,14 @@ class Attempt:
     def source(self) -> Drafter:
         """Where the drafted tokens came from."""
         return self.choice.source if self.draft.tokens else "none"
+
+    @property
+    def confidences(self) -> tuple[float, ...]:
+        """What spoke for each drafted token; none where nobody asked."""
+        if self.source == "lookup":
+            told = lookup_confidence(self.guess.match_length, self.guess.stored)
+            return (told,) * len(self.draft.tokens)
+        return tuple(self.stopper.confidences) if self.stopper is not None else ()
 
     @property
     def stopped(self) -> StopReason:

@@ -34,6 +34,7 @@ def record(index, tokens, drafted, accepted, origin, finish_reason=None) -> dict
         "drafter": "early_exit" if drafted else "none",
         "num_draft_passes": 0,  # the oracle runs no layer
         "chances": (),
+        "confidences": (),
         "stopped": "number" if drafted else "",
         "num_uncovered_tokens": 0,
         "labels": {},

@@ -1,5 +1,6 @@
 """Drift: what alarms are worth on streams of requests that differ, and how a monitor is used."""
 
+import json
 import math
 import statistics
 import threading
@@ -13,23 +14,12 @@ import pytest
 from toys import PLANS, make_model, random_ids
 
 from layerskip import Round, SelfSpeculativeLM
-from layerskip.telemetry import cusum
-from layerskip.telemetry.cusum import (
-    DRAFTS_PER_FALSE_ALARM,
-    MOST_HEARD,
-    Baseline,
-    Cusum,
-    OpenRequest,
-    threshold,
-)
-from layerskip.telemetry.drift import (
-    MOST_BUCKETS,
-    MOST_POINTS,
-    OTHER_BUCKET,
-    Alarm,
-    DriftMonitor,
-    find_drift,
-)
+from layerskip.estimates import EDGES
+from layerskip.telemetry import baseline as baselines
+from layerskip.telemetry.baseline import NUM_BINS, Baseline, BinnedDraft, OpenRequest, Surprise
+from layerskip.telemetry.cusum import DRAFTS_PER_FALSE_ALARM, MOST_HEARD, Cusum, threshold
+from layerskip.telemetry.drift import MOST_BUCKETS, OTHER_BUCKET, DriftMonitor, find_drift
+from layerskip.telemetry.drift_bucket import MOST_POINTS, Alarm
 
 MOST = 4  # tokens a draft
 ACCEPTANCE = 0.79
@@ -129,7 +119,7 @@ def test_half_a_deviation_is_found_within_200_rounds(correlation: float, deviati
 def test_the_delay_is_what_was_expected() -> None:
     rng = np.random.default_rng(2)
     for correlation in (0.0, 0.05):
-        expected = Baseline.of(requests_of(*traffic(rng, 100, correlation))).expected_delay()
+        expected = Cusum(Baseline.of(requests_of(*traffic(rng, 100, correlation)))).expected_delay
         median = statistics.median(delay(rng, correlation, -0.5) for _ in range(31))
         assert median == pytest.approx(expected, rel=0.35)
 
@@ -232,8 +222,8 @@ def test_odd_references_still_make_a_baseline() -> None:
     assert (single.correlation, single.drafts_per_request) == (0.0, 1.0)
     apart = Baseline.of([[4 * (i % 2)] * 10 for i in range(50)])
     assert apart.correlation == pytest.approx(1.0)
-    assert apart.assumed_correlation == cusum.MOST_CORRELATION
-    assert Baseline(**apart.to_dict()) == apart
+    assert apart.assumed_correlation == baselines.MOST_CORRELATION
+    assert Baseline.from_dict(apart.to_dict()) == apart
     with pytest.raises(ValueError, match="a baseline needs 20 requests that drafted, got 19"):
         Baseline.of([[1, 2]] * 19 + [[]] * 10)
 
@@ -244,6 +234,142 @@ def test_two_requests_in_a_loop_are_no_drift(level: int) -> None:
     reference = requests_of(*traffic(rng, 200, 0.017))
     stream = [[level] * 500, reference[0], [level] * 500, *reference[1:5]]
     assert not list(alarms_of(Cusum(Baseline.of(reference)), stream))
+
+
+# Drafts that tell their confidence.
+
+Told = tuple[int, tuple[float, ...]]  # accepted tokens of a draft, and its confidences
+
+
+def told_traffic(
+    rng: np.random.Generator, num_requests: int, loss: float = 0.0, doubt: float = 0.0
+) -> list[list[Told]]:
+    """Requests that differ as much as greedy ones do, in their confidence and in what it means.
+
+    A token is right with the chance that its confidence says, but for a logit of the request's
+    own; ``loss`` is the share of right tokens that are lost all the same, ``doubt`` is taken from
+    each logit, and the confidence knows.
+    """
+    requests = []
+    for _ in range(num_requests):
+        level = 1.2 - doubt + 1.0 * rng.standard_normal()
+        own = 0.2 * rng.standard_normal()
+        count = int(np.clip(rng.lognormal(math.log(34.0), 0.55), 3, 200))
+        logits = level + rng.standard_normal((count, MOST))
+        confidences = 1 / (1 + np.exp(-logits))
+        right = rng.random((count, MOST)) < (1 - loss) / (1 + np.exp(-logits - own))
+        accepted = np.cumprod(right, axis=1).sum(axis=1)
+        told = (tuple(line) for line in confidences.tolist())
+        requests.append(list(zip(accepted.tolist(), told, strict=True)))
+    return requests
+
+
+def watch(monitor: DriftMonitor, requests: list[list[Told]], *, tell: bool = True) -> None:
+    for i, request in enumerate(requests):
+        for j, (accepted, told) in enumerate(request, 1):
+            known = told if tell else ()
+            ends = j == len(request)
+            monitor.observe("", f"{i}", accepted, confidences=known, finished=ends)
+
+
+def told_alarms(
+    baseline: Baseline, requests: list[list[Told]], *, tell: bool = True
+) -> list[Alarm]:
+    alarms: list[Alarm] = []
+    watch(DriftMonitor(baselines={"": baseline}, on_alarm=alarms.append), requests, tell=tell)
+    return alarms
+
+
+def learnt(requests: list[list[Told]], *, tell: bool = True) -> Baseline:
+    monitor = DriftMonitor(num_reference_requests=len(requests))
+    watch(monitor, requests, tell=tell)
+    return monitor.baselines()[""]
+
+
+def losing_half_a_deviation(requests: list[list[Told]]) -> float:
+    """The ``loss`` that takes half a standard deviation of accepted tokens a draft."""
+    counts = np.array([accepted for request in requests for accepted, _ in request])
+    low, high = 0.0, 1.0
+    while high - low > 1e-4:
+        loss = (low + high) / 2
+        kept = np.cumsum(np.concatenate([[0.0], (1 - loss) ** np.arange(1, MOST + 1)]))[counts]
+        low, high = (loss, high) if (counts - kept).mean() < counts.std() / 2 else (low, loss)
+    return high
+
+
+def test_half_a_deviation_is_found_within_200_rounds_however_much_requests_differ() -> None:
+    rng = np.random.default_rng(11)
+    loss = losing_half_a_deviation(told_traffic(rng, 300))
+    delays: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(21):
+        usual, worse = told_traffic(rng, 100), told_traffic(rng, 60, loss)
+        for tell, found in delays.items():
+            alarms = told_alarms(learnt(usual, tell=tell), worse, tell=tell)
+            found.append(next((a.num_drafts for a in alarms if a.direction == "down"), math.inf))
+    assert learnt(usual).correlation > 0.1 > 2 * learnt(usual).surprise.baseline.correlation
+    assert statistics.median(delays[True]) < PROMISED_DELAY < statistics.median(delays[False])
+
+
+def test_false_alarms_of_both_sums_are_rare() -> None:
+    rng, found, drafts = np.random.default_rng(12), 0, 0
+    for _ in range(5):
+        usual, stream = told_traffic(rng, 100), told_traffic(rng, 1000)
+        found += len(told_alarms(learnt(usual), stream))
+        drafts += sum(map(len, stream))
+    assert drafts > 1.5 * PROMISED_DRAFTS
+    assert found < drafts / PROMISED_DRAFTS
+
+
+def test_text_that_became_harder_is_seen_in_accepted_tokens_alone() -> None:
+    rng = np.random.default_rng(13)
+    baseline = learnt(told_traffic(rng, 100))
+    alarms = told_alarms(baseline, told_traffic(rng, 200, doubt=1.5))
+    assert {(alarm.watched, alarm.direction) for alarm in alarms} == {("accepted", "down")}
+    alarms = told_alarms(baseline, told_traffic(rng, 60, loss=0.3))
+    assert ("surprise", "down") in {(alarm.watched, alarm.direction) for alarm in alarms}
+    first = next(alarm for alarm in alarms if alarm.watched == "surprise")
+    fall = first.before - first.now
+    assert fall > 0.3
+    assert str(first) == (
+        f"all requests: accepted tokens a draft fell {fall:.2f} standard deviations below what its "
+        f"confidence used to mean over {first.since} drafts"
+    )
+
+
+def test_surprises_are_standard() -> None:
+    usual = learnt(told_traffic(np.random.default_rng(14), 300)).surprise
+    assert usual is not None
+    assert abs(usual.baseline.mean) < 0.03
+    assert usual.baseline.deviation == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_surprise_is_successes_less_their_chances_in_deviations() -> None:
+    low, high = EDGES[2], EDGES[8]  # each the least of a bin of its own
+    drafts = [(2, (high, high, low)), (0, (low,)), (1, (high, low)), (1, (low, high))]
+    requests = [[BinnedDraft.of(*draft) for draft in drafts]] * 20
+    surprise = Surprise.of(requests)
+    assert surprise is not None
+    # Judged with the higher confidence: three right, and one wrong; with the lower: one and three.
+    assert sorted(set(surprise.shares)) == [0.25, 0.5, 0.75]
+    variance = 0.75 * 0.25 + 0.75 * 0.75 * 0.25 + 0.75 * 0.75 * 0.25 * 0.75
+    for accepted, surplus in ((0, -0.75), (1, 0.25 - 0.75), (2, 0.5 - 0.25), (3, 0.5 + 0.75)):
+        found = surprise.of_draft(BinnedDraft.of(accepted, (high, high, low)))
+        assert found == pytest.approx(surplus / math.sqrt(variance))
+    sure = replace(surprise, shares=(1.0,) * NUM_BINS)  # but never that sure
+    assert sure.of_draft(BinnedDraft.of(1, (high, high))) == pytest.approx(-1 / math.sqrt(0.1))
+    looked_up = BinnedDraft.of(2, (high, high), looked_up=True)  # of which none was seen
+    assert surprise.of_draft(looked_up) == pytest.approx(1.0 / math.sqrt(0.375))
+    assert Surprise.of(requests[1:]) is None
+    told = replace(Baseline(1.0, 1.0), surprise=surprise)
+    assert Baseline.from_dict(json.loads(json.dumps(told.to_dict()))) == told
+
+
+def test_a_draft_that_the_end_cuts_is_no_surprise() -> None:
+    sure = [[(MOST, (0.99,) * MOST)] * 9 + [(1, (0.99,) * MOST)]] * 30
+    baseline = learnt(sure)
+    assert baseline.surprise is not None
+    assert set(baseline.surprise.shares) == {1.0}
+    assert not [a for a in told_alarms(baseline, sure * 4) if a.watched == "surprise"]
 
 
 # The monitor.
@@ -288,7 +414,7 @@ def test_a_bucket_learns_and_then_alarms(usual: list[list[int]], worse: list[lis
     assert set(monitor.baselines()) == {"code"}
     feed(monitor, worse, "c", labels={"task": "code"})
     first, state = alarms[0], monitor.states()["code"]
-    assert (first.bucket, first.direction) == ("code", "down")
+    assert (first.bucket, first.watched, first.direction) == ("code", "accepted", "down")
     assert first.since <= first.num_drafts < 150
     assert first.before == Baseline.of(usual[:50]).mean
     assert first.now < first.before - 0.5
@@ -354,7 +480,7 @@ def test_what_was_decoded_while_learning_is_not_held_against_anyone(
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerskip.telemetry.drift.MOST_OPEN", 10)
+    monkeypatch.setattr("layerskip.telemetry.drift_bucket.MOST_OPEN", 10)
     monitor = DriftMonitor(label="user", num_reference_requests=20)
     for i in range(1000):
         monitor.observe("given up", str(i), 2)
@@ -418,7 +544,10 @@ def test_a_decoder_can_be_watched() -> None:
         (lambda: DriftMonitor(num_reference_requests=5), "num_reference_requests must be at least"),
         (lambda: DriftMonitor(shift=0.0), "shift must be finite and between 0.1 and 3"),
         (lambda: DriftMonitor(drafts_per_false_alarm=10), "drafts_per_false_alarm must be finite"),
-        (lambda: Baseline(-1.0, 1.0), "mean must be finite and at least 0"),
+        (lambda: Baseline(math.nan, 1.0), "mean must be finite"),
+        (lambda: Baseline(1.0, -1.0), "variance must be finite and at least 0"),
+        (lambda: Surprise((0.5,), Baseline(0.0, 1.0)), f"shares must be {NUM_BINS} numbers, got 1"),
+        (lambda: Surprise((1.5,) * NUM_BINS, Baseline(0.0, 1.0)), "shares must be finite and betw"),
         (lambda: Baseline(1.0, math.nan), "variance must be finite"),
         (lambda: Baseline(1.0, 1.0, 1.5), "correlation must be finite and between 0 and 1"),
         (lambda: Baseline(1.0, 1.0, drafts_per_request=0.5), "drafts_per_request must be finite"),

@@ -155,6 +155,7 @@ def test_a_round_as_json_has_counts_and_times_and_nothing_of_the_text():
         "exit_layer": 2,
         "stopped": "number",
         "chances": [],
+        "confidences": [],
         "origin": "recovered",
         "finish_reason": None,
     }

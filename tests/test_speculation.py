@@ -15,7 +15,9 @@ from layerskip.controller import PLAIN, Choice, Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
+from layerskip.estimates import lookup_confidence
 from layerskip.guessing import judged
+from layerskip.lookup import FORCED_MATCH
 from layerskip.plan import PlanFile
 from layerskip.speculation import Speculator
 
@@ -185,7 +187,20 @@ def test_confidence_stops_drafts_and_chances_are_told(lm):
     assert drafted
     assert all(len(r.chances) == r.num_draft_tokens for r in drafted)
     assert all(0.0 <= chance <= 1.0 for r in drafted for chance in r.chances)
+    assert all(len(r.confidences) == r.num_draft_tokens for r in drafted)
+    assert len({told for r in drafted for told in r.confidences}) > len(drafted)
     assert any(r.stopped for r in drafted)
+
+
+def test_what_spoke_for_a_looked_up_token_is_the_length_of_its_match(lm):
+    known = {lookup_confidence(length, False) for length in range(FORCED_MATCH + 1)}
+    out = run(lm, PROMPT * 4)
+    looked_up = [r for r in out.rounds if r.drafter == "lookup"]
+    assert looked_up
+    for r in looked_up:
+        assert len(r.confidences) == r.num_draft_tokens
+        assert set(r.confidences) <= known
+        assert not r.chances
 
 
 def test_no_round_in_which_a_size_was_proven_is_timed(toy, monkeypatch):

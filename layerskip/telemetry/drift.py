@@ -1,105 +1,45 @@
 """Drift: an alarm when a bucket's drafts are no longer accepted as they used to be.
 
-``cusum`` has the test, what it can find and what it cannot.
+``cusum`` has the test, what it can find and what it cannot; ``baseline`` what it watches.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from layerskip.outputs import Round
 from layerskip.params import check_integer, check_number
-from layerskip.telemetry.cusum import (
-    DRAFTS_PER_FALSE_ALARM,
-    LEAST_REQUESTS,
-    MOST_OPEN,
-    SHIFT,
-    Baseline,
-    Cusum,
-    Direction,
-    OpenRequest,
-    Reference,
-)
+from layerskip.telemetry.baseline import LEAST_REQUESTS, Baseline, BinnedDraft
+from layerskip.telemetry.cusum import DRAFTS_PER_FALSE_ALARM, SHIFT, Cusum
+from layerskip.telemetry.drift_bucket import Alarm, Bucket, DriftState, PathPoint, Watched
 
 REFERENCE_REQUESTS = 100
 MOST_BUCKETS = 100  # a label may have more values than a monitor or a scrape should
-MOST_POINTS = 400
 OTHER_BUCKET = "(other)"
-
-
-# Drafts watched, and the largest down and up since the point before; an alarm is at 1.
-PathPoint = tuple[int, float, float]
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """A shift that was found.
-
-    Attributes:
-        bucket: it is in.
-        direction: "down": fewer drafted tokens are accepted.
-        request_id: whose draft raised it.
-        num_drafts: watched in the bucket until then.
-        since: of these, the last ones, in which the shift was gathered.
-        before: accepted tokens a draft in the baseline.
-        now: the same in the last ones.
-    """
-
-    bucket: str
-    direction: Direction
-    request_id: str
-    num_drafts: int
-    since: int
-    before: float
-    now: float
-
-    def __str__(self) -> str:
-        verb = "fell" if self.direction == "down" else "rose"
-        return (
-            f"{self.bucket or 'all requests'}: accepted tokens a draft {verb} from "
-            f"{self.before:.2f} to {self.now:.2f} over {self.since} drafts"
-        )
-
-
-@dataclass(frozen=True)
-class DriftState:
-    """Where a bucket stands.
-
-    Attributes:
-        baseline: None while it is learnt.
-        num_requests: learnt from, so far.
-        num_drafts: watched.
-        down, up: the two sums, in parts of the threshold: an alarm is at 1.
-        num_down_alarms, num_up_alarms: so far.
-        last_alarm: if there was one.
-    """
-
-    baseline: Baseline | None
-    num_requests: int
-    num_drafts: int
-    down: float
-    up: float
-    num_down_alarms: int
-    num_up_alarms: int
-    last_alarm: Alarm | None
 
 
 class DriftMonitor:
     """Watches acceptance by bucket: a callable for ``on_round=``, from any number of threads.
 
     A bucket learns its baseline from its first requests, unless it is given one, and is watched
-    from then on. After an alarm the sum begins again from zero: alarms repeat while the shift
-    lasts. ``relearn`` takes what is now for usual. Rounds that drafted nothing do not count. With
+    from then on: the accepted tokens of each draft, and, where drafts tell their confidence (with
+    ``num_draft_tokens="auto"``), how far these are from what it spoke for. The first finds any
+    shift of acceptance, if requests are not too different; the second finds one of the drafter
+    whatever requests there are, but none of text that its confidence follows.
+
+    After an alarm the sum begins again from zero: alarms repeat while the shift lasts. ``relearn``
+    takes what is now for usual. Rounds that drafted nothing do not count. With
     ``num_draft_tokens="auto"`` a change of load changes how much is drafted, and so what is
     accepted of a draft: that is a shift, too.
 
     Args:
         label: whose value is the bucket; None: all requests are one. Beyond 100 values the rest is
             one bucket.
-        baselines: of buckets by name, such as an earlier monitor's ``baselines()``.
+        baselines: of buckets by name, such as an earlier monitor's ``baselines()``
+            (``Baseline.to_dict`` and ``from_dict`` keep them as JSON).
         num_reference_requests: that a baseline is learnt from, 20 at least.
-        shift: to be found, in standard deviations of accepted tokens a draft.
+        shift: to be found, in standard deviations of what is watched.
         drafts_per_false_alarm: at which the threshold aims, both directions together. A baseline
             that is learnt and drafts that are not normal cost a part of it.
         on_alarm: called with each ``Alarm``, in the thread that decodes; what it raises goes
@@ -123,20 +63,29 @@ class DriftMonitor:
         self._num_reference_requests = num_reference_requests
         self._shift, self._drafts_per_false_alarm = shift, drafts_per_false_alarm
         self._lock = threading.Lock()
-        self._buckets: dict[str, _Bucket] = {}
+        self._buckets: dict[str, Bucket] = {}
         for name, baseline in (baselines or {}).items():
-            self._buckets[name] = _Bucket(name, self._cusum(baseline))
+            self._bucket(name).watch(self._tests(baseline))
 
     def __call__(self, record: Round) -> None:
         self.observe(
             self._bucket_of(record.labels),
             record.request_id,
             record.num_accepted_tokens if record.num_draft_tokens else None,
+            confidences=record.confidences,
+            looked_up=record.drafter == "lookup",
             finished=record.finish_reason is not None,
         )
 
     def observe(
-        self, bucket: str, request_id: str, accepted: int | None, *, finished: bool = False
+        self,
+        bucket: str,
+        request_id: str,
+        accepted: int | None,
+        *,
+        confidences: Sequence[float] = (),
+        looked_up: bool = False,
+        finished: bool = False,
     ) -> None:
         """Count a round that is in no ``Round``.
 
@@ -144,15 +93,20 @@ class DriftMonitor:
             bucket: of the request.
             request_id: the same for all rounds of a request.
             accepted: tokens; None where nothing was drafted.
+            confidences: of all drafted tokens; none where they are not known.
+            looked_up: whether the tokens were, rather than drafted by an early exit.
             finished: whether it was the request's last.
         """
+        draft = None
+        if confidences and accepted is not None and not finished:
+            draft = BinnedDraft.of(accepted, confidences, looked_up=looked_up)
         with self._lock:
             watched = self._bucket(bucket)
-            alarm = watched.observe(request_id, accepted, finished)
-            enough = watched.reference.num_requests >= self._num_reference_requests
-            if watched.cusum is None and enough:
-                watched.watch(self._cusum(watched.reference.baseline()))
-        if alarm is not None:
+            alarms = watched.observe(request_id, accepted, draft, finished)
+            enough = watched.num_requests >= self._num_reference_requests
+            if watched.baseline is None and enough:
+                watched.watch(self._tests(watched.learnt()))
+        for alarm in alarms:
             self._on_alarm(alarm)
 
     def states(self) -> dict[str, DriftState]:
@@ -185,95 +139,21 @@ class DriftMonitor:
     def _bucket_of(self, labels: Mapping[str, str]) -> str:
         return labels.get(self._label, "") if self._label is not None else ""
 
-    def _bucket(self, name: str) -> "_Bucket":
+    def _bucket(self, name: str) -> Bucket:
         if name not in self._buckets and len(self._buckets) >= MOST_BUCKETS:
             name = OTHER_BUCKET
-        return self._buckets.setdefault(name, _Bucket(name, None))
+        return self._buckets.setdefault(name, Bucket(name))
 
-    def _cusum(self, baseline: Baseline) -> Cusum:
-        return Cusum(baseline, self._shift, self._drafts_per_false_alarm)
+    def _tests(self, baseline: Baseline) -> dict[Watched, Cusum]:
+        """Of all that is known of a bucket.
 
-
-class _Bucket:
-    """A bucket that learns its baseline, then is watched."""
-
-    def __init__(self, name: str, cusum: Cusum | None) -> None:
-        self.name, self.cusum, self.reference = name, cusum, Reference()
-        self._open: dict[str, OpenRequest] = {}
-        self._alarms: dict[Direction, int] = {"down": 0, "up": 0}
-        self._last: Alarm | None = None
-        self.path = _Path()
-
-    def observe(self, request_id: str, accepted: int | None, finished: bool) -> Alarm | None:
-        request = self._open.get(request_id)
-        if request is None:
-            if len(self._open) >= MOST_OPEN:  # the oldest was given up without an end
-                del self._open[next(iter(self._open))]
-            request = self._open[request_id] = OpenRequest()
-        found = None
-        if accepted is not None and self.cusum is not None:
-            found = self.cusum.observe(request, accepted)
-            self.path.add(
-                *(
-                    1.0 if found and found[0] == direction else value / self.cusum.threshold
-                    for direction, value in self.cusum.sums.items()
-                )
-            )
-        elif accepted is not None:
-            request.add(accepted)
-        if finished:
-            del self._open[request_id]
-            if self.cusum is None:
-                self.reference.add(request)
-        if self.cusum is None or found is None:
-            return None
-        direction, since, now = found
-        base = self.cusum.baseline
-        self._alarms[direction] += 1
-        self._last = Alarm(
-            self.name, direction, request_id, self.cusum.num_drafts, since, base.mean, now
-        )
-        return self._last
-
-    def watch(self, cusum: Cusum) -> None:
-        self.cusum = cusum
-        self._open.clear()  # what they did so far was learnt from, or is of before
-
-    def relearn(self) -> None:
-        self.cusum, self.reference = None, Reference()
-        self._open.clear()
-
-    def state(self) -> DriftState:
-        cusum = self.cusum
-        return DriftState(
-            None if cusum is None else cusum.baseline,
-            self.reference.num_requests,
-            0 if cusum is None else cusum.num_drafts,
-            0.0 if cusum is None else cusum.sums["down"] / cusum.threshold,
-            0.0 if cusum is None else cusum.sums["up"] / cusum.threshold,
-            self._alarms["down"],
-            self._alarms["up"],
-            self._last,
-        )
-
-
-class _Path:
-    """The course of two sums in a bounded number of points."""
-
-    def __init__(self) -> None:
-        self.points: list[PathPoint] = []
-        self._stride, self._count = 1, 0
-
-    def add(self, down: float, up: float) -> None:
-        if self._count % self._stride:
-            _, *before = self.points.pop()
-            down, up = max(down, before[0]), max(up, before[1])
-        elif len(self.points) == MOST_POINTS:
-            pairs = zip(self.points[::2], self.points[1::2], strict=True)
-            self.points = [(b[0], max(a[1], b[1]), max(a[2], b[2])) for a, b in pairs]
-            self._stride *= 2
-        self._count += 1
-        self.points.append((self._count, down, up))
+        Two tests share the false alarms, and are surer of their baselines: it takes one of them.
+        """
+        known: dict[Watched, Baseline] = {"accepted": baseline}
+        if baseline.surprise is not None:
+            known["surprise"] = baseline.surprise.baseline
+        drafts = self._drafts_per_false_alarm * len(known)
+        return {w: Cusum(b, self._shift, drafts, errors=len(known)) for w, b in known.items()}
 
 
 @dataclass(frozen=True)
@@ -312,6 +192,8 @@ def find_drift(
             entry["labels"].get(label, "") if label is not None else "",
             entry["request_id"],
             entry["num_accepted_tokens"] if entry["num_draft_tokens"] else None,
+            confidences=entry.get("confidences") or (),
+            looked_up=entry.get("mode") == "lookup",
             finished=entry["finish_reason"] is not None,
         )
     return Drift(monitor.states(), tuple(alarms), monitor.paths())

@@ -45,6 +45,7 @@ ROUNDS = {
     "verify_seconds": "DOUBLE",
     "rows": "INTEGER",
     "context": "INTEGER",
+    "confidences": "FLOAT[]",
     "stopped": "VARCHAR",
     "finish_reason": "VARCHAR",
 }
@@ -185,8 +186,8 @@ def _load_rounds(database: "DuckDBPyConnection", folder: Path) -> None:
             least(num_draft_tokens, num_accepted_tokens
                   + (num_emitted_tokens > num_accepted_tokens)::INTEGER) AS judged,
             context, context // {CONTEXT_STEP} AS place, draft_seconds, verify_seconds,
-            finish_reason IS NOT NULL AS is_last,
-            {_is_broken(ROUNDS, {"stopped", "finish_reason"})} AS broken
+            confidences, finish_reason IS NOT NULL AS is_last,
+            {_is_broken(ROUNDS, {"confidences", "stopped", "finish_reason"})} AS broken
         FROM {_source(ROUNDS)} LEFT JOIN requests USING (request_id)
         WHERE (index > 0 OR index IS NULL) AND (number IS NULL OR is_on IS NOT NULL)
         """,

@@ -146,12 +146,14 @@ def drafts_in_order(database: "DuckDBPyConnection") -> Iterator[dict[str, Any]]:
     of a request together, requests in the order in which they ended."""
     found = database.execute(IN_ORDER)
     while lines := found.fetchmany(FETCHED):
-        for request, task, drafted, accepted, reason in lines:
+        for request, task, mode, drafted, accepted, confidences, reason in lines:
             yield {
                 "request_id": request,
                 "labels": {"task": task},
+                "mode": mode,
                 "num_draft_tokens": drafted,
                 "num_accepted_tokens": accepted,
+                "confidences": confidences,
                 "finish_reason": reason,
             }
 
@@ -185,7 +187,8 @@ def _price(database: "DuckDBPyConnection", cost: CostTable | None) -> None:
 
 
 IN_ORDER = """
-    SELECT request_id, task, drafted, accepted, CASE WHEN is_last THEN 'ended' END
+    SELECT request_id, task, mode, drafted, accepted, confidences,
+        CASE WHEN is_last THEN 'ended' END
     FROM rounds JOIN requests ON number = request WHERE rounds.is_on ORDER BY number, index
 """
 IGNORED = "SELECT count(*) FROM rounds WHERE request IS NULL"
