@@ -10,15 +10,17 @@ interval. Greedy prompts whose plain output loops are left out. Our modes must e
 decoding does, or the script stops; for transformers' the share of prompts is given.
 
 The prediction is ``mean_accepted_length / (passes c + v)`` from the cost table, for what follows
-the first token; what was measured of that stands beside it. Adversarial means that no drafted token
-is ever right, while the model is as sure of its own as always (bench/bad_drafters.py).
+the first token; what was measured of that stands beside it. With ``--profile-seconds`` tables are
+measured right before each workload: a machine changes within an hour. Adversarial means that no
+drafted token is ever right, while the model is as sure of its own as always
+(bench/bad_drafters.py).
 """
 
 import argparse
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -336,7 +338,10 @@ def main() -> None:
     parser.add_argument("--max-repeated", type=float, default=0.2, help="8-grams, greedy (0.2)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument(
-        "--profile-seconds", type=float, default=0.0, help="0: the quick cost table of a load (0)"
+        "--profile-seconds",
+        type=float,
+        default=0.0,
+        help="before each workload; 0: a load's table (0)",
     )
     parser.add_argument("--no-theirs", action="store_true", help="leave transformers' modes out")
     parser.add_argument("--out", type=Path, default=dated("workloads"))
@@ -352,6 +357,7 @@ def main() -> None:
         for temperature in options.temperatures:
             sampling = sampling_at(temperature)
             for name in dict.fromkeys(names):
+                setting = profiled(setting, options.profile_seconds)
                 workload = Workload(name, setting, sampling)
 
                 def on_turn(kept: int, limit: int, done: int = done) -> None:
@@ -387,21 +393,28 @@ def setting_of(options: argparse.Namespace) -> Setting:
         raise SystemExit(f"no plan is known for {options.model}")
     exiting = wrapped(model, tokenizer, known, known.cost, lookup=False)
     alone = wrapped(model, tokenizer, None, None, lookup=True)
-    costs = [lm.controller.cost for lm in (exiting, alone)]
-    if options.profile_seconds:
-        each = options.profile_seconds / len(costs)
-        costs = [measure_cost(lm.stack, lm.plan, seconds=each) for lm in (exiting, alone)]
     return Setting(
         model,
         tokenizer,
         known,
-        *costs,
+        exiting.controller.cost,
+        alone.controller.cost,
         options.tokens,
         options.limit,
         options.repeats,
         options.max_repeated,
         not options.no_theirs,
     )
+
+
+def profiled(setting: Setting, seconds: float) -> Setting:
+    """The same with tables of this moment; 0 seconds: with those that it has."""
+    if not seconds:
+        return setting
+    exiting = wrapped(setting.model, setting.tokenizer, setting.known, setting.cost, lookup=False)
+    alone = wrapped(setting.model, setting.tokenizer, None, setting.alone, lookup=True)
+    cost, own = (measure_cost(lm.stack, lm.plan, seconds=seconds / 2) for lm in (exiting, alone))
+    return replace(setting, cost=cost, alone=own)
 
 
 def prompts_of(name: str, files: dict[str, str], setting: Setting) -> list[list[int]]:
