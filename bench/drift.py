@@ -1,25 +1,31 @@
-"""What drift alarms are worth on recorded rounds: ``python bench/drift.py RUNS --label category``.
+"""What drift alarms are worth on recorded rounds.
 
-Whole requests of a runs folder (``layerskip measure``) are drawn again and again: each monitor
+    python bench/drift.py RUNS... --arms auto,4 --label category
+
+Whole requests of runs folders (``layerskip measure``) are drawn again and again: each monitor
 learns its baseline from a hundred of them, and watches others, as they are for false alarms, and
 with the mean of accepted tokens a draft half a standard deviation lower for the delay: each
 accepted token is lost with the same chance, and what was accepted behind it. So few recorded
 requests stand for a whole bucket: one odd request comes back in every stream, which makes more
-false alarms than traffic with as many odd ones, none twice. A monitor that is not told the drafts'
-confidences (``--no-confidences``) has accepted tokens alone.
+false alarms than traffic with as many odd ones, none twice. Each bucket is watched twice: by
+monitors that are told the drafts' confidences, if there are any, and by some that are not.
 """
 
 import argparse
 import random
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from paired import circumstances, dated, write
+from rich.console import Console
 
 from layerskip.telemetry.baseline import Baseline
-from layerskip.telemetry.cusum import SHIFT, Cusum
+from layerskip.telemetry.cusum import SHIFT
 from layerskip.telemetry.drift import Alarm, DriftMonitor
-from layerskip.telemetry.runs import REQUESTS, ROUNDS, read_lines
+from layerskip.telemetry.runs import REQUESTS, ROUNDS, read_lines, read_run
 
 REFERENCE = 100
 LEAST = 20
@@ -29,16 +35,14 @@ Draft = tuple[int, tuple[float, ...], bool]  # accepted tokens, confidences, loo
 Request = list[Draft]
 
 
-def recorded(
-    folder: Path, arm: str, label: str | None, *, confidences: bool
-) -> dict[str, list[Request]]:
+def recorded(folder: Path, arm: str, label: str | None) -> dict[str, list[Request]]:
     """The drafts of each finished request, by bucket; "" holds all of them."""
     finished = {entry["request_id"] for entry in read_lines(folder / REQUESTS)}
     requests: dict[tuple[str, str], Request] = defaultdict(list)
     for entry in read_lines(folder / ROUNDS):
         if entry["arm"] == arm and entry["num_draft_tokens"] and entry["request_id"] in finished:
             bucket = entry["labels"].get(label, "") if label else ""
-            told = tuple(entry["confidences"]) if confidences else ()
+            told = tuple(entry["confidences"])
             draft = (entry["num_accepted_tokens"], told, entry["mode"] == "lookup")
             requests[bucket, entry["request_id"]].append(draft)
     buckets: dict[str, list[Request]] = defaultdict(list)
@@ -47,6 +51,11 @@ def recorded(
         if bucket:
             buckets[bucket].append(drafts)
     return buckets
+
+
+def untold(requests: Sequence[Request]) -> list[Request]:
+    """The same without confidences."""
+    return [[(accepted, (), looked_up) for accepted, _, looked_up in one] for one in requests]
 
 
 def watch(monitor: DriftMonitor, requests: Sequence[Request]) -> Iterator[int]:
@@ -100,8 +109,8 @@ def thinned(accepted: int, chance: float, rng: random.Random) -> int:
     return next((i for i in range(accepted) if rng.random() < chance), accepted)
 
 
-def report(requests: list[Request], monitors: int, drafts: int) -> str:
-    """One line of figures."""
+def judged(requests: Sequence[Request], monitors: int, drafts: int) -> dict[str, Any]:
+    """The median delay, and how many alarms were false."""
     rng, found, watched, delays = random.Random(0), Counter[str](), 0, []
     known = learnt(requests)
     each = round(drafts / monitors / known.drafts_per_request)
@@ -117,31 +126,62 @@ def report(requests: list[Request], monitors: int, drafts: int) -> str:
         ]
         fallen = (n for n, alarm in alarms(baseline, worse) if alarm.direction == "down")
         delays.append(next(fallen, NEVER))
-    surprise = known.surprise.baseline.correlation if known.surprise is not None else float("nan")
-    return (
-        f"{len(requests):4} requests of {known.drafts_per_request:.0f} drafts, "
-        f"mean {known.mean:.2f}, deviation {known.deviation:.2f}, "
-        f"correlation {known.correlation:.3f}, of surprise {surprise:.3f}, "
-        f"expected delay by accepted tokens alone {Cusum(known).expected_delay:.0f}, "
-        f"median delay {statistics.median(delays):.0f}, "
-        f"false alarms in 100,000 drafts {1e5 * found.total() / watched:.2f} "
-        f"({dict(found)} of {watched / 1e6:.1f} million)"
-    )
+    return {
+        "median_delay": statistics.median(delays),
+        "false_alarms": dict(found),
+        "drafts_watched": watched,
+        "false_alarms_per_100000": 1e5 * found.total() / watched,
+    }
+
+
+def report(requests: Sequence[Request], monitors: int, drafts: int) -> dict[str, Any]:
+    """Of one bucket."""
+    known = learnt(requests)
+    told = known.surprise is not None
+    return {
+        "requests": len(requests),
+        "drafts_per_request": known.drafts_per_request,
+        "mean": known.mean,
+        "deviation": known.deviation,
+        "correlation": known.correlation,
+        "correlation_of_surprise": known.surprise.baseline.correlation if told else None,
+        "accepted_alone": judged(untold(requests), monitors, drafts),
+        "with_confidences": judged(requests, monitors, drafts) if told else None,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", type=Path)
-    parser.add_argument("--arm", default="auto")
-    parser.add_argument("--label")
-    parser.add_argument("--no-confidences", dest="confidences", action="store_false")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--arms", default="auto", help="comma-separated (auto)")
+    parser.add_argument("--label", help="whose value is the bucket")
     parser.add_argument("--monitors", type=int, default=40)
-    parser.add_argument("--drafts", type=int, default=2_000_000, help="watched for false alarms")
+    parser.add_argument("--drafts", type=int, default=1_000_000, help="watched for false alarms")
+    parser.add_argument("--out", type=Path, default=dated("drift"))
     args = parser.parse_args()
-    buckets = recorded(args.runs, args.arm, args.label, confidences=args.confidences)
-    for bucket, requests in sorted(buckets.items()):
-        if len(requests) >= LEAST:
-            print(f"{bucket or 'all':15}{report(requests, args.monitors, args.drafts)}", flush=True)
+    console, buckets = Console(width=160), []
+    for folder in args.runs:
+        temperature = read_run(folder)["sampling"]["temperature"]
+        for arm in args.arms.split(","):
+            for bucket, requests in sorted(recorded(folder, arm, args.label).items()):
+                if len(requests) < LEAST:
+                    continue
+                found = report(requests, args.monitors, args.drafts)
+                buckets.append({"temperature": temperature, "arm": arm, "bucket": bucket} | found)
+                console.print(line_of(buckets[-1]))
+                asked = {"monitors": args.monitors, "drafts": args.drafts}
+                write(args.out, {**circumstances(), **asked, "buckets": buckets})
+
+
+def line_of(found: Mapping[str, Any]) -> str:
+    """As people read it."""
+    line = f"T {found['temperature']:g}, {found['arm']}, {found['bucket'] or 'all':12}"
+    line += f"{found['requests']:4} requests of {found['drafts_per_request']:.0f} drafts"
+    for name in ("accepted_alone", "with_confidences"):
+        if (one := found[name]) is not None:
+            line += f"; {name.replace('_', ' ')}: {one['median_delay']:.0f} drafts, "
+            line += f"{one['false_alarms_per_100000']:.2f} false"
+    return line
 
 
 if __name__ == "__main__":
