@@ -302,6 +302,7 @@ class Batch:
             request.request_id,
             settings.labels,
             settings.return_cache,
+            tells=self._on_round is not None,
         )
 
     def _output(self, row: Row) -> GenerationOutput:

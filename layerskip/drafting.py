@@ -33,6 +33,7 @@ class DraftRequest:
         num_guesses: most of them in one pass.
         own_ids: tokens beyond the draft vocabulary that this row may draft, if there is one.
         exit_states: of the committed tokens that the adapter's block has yet to see.
+        tells: whether the draft's confidences are wanted, if nothing asks for them meanwhile.
     """
 
     row: int
@@ -46,6 +47,12 @@ class DraftRequest:
     num_guesses: int = 0
     own_ids: frozenset[int] = frozenset()
     exit_states: ExitStates | None = None
+    tells: bool = False
+
+    @property
+    def with_confidence(self) -> bool:
+        """Whether anybody wants to know how sure the draft is."""
+        return self.tells or self.goes_on is not None
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ class Draft:
             drawn from, ``(vocab,)`` float64.
         num_passes: draft passes that the row took part in.
         num_positions: tokens that they ran, wrong guesses among them.
+        confidences: of ``tokens`` (``Drawn``), if they are wanted.
     """
 
     tokens: tuple[int, ...]
@@ -69,6 +77,7 @@ class Draft:
     q: tuple[Tensor, ...] = ()
     num_passes: int = 0
     num_positions: int = 0
+    confidences: tuple[float, ...] = ()
 
 
 NO_DRAFT = Draft((), ())
@@ -127,7 +136,7 @@ class EarlyExitDrafter:
             g.prepare(given)
         bare = [g for g in asking if g.request.sampler.is_argmax]
         tokens = [] if not bare else _greedy(logits, head)
-        sure = any(g.request.goes_on is not None for g in bare)
+        sure = any(g.request.with_confidence for g in bare)
         likeliest = logits.float().softmax(-1).amax(-1).tolist() if sure else []
         done = 0
         for g, given in zip(asking, inputs, strict=True):
@@ -205,6 +214,7 @@ class _Growing:
     tokens: list[int] = field(default_factory=list)
     shared: list[Tensor] = field(default_factory=list)
     q: list[Tensor] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
     num_passes: int = 0
     num_positions: int = 0
     ended: bool = False
@@ -260,7 +270,7 @@ class _Growing:
                 self.position,
                 request.length + 1,
                 (*request.context, *self.tokens),
-                with_confidence=request.goes_on is not None,
+                with_confidence=request.with_confidence,
             )
             if drawn is None:
                 self.ended = True
@@ -283,6 +293,8 @@ class _Growing:
     def _follows(self, inputs: Sequence[int], i: int, confidence: float) -> bool:
         """Whether the token just drafted is the next one that went through the layers."""
         goes_on = self.request.goes_on
+        if self.request.with_confidence:
+            self.confidences.append(confidence)
         if goes_on is not None and not goes_on(confidence):
             self.ended = True
         # The token stays and is verified: ending here leaves the output's distribution alone.
@@ -293,4 +305,6 @@ class _Growing:
     def draft(self) -> Draft:
         # A state without a token drafted from it is left: verify runs that token by itself.
         shared = tuple(self.shared[: len(self.tokens)])
-        return Draft(tuple(self.tokens), shared, tuple(self.q), self.num_passes, self.num_positions)
+        counts = self.num_passes, self.num_positions
+        told = tuple(self.confidences)
+        return Draft(tuple(self.tokens), shared, tuple(self.q), *counts, confidences=told)

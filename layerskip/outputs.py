@@ -53,8 +53,9 @@ class Round:
             tokens were right.
         chances: what each drafted token's chance of acceptance was thought to be, if every token
             before it was accepted; with ``num_draft_tokens="auto"`` and an early exit only.
-        confidences: what spoke for each drafted token when it was drafted: of the same tokens the
-            draft's own confidence, of looked-up ones the length of their match; 0 to 1.
+        confidences: what spoke for each drafted token when it was drafted, 0 to 1: the draft's own
+            confidence (with a fixed number, where ``on_round`` listens and the host drives
+            rounds), or of looked-up tokens the length of their match.
         stopped: why the draft went no further: it had the "number" of tokens that was to be
             drafted, the next one's "confidence" was too low, its draft pass would have had more
             "cost" than gain for the rows that went on, or nothing can follow ("end"). "" where

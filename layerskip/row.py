@@ -33,6 +33,7 @@ class RowSpec:
         max_draft_tokens: whatever ``num_draft_tokens`` says, no round drafts more.
         request_id, labels: what its rounds are marked with.
         returns_cache: whether its keys and values are wanted in the end.
+        tells: whether its rounds say how sure their drafts were, though nothing depends on it.
     """
 
     prompt: tuple[int, ...]
@@ -48,6 +49,7 @@ class RowSpec:
     request_id: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     returns_cache: bool = False
+    tells: bool = False
 
     @property
     def may_draft(self) -> bool:

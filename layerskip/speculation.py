@@ -48,7 +48,7 @@ class Attempt:
         if self.source == "lookup":
             told = lookup_confidence(self.guess.match_length, self.guess.stored)
             return (told,) * len(self.draft.tokens)
-        return tuple(self.stopper.confidences) if self.stopper is not None else ()
+        return self.draft.confidences
 
     @property
     def stopped(self) -> StopReason:
@@ -241,6 +241,7 @@ class Speculator:
             width,
             row.own_ids,
             row.exit_states,
+            row.spec.tells,
         )
 
     def _drafts(
@@ -354,7 +355,7 @@ class Speculator:
             self.store.add(row.context)
         if row.state is None or self.controller is None:
             return
-        guess, stopper = attempt.guess, attempt.stopper
+        guess = attempt.guess
         right = judged(guess.tokens, emitted)
         row.state.add_lookup(guess.match_length, right, stored=guess.stored)
         drafted = len(attempt.draft.tokens)
@@ -369,7 +370,7 @@ class Speculator:
             attempt.choice,
             row.length,
             accepted,
-            stopper.confidences if stopper is not None else (),
+            attempt.draft.confidences,
             num_passes=attempt.draft.num_passes,
             num_drafted=drafted,
         )

@@ -192,6 +192,22 @@ def test_confidence_stops_drafts_and_chances_are_told(lm):
     assert any(r.stopped for r in drafted)
 
 
+@pytest.mark.parametrize("sampling", [None, SAMPLED])
+def test_drafts_of_a_fixed_number_say_how_sure_they_were_if_anybody_listens(toy, sampling):
+    lm = with_controller(toy, None, lookup=False)
+    settings = {"max_new_tokens": NEW, "num_draft_tokens": 3, "sampling": sampling}
+    silent, heard = lm.generate(PROMPT, **settings), []
+    told = lm.generate(PROMPT, **settings, on_round=heard.append)
+    assert told.token_ids == silent.token_ids
+    assert not any(r.confidences for r in silent.rounds)
+    drafted = [r for r in heard if r.num_draft_tokens]
+    assert drafted
+    for r in drafted:
+        assert len(r.confidences) == r.num_draft_tokens
+        assert all(0.0 < told <= 1.0 for told in r.confidences)
+        assert (r.chances, r.stopped) == ((), "number")
+
+
 def test_what_spoke_for_a_looked_up_token_is_the_length_of_its_match(lm):
     known = {lookup_confidence(length, False) for length in range(FORCED_MATCH + 1)}
     out = run(lm, PROMPT * 4)

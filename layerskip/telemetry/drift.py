@@ -23,8 +23,8 @@ class DriftMonitor:
     """Watches acceptance by bucket: a callable for ``on_round=``, from any number of threads.
 
     A bucket learns its baseline from its first requests, unless it is given one, and is watched
-    from then on: the accepted tokens of each draft, and, where drafts tell their confidence (with
-    ``num_draft_tokens="auto"``), how far these are from what it spoke for. The first finds any
+    from then on: the accepted tokens of each draft, and, where drafts tell their confidence
+    (``Round.confidences``), how far these are from what it spoke for. The first finds any
     shift of acceptance, if requests are not too different; the second finds one of the drafter
     whatever requests there are, but none of text that its confidence follows.
 
