@@ -21,17 +21,24 @@ STYLES = {
 }
 
 
-def model_options(command: argparse.ArgumentParser, *, plans: bool = True) -> None:
-    """Model, plan where it can be given, dtype, device and the form of the answer."""
+def model_options(command: argparse.ArgumentParser, *, drafts: bool = True) -> None:
+    """Model, what drafts where it can be given, dtype, device and the form of the answer."""
     command.add_argument(
         "model", nargs="?", default="builtin", help="folder, hub id or 'builtin' (the default)"
     )
-    if plans:
+    if drafts:
         plan = command.add_mutually_exclusive_group()
         plan.add_argument("--exit-layer", type=int, help="draft with this many leading layers")
         plan.add_argument("--plan", metavar="FILE", help="draft with the plan in this JSON file")
         command.add_argument(
             "--exit-adapter", metavar="DIR", help="draft at the exit that this folder's is of"
+        )
+        command.add_argument(
+            "--lookup",
+            action=argparse.BooleanOptionalAction,
+            default=None,
+            help="whether tokens are looked up in prompt and output (the default where the host "
+            "drives rounds)",
         )
     command.add_argument("--dtype", help="bfloat16, float16, float32; default: the checkpoint's")
     command.add_argument("--device", default="auto", help="cpu, cuda or auto")
@@ -40,13 +47,6 @@ def model_options(command: argparse.ArgumentParser, *, plans: bool = True) -> No
         action=argparse.BooleanOptionalAction,
         default=True,
         help="whether a row's bits may not depend on drafts and batch (the default)",
-    )
-    command.add_argument(
-        "--lookup",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="whether tokens are looked up in prompt and output (the default where the host "
-        "drives rounds)",
     )
     command.add_argument("--json", action="store_true", help="one JSON document as last line")
 

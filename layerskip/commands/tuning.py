@@ -44,7 +44,7 @@ def add_parsers(commands: Any) -> None:
     )
     search = commands.add_parser("search", help="find the layers to draft with, or that none pay")
     search.set_defaults(run=run_search)
-    model_options(search, plans=False)
+    model_options(search, drafts=False)
     search.add_argument(
         "--prompts", metavar="FILE", help="JSON lines; without it, held-out library code"
     )
