@@ -67,10 +67,6 @@ class HeadRows:
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
-    @property
-    def num_bytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
     def equal(self, head: nn.Linear) -> bool:
         """Whether some of the rows, spread over all, are still those of the head."""
         every = slice(0, len(self.ids), max(1, len(self.ids) // NUM_WATCHED))
@@ -125,11 +121,6 @@ class DraftHead:
             return self._base(x)
         # Two products: one matrix would have to be copied as a whole for every request.
         return torch.cat([self._base(x), self._extra(x)], dim=-1)[..., self._order]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the copied rows."""
-        return self._base.num_bytes + (0 if self._extra is None else self._extra.num_bytes)
 
     def including(self, extra_ids: Iterable[int]) -> "DraftHead":
         """This head with these ids too: of a prompt, of a grammar, emitted but not kept.

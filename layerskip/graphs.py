@@ -150,6 +150,7 @@ class Recordings:
 
     def __init__(self, recorder: Recorder, *, limit_bytes: int = LIMIT_BYTES) -> None:
         self._recorder, self._limit = recorder, limit_bytes
+        # The least recently used first.
         self._kept: OrderedDict[Hashable, Recording] = OrderedDict()
         self._unrecorded: set[Hashable] = set()
         self.reason = ""
@@ -160,11 +161,6 @@ class Recordings:
 
     def __len__(self) -> int:
         return len(self._kept)
-
-    @property
-    def keys(self) -> tuple[Hashable, ...]:
-        """Of what is kept, the least recently used first."""
-        return tuple(self._kept)
 
     @property
     def num_bytes(self) -> int:

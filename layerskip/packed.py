@@ -41,14 +41,11 @@ class Noise:
         temperature: float32; 0 is greedy.
         seeds: int64.
         positions: int64, absolute, of the tokens to choose.
-        starts: int64, positions of the rounds' first tokens, for a draft's own stream; None for
-            the noise that draft and target share.
     """
 
     temperature: Tensor
     seeds: Tensor
     positions: Tensor
-    starts: Tensor | None = None
 
 
 class PackedStack(DecoderStack):
@@ -140,7 +137,7 @@ class PackedStack(DecoderStack):
             Token ids ``(rows,)`` int64, and the probability of each row's likeliest token under
             its temperature, ``(rows,)`` float32.
         """
-        keys: dict[str, Tensor | None] = {} if noise is None else vars(noise)
+        keys: dict[str, Tensor] = {} if noise is None else vars(noise)
         forward = self._forward
         token_ids, likeliest, _ = self.ops.lm_head_argmax(
             hidden,

@@ -240,11 +240,11 @@ class Sampler:
             block verification exact.
         """
         if self.verification == "coupled":
-            scores = logits if self.is_argmax else self.scores(logits, context)
+            scores = self.scores(logits, context)
             if self.constraint is not None and not scores.isfinite().any():
                 return None
             noisy = self._noisy(scores, position)
-            token = greedy_tokens(logits)[0] if self.is_argmax else noisy.argmax(-1).tolist()[0]
+            token = int(noisy[0].argmax())
             if not with_confidence:
                 return Drawn(token)
             # By how much its token is preferred; a normaliser would cancel.

@@ -200,7 +200,7 @@ def test_a_context_that_outgrows_a_recording(stack, bench):
     fast, slow = (decoder_of(stack, b, num_rows=1, num_slots=400) for b in (bench, None))
     one = spec(prompt, limit=18)
     assert_same(fast, slow, decode(fast, one), decode(slow, one))
-    assert len({shape.num_slots for shape in fast.rounds.recordings.keys}) == 2
+    assert len({shape.num_slots for shape in fast.rounds.recordings._kept}) == 2
 
 
 class Scripted(Controller):
@@ -455,7 +455,7 @@ def test_the_library_lets_a_packed_model_run_by_itself(tokenizer):
         for one, other in zip(*outputs, strict=True):
             assert (one.text, one.token_ids) == (other.text, other.token_ids)
             assert without_times(one.rounds) == without_times(other.rounds)
-    assert packed._bench._idle.recordings.keys
+    assert len(packed._bench._idle.recordings) > 0
 
 
 def test_look_ups_give_way_unless_they_are_asked_for(tokenizer):
