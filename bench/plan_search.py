@@ -66,7 +66,7 @@ def main() -> None:
     calibration = Calibration(stack, texts, sampling=sampling)
     sets = closest_skip_sets(calibration, max_skipped=depth - 1)
     plans = [DraftPlan.exiting(num_layers=depth, exit_layer=e) for e in args.exits]
-    plans = list(dict.fromkeys([*plans, *(sets[n].plan for n in args.skipped)]))
+    plans = list(dict.fromkeys([*plans, *(sets[n] for n in args.skipped)]))
     shallow, deep = (
         measure_cost(stack, DraftPlan(depth, tuple(range(n))), seconds=10.0) for n in (1, depth)
     )

@@ -186,7 +186,7 @@ class _Search:
 
         def measure() -> list[list[int]]:
             sets = closest_skip_sets(self.calibration, max_skipped=self.depth - 1)
-            return [list(s.plan.layers) for s in sets.values()]
+            return [list(plan.layers) for plan in sets.values()]
 
         plans = self.journal.once(
             "skip sets", measure, lambda entry: [DraftPlan(self.depth, tuple(x)) for x in entry]

@@ -15,19 +15,6 @@ from layerskip.plan import DraftPlan
 
 
 @dataclass(frozen=True)
-class SkipSet:
-    """A draft plan and how close it comes.
-
-    Attributes:
-        plan: the layers that are left.
-        similarity: mean cosine of the draft's last hidden state and the full model's.
-    """
-
-    plan: DraftPlan
-    similarity: float
-
-
-@dataclass(frozen=True)
 class _Path:
     """The best draft so far that skipped so many layers: its hidden states, what it skipped."""
 
@@ -36,8 +23,8 @@ class _Path:
 
 
 @torch.inference_mode()
-def closest_skip_sets(calibration: Calibration, *, max_skipped: int) -> dict[int, SkipSet]:
-    """For each number of skipped layers from 1 on, a set that keeps hidden states close.
+def closest_skip_sets(calibration: Calibration, *, max_skipped: int) -> dict[int, DraftPlan]:
+    """For each number of skipped layers from 1 on, a plan that keeps hidden states close.
 
     CLaSp's programme (Chen et al. 2025, arXiv 2505.24196): with ``h_i`` the full model's hidden
     states after i layers and ``g(i, j)`` the best draft's after i layers of which j were skipped,
@@ -56,11 +43,8 @@ def closest_skip_sets(calibration: Calibration, *, max_skipped: int) -> dict[int
         both = zip([*reached[1:], None], passed, strict=True)  # with as many layers skipped
         better = [p if r is None or _cosine(p, target) > _cosine(r, target) else r for r, p in both]
         paths = [reached[0], *better][: max_skipped + 1]
-    target = calibration.states(depth)
     return {
-        count: SkipSet(
-            DraftPlan.skipping(num_layers=depth, skipped=path.skipped), _cosine(path, target)
-        )
+        count: DraftPlan.skipping(num_layers=depth, skipped=path.skipped)
         for count, path in enumerate(paths)
         if count
     }

@@ -20,7 +20,6 @@ from layerskip.training.losses import (
     exit_loss,
     losses_by_exit,
     sliding_survival,
-    survival,
     total_variation,
 )
 from layerskip.training.schedules import (
@@ -176,16 +175,6 @@ def test_draft_loss_mixes_its_terms_and_leaves_the_target_alone() -> None:
     assert draft.grad is not None
     assert draft.grad[:3].abs().sum() > 0.0
     assert not draft.grad[3:].any()  # no weight
-
-
-def test_survival_is_the_product_of_what_was_accepted_before() -> None:
-    draft, target, _ = some_logits()
-    accepted = torch.minimum(draft.softmax(-1), target.softmax(-1)).sum(-1).tolist()
-    expected = [math.prod(accepted[:i]) for i in range(TOKENS)]
-    assert survival(draft, target).tolist() == pytest.approx(expected, rel=1e-5)
-    both = survival(torch.stack([draft, target]), torch.stack([target, target]))
-    assert both[0].tolist() == pytest.approx(expected, rel=1e-5)
-    assert both[1].tolist() == pytest.approx([1.0] * TOKENS, rel=1e-5)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 5, 100])

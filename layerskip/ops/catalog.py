@@ -1,4 +1,4 @@
-"""Every kernel that can be launched: its name, its source, what it computes, what it moves."""
+"""Every kernel that can be launched: its name, its source, what it moves."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -22,14 +22,12 @@ class KernelInstance:
     Attributes:
         name: C++ name expression, as NVRTC is given it and as it is launched.
         source: file in ``kernels/``.
-        computes: in a few words.
         bytes_moved: what has to pass between memory and chip at least; takes the kernel's sizes
             by name.
     """
 
     name: str
     source: str
-    computes: str
     bytes_moved: Callable[..., int]
 
 
@@ -71,44 +69,37 @@ def _instances() -> Iterator[KernelInstance]:
             yield KernelInstance(
                 f"linear<{form},{tiles}>",
                 "linear.cu",
-                "x W^T, with a norm before it and bias and residual after it",
                 linear_bytes(tiles, 1),
             )
             yield KernelInstance(
                 f"swiglu<{form},{tiles}>",
                 "linear.cu",
-                "silu(x G^T) * (x U^T), with a norm before it",
                 linear_bytes(tiles, 2),
             )
             yield KernelInstance(
                 f"lm_head<{form},{tiles}>",
                 "lm_head.cu",
-                "vocabulary projection, summarised by chunks for a choice",
                 lm_head_bytes(tiles),
             )
         for head_dim, tiles in itertools.product(HEAD_DIMS, ATTENTION_TILES):
             yield KernelInstance(
                 f"decode_attention<{form},{head_dim},{tiles}>",
                 "attention.cu",
-                "attention of a few positions, over each split of the cache",
                 attention_bytes(head_dim),
             )
         yield KernelInstance(
             f"combine_splits<{form}>",
             "attention.cu",
-            "attention out of the parts of all splits",
             lambda *, rows, splits, head_dim: rows * (splits * 4 * (head_dim + 2) + 2 * head_dim),
         )
         yield KernelInstance(
             f"rms_norm<{form}>",
             "norm.cu",
-            "root-mean-square norm, with a residual added before it",
             lambda *, m, width, residual=False: 2 * m * width * (4 if residual else 2),
         )
         yield KernelInstance(
             f"rope_append_kv<{form}>",
             "rope.cu",
-            "rotary embedding of queries and keys; keys and values into the cache",
             lambda *, tokens, heads, heads_k, head_dim: (
                 4 * tokens * (heads + 2 * heads_k) * head_dim
             ),
@@ -116,37 +107,31 @@ def _instances() -> Iterator[KernelInstance]:
     yield KernelInstance(
         "lm_head_finish",
         "lm_head.cu",
-        "the chosen token of all chunks, its probability and the log-sum-exp",
         lambda *, m, vocab: m * (16 * -(-vocab // VOCAB_CHUNK) + 16),
     )
     yield KernelInstance(
         "gumbel_noise",
         "noise.cu",
-        "counter-based Gumbel noise of a position, for every token id",
         lambda *, rows, vocab: 4 * rows * vocab,
     )
     yield KernelInstance(
         "gumbel_from_bits",
         "noise.cu",
-        "Gumbel noise of given uniforms",
         lambda *, vocab: 8 * vocab,
     )
     yield KernelInstance(
         "accept_tokens",
         "accept.cu",
-        "greedy and coupled acceptance; advances the cache's lengths",
         lambda *, batch, k: 8 * batch * (3 * k + 4),
     )
     yield KernelInstance(
         "block_verify",
         "accept.cu",
-        "residual masses and their winners at every drafted position",
         lambda *, batch, k, vocab: 4 * batch * (2 * k + 1) * vocab,
     )
     yield KernelInstance(
         "accept_block",
         "accept.cu",
-        "block verification's choice; advances the cache's lengths",
         lambda *, batch, k, vocab: 20 * batch * (k + 1) * -(-vocab // VERIFY_CHUNK),
     )
 

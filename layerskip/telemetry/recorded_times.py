@@ -41,19 +41,17 @@ class RecordedTimes:
 
     Attributes:
         passes, drafted: draft passes and drafted tokens of all rounds.
-        num_rounds: that were added, prefills not counted.
     """
 
     def __init__(self, table: CostTable) -> None:
         self._table = table
         self._rounds: list[_Timed] = []
-        self.passes = self.drafted = self.num_rounds = 0
+        self.passes = self.drafted = 0
 
     def add(self, line: Mapping[str, Any], before: float | None) -> None:
         """A round, and when the one before it ended."""
         if line["index"] == 0:
             return
-        self.num_rounds += 1
         tokens, passes = line["num_draft_tokens"] + 1, line["num_draft_passes"]
         self.passes, self.drafted = self.passes + passes, self.drafted + tokens - 1
         if line["rows"] != 1 or before is None or len(self._rounds) == MOST_TIMED:

@@ -31,7 +31,7 @@ class Replay:
         machine: its pace from round to round; None if the runs are of another one, or have no round
             of one row.
         of_this_table: whether recorded times count.
-        num_requests, num_rounds: that were read.
+        num_requests: that were read.
     """
 
     recorded: Recorded
@@ -40,7 +40,6 @@ class Replay:
     machine: MachineTime | None
     of_this_table: bool
     num_requests: int
-    num_rounds: int
 
 
 def replay(folder: str | Path, table: CostTable) -> Replay:
@@ -86,7 +85,6 @@ def _replay(folder: str | Path, table: CostTable) -> Replay:
         times.machine if same else None,
         same,
         len(requests),
-        times.num_rounds,
     )
 
 

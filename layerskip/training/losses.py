@@ -99,7 +99,7 @@ def draft_loss(
         draft_logits: ``(tokens, vocab)``.
         target_logits: ``(tokens, vocab)``, detached.
         labels: ``(tokens,)`` int64, the tokens that follow; or ``(tokens, vocab)``, their chances.
-        weights: ``(tokens,)``, such as ``survival`` gives.
+        weights: ``(tokens,)``, such as ``sliding_survival`` gives.
         cross_entropy: share of the second term, in [0, 1].
 
     Returns:
@@ -111,31 +111,12 @@ def draft_loss(
 
 
 @torch.no_grad()
-def survival(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """The chance that verification gets as far as each position of a draft.
-
-    A token counts only if all before it are accepted: ``prod_{j < i} (1 - TV_j)``, 1 for the first.
-
-    Args:
-        draft_logits: ``(..., positions, vocab)`` of one draft, or of several beside each other.
-        target_logits: the same shape.
-
-    Returns:
-        ``(..., positions)`` float32.
-    """
-    q, p = draft_logits.float().softmax(-1), target_logits.float().softmax(-1)
-    accepted = torch.minimum(q, p).sum(-1)
-    before = torch.cat([torch.ones_like(accepted[..., :1]), accepted[..., :-1]], dim=-1)
-    return before.cumprod(-1)
-
-
-@torch.no_grad()
 def sliding_survival(accepted: Tensor, documents: Tensor, *, most: int) -> Tensor:
     """How many drafts get as far as each position, if one was begun at every position.
 
     ``1 + a[j-1] + a[j-1] a[j-2] + ...`` with ``most`` terms: a draft begun m positions before
     arrives if the m tokens in between are accepted. What weighs a text's positions when a draft
-    may begin anywhere; ``survival`` is for one whose beginning is known.
+    may begin anywhere.
 
     Args:
         accepted: ``(..., positions)``, the chance that each position's draft is accepted.

@@ -262,7 +262,7 @@ def test_a_temporary_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
 
 def catalog_of(*names: str) -> dict[str, KernelInstance]:
     """A small catalog of our own."""
-    return {name: KernelInstance(name, "simple.cu", "", lambda *, m: 8000 * m) for name in names}
+    return {name: KernelInstance(name, "simple.cu", lambda *, m: 8000 * m) for name in names}
 
 
 @pytest.fixture
