@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from layerskip.files import write_text
 from layerskip.policy import Policy
 from layerskip.telemetry import figures, tables
+from layerskip.telemetry.charts import WIDTH
 from layerskip.telemetry.report import ENOUGH_REQUESTS, AcceptanceReport
 
 MAX_SAMPLES = 24
@@ -121,6 +122,7 @@ def page(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"number": tables.number, "interval": tables.interval}
+    environment.globals["chart_width"] = round(WIDTH)
     return environment.get_template(template).render(values).translate(NOT_TEXT)
 
 

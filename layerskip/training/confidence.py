@@ -1,11 +1,12 @@
 """Whether a draft knows how sure it may be."""
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-SHARPEST, FLATTEST, NUM_TRIED = 0.25, 4.0, 65  # of a logarithmic scale
+SHARPEST, FLATTEST, NUM_TRIED = 0.25, 4.0, 65  # temperatures, on a logarithmic scale
 NUM_BINS = 15
 
 
@@ -29,7 +30,8 @@ def fit_temperature(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
     References:
         Guo et al. 2017, "On calibration of modern neural networks" (arXiv 1706.04599).
     """
-    factors = torch.logspace(-2, 2, NUM_TRIED, base=2.0, dtype=torch.float64)  # 1 / t
+    ends = -math.log2(FLATTEST), -math.log2(SHARPEST)
+    factors = torch.logspace(*ends, NUM_TRIED, base=2.0, dtype=torch.float64)  # 1 / t
     losses, count = torch.zeros_like(factors), 0
     for draft_logits, target_logits in pairs:
         logits = draft_logits.float()
