@@ -172,17 +172,13 @@ def _tasks(
     lm: "SelfSpeculativeLM", traffic: Traffic, max_new_tokens: int
 ) -> tuple[list[Task], dict[int, str]]:
     """Requests that fit, and of the others, why not."""
-    positions = lm.stack.max_positions
-    encoder = PromptEncoder(lm.tokenizer, vocab_size=lm.stack.vocab_size, max_positions=positions)
+    encoder = PromptEncoder(
+        lm.tokenizer, vocab_size=lm.stack.vocab_size, max_positions=lm.stack.max_positions
+    )
     tasks, left_out = [], dict[int, str]()
     for request in traffic:
         try:
-            ids = encoder.encode_all(request.prompt, request.messages)[0]
-            if len(ids) > positions - max_new_tokens:
-                raise ValueError(
-                    f"{len(ids)} tokens; with {max_new_tokens} new ones at most "
-                    f"{positions - max_new_tokens} fit the model's positions"
-                )
+            ids = encoder.encode_fitting(request.prompt, request.messages, max_new_tokens)
         except (ValueError, TypeError) as error:
             left_out[request.index] = str(error)
             continue

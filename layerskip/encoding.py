@@ -45,6 +45,19 @@ class PromptEncoder:
             raise ValueError(f"prompts must be text, token ids or a list of them, got {prompts!r}")
         return [self.encode(p) for p in prompts]  # type: ignore[arg-type]
 
+    def encode_fitting(
+        self, prompt: Prompt | None, messages: Sequence[Message] | None, max_new_tokens: int
+    ) -> list[int]:
+        """Token ids of one prompt, or chat, that leaves room for so many new ones."""
+        ids = self.encode_all(prompt, messages)[0]
+        room = self.max_positions - max_new_tokens
+        if len(ids) > room:
+            raise ValueError(
+                f"{len(ids)} tokens; with {max_new_tokens} new ones at most {room} fit the "
+                "model's positions"
+            )
+        return ids
+
     def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ValueError("messages need a tokenizer with a chat template; give prompts instead")

@@ -174,20 +174,15 @@ class Measurement:
 
     def _encoded(self, request: Request) -> list[int]:
         """Its token ids; none if it is left out."""
-        room = self.lm.stack.max_positions - self.settings.max_new_tokens
         try:
-            ids = self._encoder.encode_all(request.prompt, request.messages)[0]
-            if len(ids) > room:
-                raise ValueError(
-                    f"{len(ids)} tokens; with {self.settings.max_new_tokens} new ones at most "
-                    f"{room} fit the model's positions"
-                )
+            return self._encoder.encode_fitting(
+                request.prompt, request.messages, self.settings.max_new_tokens
+            )
         except (ValueError, TypeError) as error:
             left_out = LeftOut(request.index + 1, str(error))
             self.first_reason = self.first_reason or f"line {left_out.number}: {error}"
             self._on_left_out(left_out)
             return []
-        return ids
 
     def _decode(self, request: Request, ids: list[int], arm: NumDraftTokens) -> None:
         if not self._warm:  # what a process does at its first pass is no part of a round
