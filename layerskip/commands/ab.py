@@ -6,17 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from layerskip.commands.options import load, model_options, sampling_of, sampling_options
+from layerskip.commands.progress import counting
 
 if TYPE_CHECKING:
     from layerskip.ab_result import ABResult, Speedup
@@ -53,14 +46,7 @@ def run_ab(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     labels = [arm.policy.label for arm in (a, b) if arm.policy and arm.policy.label]
     traffic = Traffic.read(args.prompts, labels=labels, limit=args.limit)
     lm = load(args)
-    columns = (
-        TextColumn("runs"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with counting(console) as progress:
         task = progress.add_task("runs")
         result = ab(
             lm,

@@ -6,18 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import TaskID
 from rich.table import Table
 
 from layerskip.commands.options import load, model_options, sampling_of, sampling_options
+from layerskip.commands.progress import counting
 from layerskip.params import AUTO
 
 if TYPE_CHECKING:
@@ -138,21 +131,13 @@ class _Bar:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.progress = Progress(
-            TextColumn("requests"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
+        self.progress = counting(console)
         self._task: TaskID | None = None
         self._num_left_out = 0
 
     def advance(self, done: int, total: int) -> None:
         if self._task is None:  # what an earlier start did says nothing of the speed of this one
-            self._task = self.progress.add_task("", total=total, completed=done - 1)
+            self._task = self.progress.add_task("requests", total=total, completed=done - 1)
         self.progress.update(self._task, completed=done)
 
     def leave_out(self, prompt: "LeftOut") -> None:

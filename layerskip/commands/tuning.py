@@ -7,17 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from layerskip.commands.options import load, model_options, quiet
+from layerskip.commands.progress import counting
 from layerskip.plan import ranges
 
 if TYPE_CHECKING:
@@ -175,15 +169,8 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     more = read_texts(args.vocabulary_texts) if args.vocabulary_texts else []
     lm = _without_plan(args)
     journal = Path(f"{args.out}.journal")
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
     try:
-        with Progress(*columns, console=console, transient=True) as progress:
+        with counting(console) as progress:
             task = progress.add_task("")
             result = search(
                 lm,
