@@ -12,11 +12,11 @@ import torch
 import transformers
 from cells import Cell
 from modes import FIXED, Theirs, Way
-from paired import quiet, wrapped
+from paired import quiet, sampling_at, wrapped
 from tasks import Asked, asked, examples_of, spread
 from transformers import AutoModelForCausalLM
 
-from layerskip import SamplingParams, SelfSpeculativeLM
+from layerskip import SelfSpeculativeLM
 from layerskip.checkpoint import BUILTIN, builtin_folder
 from layerskip.compare import EarlyExitSettings
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
@@ -96,8 +96,7 @@ class Lab:
         """Most new tokens of a prompt."""
         return self.options.tokens or cell.tokens
 
-    def sampling(self, temperature: float) -> SamplingParams:
-        return SamplingParams(temperature=temperature, seed=0 if temperature else None)
+    sampling = staticmethod(sampling_at)
 
     def prompts(self, cell: Cell) -> list[Asked]:
         """All that fit, taken from all over the task; a user's short file as often as needed."""
