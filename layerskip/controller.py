@@ -160,12 +160,12 @@ class Controller:
     def calibration_error(self, kind: str) -> float:
         """Expected calibration error of the draft's confidence, for requests of ``kind``."""
         known = self._experiences.get(kind)
-        return known.calibration.error if known is not None else 0.0
+        return known.calibration.told.error if known is not None else 0.0
 
     def calibration_error_by_chance(self, kind: str) -> float:
         """What it would be, about, if all chances were right: so few tokens tell no less."""
         known = self._experiences.get(kind)
-        return known.calibration.error_by_chance if known is not None else 0.0
+        return known.calibration.told.error_by_chance if known is not None else 0.0
 
     def guesses(self, rows: int, context: int) -> int:
         """Looked-up tokens that each row may bring into a draft pass at next to no cost."""

@@ -64,14 +64,50 @@ class Ratio:
         return (self.hits + self.weight) / (self.expected + self.weight)
 
 
+class ToldChances:
+    """Chances told of tokens, in ten bins of equal width, and what became of the tokens.
+
+    Attributes:
+        num_tokens: judged so far.
+    """
+
+    def __init__(self) -> None:
+        self._bins = [[0.0, 0, 0] for _ in range(NUM_ERROR_BINS)]  # chances, accepted, tokens
+        self.num_tokens = 0
+
+    def add(self, told: float, accepted: bool) -> None:
+        line = self._bins[min(int(told * NUM_ERROR_BINS), NUM_ERROR_BINS - 1)]
+        line[0] += told
+        line[1] += accepted
+        line[2] += 1
+        self.num_tokens += 1
+
+    @property
+    def error(self) -> float:
+        """Expected calibration error (Naeini et al. 2015); 0 of no token."""
+        return sum(abs(told - hits) for told, hits, _ in self._bins) / max(1, self.num_tokens)
+
+    @property
+    def error_by_chance(self) -> float:
+        """About what ``error`` would be of so many tokens if all chances told were right: in each
+        bin the mean deviation of a binomial count, sqrt(2 n p (1 - p) / pi)."""
+        bins = ((told, max(0.0, 1.0 - told / n)) for told, _, n in self._bins if n)
+        gaps = (math.sqrt(2.0 * told * wrong / math.pi) for told, wrong in bins)
+        return sum(gaps) / max(1, self.num_tokens)
+
+
 class Calibration:
-    """From a draft's confidence to the chance that its token is accepted, learnt on line."""
+    """From a draft's confidence to the chance that its token is accepted, learnt on line.
+
+    Attributes:
+        told: all chances that tokens were given.
+    """
 
     def __init__(self) -> None:
         self._bins = [Share() for _ in range(len(EDGES) + 1)]
         bins = zip((0.0, *EDGES), (*EDGES, 1.0), strict=True)
         self._middles = [(a + b) / 2 for a, b in bins]
-        self._told = [[0.0, 0, 0] for _ in range(NUM_ERROR_BINS)]
+        self.told = ToldChances()
 
     def chance(self, confidence: float) -> float:
         """Of acceptance, if all before it is accepted; between the bins' middles it is linear."""
@@ -89,24 +125,7 @@ class Calibration:
     def add(self, confidence: float, told: float, accepted: bool) -> None:
         """What became of a token, and the chance that it was given."""
         self._bins[bisect_right(EDGES, confidence)].add(accepted, CALIBRATION_DISCOUNT)
-        line = self._told[min(int(told * NUM_ERROR_BINS), NUM_ERROR_BINS - 1)]
-        line[0] += told
-        line[1] += accepted
-        line[2] += 1
-
-    @property
-    def error(self) -> float:
-        """Expected calibration error of all chances told so far (Naeini et al. 2015), ten bins."""
-        total = sum(n for _, _, n in self._told)
-        return sum(abs(told - hits) for told, hits, _ in self._told) / total if total else 0.0
-
-    @property
-    def error_by_chance(self) -> float:
-        """About what ``error`` would be of so many tokens if all chances told were right: in each
-        bin the mean deviation of a binomial count, sqrt(2 n p (1 - p) / pi)."""
-        total = sum(n for _, _, n in self._told)
-        bins = ((told, max(0.0, 1.0 - told / n)) for told, _, n in self._told if n)
-        return sum(math.sqrt(2.0 * told * wrong / math.pi) for told, wrong in bins) / max(total, 1)
+        self.told.add(told, accepted)
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 from controlling import CONTEXT, Paper, Request, paper, steady, table
 
 from layerskip.controller import Ask, Choice, Controller, Stopper
-from layerskip.estimates import LARGEST, Calibration, Experience, RowState
+from layerskip.estimates import LARGEST, Calibration, Experience, RowState, ToldChances
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
 COSTS = {
@@ -314,16 +314,16 @@ def test_calibration_learns_what_confidence_means():
             calibration.add(confidence, calibration.chance(confidence), accepted)
     assert calibration.chance(0.15) == pytest.approx(0.5, abs=0.05)
     assert calibration.chance(0.99) == pytest.approx(0.9, abs=0.05)
-    assert calibration.error < 0.03
+    assert calibration.told.error < 0.03
     assert 0.5 < calibration.chance(0.35) < 0.75 + 0.1  # between what is known
 
 
 def test_calibration_error_is_the_gap_between_told_and_true():
-    calibration = Calibration()
+    told = ToldChances()
     for i in range(100):
-        calibration.add(0.9, 0.9, i % 2 == 0)
-    assert calibration.error == pytest.approx(0.4)
-    assert Calibration().error == Calibration().error_by_chance == 0.0
+        told.add(0.9, i % 2 == 0)
+    assert told.error == pytest.approx(0.4)
+    assert ToldChances().error == ToldChances().error_by_chance == 0.0
 
 
 def test_the_error_that_right_chances_show_by_chance():
@@ -331,10 +331,10 @@ def test_the_error_that_right_chances_show_by_chance():
     draw = Random(0)
 
     def told(tokens):
-        calibration = Calibration()
+        chances = ToldChances()
         for chance in (draw.choice((0.25, 0.55, 0.85)) for _ in range(tokens)):
-            calibration.add(chance, chance, draw.random() < chance)
-        return calibration
+            chances.add(chance, draw.random() < chance)
+        return chances
 
     for tokens, wanted in ((60, 0.08), (6000, 0.008)):
         some = [told(tokens) for _ in range(200)]

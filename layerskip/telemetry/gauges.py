@@ -1,13 +1,11 @@
 """What gauges show of rounds: whether drafting pays of late, and whether confidence is right."""
 
-from collections import Counter
-
 from layerskip.cost import CostTable
+from layerskip.estimates import ToldChances
 from layerskip.outputs import Round
 from layerskip.params import MAX_NUM_DRAFT_TOKENS
 
 WINDOW = 500  # drafts that are looked back on
-ECE_BINS = 10
 
 
 class Drafts:
@@ -40,26 +38,15 @@ class Drafts:
         return (self._emitted - self._passes * c) / self._weight - 1.0 - beta
 
 
-class Calibration:
+class Calibration(ToldChances):
     """How far the chances that drafted tokens were given lie from what became of them.
 
     A chance is held against its token if every token before was accepted: else it was of nothing.
     """
-
-    def __init__(self) -> None:
-        self.counts = Counter[int]()
-        self._excess = [0.0] * ECE_BINS  # chances less accepted tokens
 
     def observe(self, record: Round) -> None:
         accepted = record.num_accepted_tokens
         # At the row's end nobody knows what would have become of the tokens behind it.
         judged = accepted + (record.origin == "recovered" and len(record.token_ids) > accepted)
         for position, chance in enumerate(record.chances[:judged]):
-            place = min(int(chance * ECE_BINS), ECE_BINS - 1)
-            self.counts[place] += 1
-            self._excess[place] += chance - (position < accepted)
-
-    @property
-    def error(self) -> float:
-        """Expected calibration error over ten bins of equal width."""
-        return sum(map(abs, self._excess)) / self.counts.total()
+            self.add(chance, position < accepted)

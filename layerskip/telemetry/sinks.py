@@ -232,7 +232,7 @@ class PrometheusSink:
         current = family("k_current", "Tokens drafted in the last round.")
         current.add_metric([], self._current)
         error = family("draft_ece", "Expected calibration error of the draft's confidence.")
-        if self._calibration.counts:
+        if self._calibration.num_tokens:
             error.add_metric([], self._calibration.error)
         c = family("cost_ratio_c", "A draft pass, in plain passes.")
         beta = family("verify_overhead_beta", "Verifying, beyond one plain pass, in plain passes.")
