@@ -32,7 +32,7 @@ class Journal:
             self._open(self.path, {"journal": VERSION, **subject})
 
     def _open(self, path: Path, first: Mapping[str, Any]) -> None:
-        """Read what is there; nothing is written before it is known to be this search's."""
+        """Read what is there; nothing is written before it is known to be of this subject."""
         try:
             content = path.read_bytes() if path.exists() else b""
         except OSError as error:
@@ -112,6 +112,6 @@ def _check_subject(path: Path, found: Mapping[str, Any], own: Mapping[str, Any])
     if differing:
         name = differing[0]
         raise ValueError(
-            f"{path} is the journal of another search ({name.replace('_', ' ')} "
+            f"{path} is the journal of another measurement ({name.replace('_', ' ')} "
             f"{found.get(name)}, now {own[name]}); delete it or give another name"
         )

@@ -34,9 +34,9 @@ def read_text(path: str | Path) -> str:
 def read_prompts(path: str | Path) -> list[Example]:
     """Examples of a JSON-lines file.
 
-    A line has ``prompt`` (and perhaps ``continuation``, ``completion`` or
-    ``canonical_solution``), or ``question`` and ``answer``, or Spec-Bench's ``turns`` (the first
-    is taken).
+    A line has ``prompt`` (and perhaps ``continuation``, ``completion``, ``canonical_solution`` or
+    ``answer``), or ``question`` (and perhaps ``answer``), or Spec-Bench's ``turns`` (the first is
+    taken).
     """
     examples = []
     for number, line in enumerate(read_text(path).split("\n"), 1):

@@ -486,8 +486,11 @@ HEADER = json.dumps({"journal": 1, **SUBJECT}) + "\n"
         (HEADER + '{"what": "a"}\n', r"not a whole journal \(line 2\)"),
         (HEADER + '{"what": 3, "result": 3}\n', r"not a whole journal \(line 2\)"),
         (HEADER + '{"what": "a", "result": 3}\n{"wh\n', r"not a whole journal \(line 3\)"),
-        (HEADER.replace("abc", "xyz"), r"another search \(fingerprint xyz, now abc\); delete it"),
-        (HEADER.replace("2", "4"), r"another search \(threads 4, now 2\); delete it"),
+        (
+            HEADER.replace("abc", "xyz"),
+            r"another measurement \(fingerprint xyz, now abc\); delete it",
+        ),
+        (HEADER.replace("2", "4"), r"another measurement \(threads 4, now 2\); delete it"),
         (HEADER.replace('"journal": 1', '"journal": 2'), "not a journal of this layerskip"),
     ],
 )
@@ -529,7 +532,7 @@ def test_a_journal_of_other_work_is_refused(given, tmp_path, prompts, settings, 
         search.search(
             lm, EXAMPLES, settings=SETTINGS, journal=journal, on_progress=interrupted_at(1)
         )
-    with pytest.raises(ValueError, match=rf"the journal of another search \({message} "):
+    with pytest.raises(ValueError, match=rf"the journal of another measurement \({message} "):
         search.search(lm, prompts, settings=settings, journal=journal)
 
 
@@ -586,7 +589,7 @@ def test_a_draft_vocabulary_is_chosen_for_the_plan(given, tmp_path, monkeypatch)
         make_model(), make_tokenizer(), PlanFile.load(tmp_path / "plan.json"), num_draft_tokens=2
     )
     assert used.coverage_meter.least_coverage == chosen.promised
-    with pytest.raises(ValueError, match="another search"):
+    with pytest.raises(ValueError, match="another measurement"):
         search.search(lm, EXAMPLES, settings=settings, journal=journal)
 
 

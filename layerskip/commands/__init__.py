@@ -1,1 +1,1 @@
-"""Commands of the command line that are not in ``layerskip.cli``."""
+"""The commands of the command line, which ``layerskip.cli`` puts together."""

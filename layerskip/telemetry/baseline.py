@@ -29,7 +29,7 @@ Direction = Literal["down", "up"]
 SIGNS: tuple[tuple[Direction, float], ...] = (("down", -1.0), ("up", 1.0))
 
 LEAST_REQUESTS = 20
-LEAST_DEVIATION = 0.1  # tokens: a shift by half of it is of no interest
+LEAST_DEVIATION = 0.1  # of what is watched: a shift by half of it is of no interest
 MOST_CORRELATION = 0.95
 MOST_TOKENS = 1e6
 LEAST_VARIANCE = 0.1  # of accepted tokens: no draft is surer than that
@@ -108,7 +108,7 @@ class Baseline:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of accepted tokens a draft; 0.1 at least."""
+        """Standard deviation of what is watched of a draft; 0.1 at least."""
         return max(LEAST_DEVIATION, math.sqrt(self.variance))
 
     @property
@@ -118,7 +118,7 @@ class Baseline:
 
     @property
     def design_effect(self) -> float:
-        """The D of this module."""
+        """The D of ``cusum``."""
         return 1.0 + (self.drafts_per_request - 1.0) * self.assumed_correlation
 
     def tolerance(self, shift: float, errors: float = 1.0) -> float:
