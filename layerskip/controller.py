@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from layerskip.cost import CostTable
 from layerskip.estimates import DEFAULT_ACCEPTANCE, Experience, RowState
 from layerskip.outputs import Drafter, StopReason
-from layerskip.pace import Pace, affordable, offer, split
+from layerskip.pace import Pace, Split, affordable, offer, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import PassTimes
 
@@ -206,19 +206,21 @@ class Controller:
         mosts = [min(longest, a.most) for a in asks]
         least = PAYING * (pace.draft_share + min(pace.steps)) / pace.token
         lines = [a.state.survivals(most, least) for a, most in zip(asks, mosts, strict=True)]
-        offers = [
-            offer(
-                pace,
-                line,
-                chance=a.state.lookup_acceptance(a.match_length, a.stored),
-                num_guessed=a.num_guessed,
-                most=a.most,
-            )
-            for a, line in zip(asks, lines, strict=True)
-        ]
         resting = not any(a.state.last for a in asks)
-        bias = 1.0 + HYSTERESIS if resting else 1.0 - HYSTERESIS
-        found = split(pace, lines, offers, fixed, bias=bias)
+        found = Split([0] * len(asks), [0] * len(asks), 0.0)
+        if any(lines) or any(a.num_guessed for a in asks):  # rounds at rest should cost nothing
+            offers = [
+                offer(
+                    pace,
+                    line,
+                    chance=a.state.lookup_acceptance(a.match_length, a.stored),
+                    num_guessed=a.num_guessed,
+                    most=a.most,
+                )
+                for a, line in zip(asks, lines, strict=True)
+            ]
+            bias = 1.0 + HYSTERESIS if resting else 1.0 - HYSTERESIS
+            found = split(pace, lines, offers, fixed, bias=bias)
         counts, lookups, rate = found.drafted, found.looked_up, found.rate
         probing = drafts and resting and not any(counts) and _may_probe(asks, pace)
         if probing:
