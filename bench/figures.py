@@ -57,6 +57,12 @@ def sameness(mode: str, runs: Mapping[str, Sequence[Turn]], greedy: bool) -> dic
     return found
 
 
+def handed_out(turns: Sequence[Turn]) -> dict[str, Any]:
+    """Of transformers' drafting modes, which tell no more: tokens of each hand-out, a round's."""
+    counts = [count for turn in turns for _, count in turn.arrivals]
+    return {"mean_accepted_length": statistics.fmean(counts) if counts else None}
+
+
 def drafting(
     turns: Sequence[Turn], plain: Sequence[Turn], cost: CostTable | None, context: float
 ) -> dict[str, Any]:

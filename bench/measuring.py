@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from cells import Cell
-from figures import drafting, sameness, speeds
+from figures import drafting, handed_out, sameness, speeds
 from forced import Told, along, runs_of, texts_of
 from lab import Lab
 from modes import ALONE, BASE, FIXED, MODES, OURS, THEIR_BASE, TUNED, Turn, ours, peak_memory
@@ -205,6 +205,8 @@ class Measured:
             cost = self.lab.cost.of(greedy=self.cell.temperature == 0.0)
             single = cost if self.cell.batch == 1 else None
             found |= drafting(turns, runs[BASE], single, context)
+        elif mode in ALONE:
+            found |= handed_out(turns)
         settings = self.source.settings(mode)
         return (
             found

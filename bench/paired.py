@@ -169,15 +169,16 @@ def circumstances() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """What is checked out, with a + if files differ from it."""
-    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    """What is checked out, with a + if files differ from it, other than results."""
+    folder = Path(__file__).parents[1]
+    told = ["git", "describe", "--always", "--abbrev=12", "--exclude=*"]
+    changed = ["git", "diff", "--quiet", "HEAD", "--", ".", ":!bench/results"]
     try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run(told, cwd=folder, capture_output=True, text=True, check=True)
+        same = subprocess.run(changed, cwd=folder, check=False).returncode == 0
     except (OSError, subprocess.CalledProcessError):  # not a checkout
         return "unknown"
-    return done.stdout.strip()
+    return done.stdout.strip() + ("" if same else "+")
 
 
 def write(path: Path, document: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from layerskip.cost import CostTable, Curve
 from layerskip.metrics import acceptance_by_position
 from layerskip.plan import PlanFile
 from layerskip.prompts import Example
+from layerskip.telemetry.runs import RUNS_VERSION
 
 
 def curve(*seconds: float) -> Curve:
@@ -28,6 +30,7 @@ DEAR, CHEAP = (0.5, 0.6, 1.5), (0.1, 0.2, 0.4)
 COST = CostTable(curve(*CHEAP), curve(0.1, 0.1, 0.1), curve(*DEAR), 0.0, 1, {})
 SCRIPTS = (
     "bad_drafters",
+    "drift",
     "paired",
     "exit_on_line",
     "figures",
@@ -290,6 +293,56 @@ def test_prompts_are_taken_from_all_over_a_file(scripts: SimpleNamespace) -> Non
     found = scripts.tasks.spread(prompts, 3)
     assert found[:4] == [[0], [3], [6], [9]]
     assert sorted(found) == prompts
+
+
+def recorded_traffic(folder: Path, told: Sequence[float]) -> Path:
+    """A runs folder of 24 requests of 12 drafts, some better than others."""
+    rng, requests, rounds = random.Random(0), [], []
+    for i in range(24):
+        requests.append({"request_id": f"{i}"})
+        share = 0.6 + 0.3 * rng.random()
+        for _ in range(12):
+            accepted = next((n for n in range(4) if rng.random() > share), 4)
+            line = {"request_id": f"{i}", "arm": "auto", "labels": {"kind": "code"}}
+            line |= {"num_draft_tokens": 4, "num_accepted_tokens": accepted, "mode": "early_exit"}
+            rounds.append(line | {"confidences": list(told)})
+    folder.mkdir()
+    for name, lines in (("requests", requests), ("rounds", rounds)):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    content = {"version": RUNS_VERSION, "sampling": {"temperature": 0.8}}
+    (folder / "run.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def test_drift_is_judged_with_and_without_confidences(
+    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folders = [recorded_traffic(tmp_path / n, told) for n, told in (("a", [0.7] * 4), ("b", ()))]
+    out = tmp_path / "drift.json"
+    size = ["--monitors", "3", "--drafts", "3000", "--label", "kind", "--out", str(out)]
+    run(scripts.drift, [*map(str, folders), *size], monkeypatch)
+    told, all_told, untold, _ = json.loads(out.read_text(encoding="utf-8"))["buckets"]
+    assert (all_told["bucket"], told["bucket"], told["temperature"]) == ("code", "", 0.8)
+    assert (told["requests"], told["drafts_per_request"]) == (24, 12)
+    assert untold["with_confidences"] is untold["correlation_of_surprise"] is None
+    assert untold["accepted_alone"] == told["accepted_alone"]
+    for found in (told["accepted_alone"], told["with_confidences"]):
+        assert 10 < found["median_delay"] < 1000
+        assert found["drafts_watched"] == 3 * 83 * 12
+        share = sum(found["false_alarms"].values()) / found["drafts_watched"]
+        assert found["false_alarms_per_100000"] == pytest.approx(1e5 * share)
+
+
+def test_tokens_are_lost_as_often_as_takes_the_mean_where_it_is_wanted(
+    scripts: SimpleNamespace,
+) -> None:
+    drift, rng, accepted = scripts.drift, random.Random(1), [0, 1, 2, 4, 4, 4, 7] * 2000
+    chance = drift.loss(accepted, 0.9)
+    kept = [drift.thinned(a, chance, rng) for a in accepted]
+    lost = (sum(accepted) - sum(kept)) / len(accepted)
+    assert lost == pytest.approx(0.9, abs=0.05)
+    assert all(k <= a for k, a in zip(kept, accepted, strict=True))
 
 
 def test_recording_cost_tells_every_sink_by_number_of_drafts(

@@ -154,6 +154,8 @@ def test_a_cell_tells_everything_of_every_mode(bench: SimpleNamespace, greedy: A
     assert greedy["modes"]["hf"]["speedup_vs_hf"] == 1.0
     assert greedy["modes"]["fixed"]["acceptance_rate"] > 0.0
     assert greedy["modes"]["hf-early-exit"]["settings"]["assistant_early_exit"] == 2
+    for mode in bench.modes.ALONE:  # of eight tokens
+        assert 1.0 <= greedy["modes"][mode]["mean_accepted_length"] <= 8.0
 
 
 def test_a_draft_model_and_an_early_exit_have_caches_of_their_own(greedy: Any) -> None:
@@ -436,6 +438,15 @@ def results(folder: Path, written: dict[str, Any], greedy: dict[str, Any]) -> Pa
     return folder
 
 
+def speed_of(figures: dict[str, Any]) -> float:
+    return figures["speedup_vs_autoregressive"]
+
+
+def test_each_bound_is_held_against_its_own_case(bench: SimpleNamespace) -> None:
+    cases = {"cold": {"wall": 2.9, "bound": 3.0}, "switching": {"wall": 1.4, "bound": 1.0}}
+    assert bench.tables.of_bounds(cases)[1:] == ["all", "1 of 2; switching 1.4 of 1"]
+
+
 def marked(name: str, inside: str = "out of date\n") -> str:
     return f"before\n<!-- bench:{name}:begin -->\n{inside}<!-- bench:{name}:end -->\nafter\n"
 
@@ -466,6 +477,8 @@ def test_tables_are_written_between_their_markers(
     assert "| layerskip, automatic" not in text
     assert "3 of 4 | 75.0%" in text
     assert "not with this model | -" in text
+    own = greedy["modes"][max(bench.modes.ALONE, key=lambda m: speed_of(greedy["modes"][m]))]
+    assert f"; {own['identical_to_own_plain']:.0%} as plain |" in text
     assert "1 to 4 | 1.00 to 4.00 | 1.00 | 1e+03 | 1.00 to 1.00 | 4.00" in text
 
 
