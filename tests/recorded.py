@@ -32,6 +32,7 @@ class Request:
     Attributes:
         rounds: (drafted, accepted) of each; a round emits one token more than it accepted.
         seconds: of a plain pass, in this request.
+        confidence: of each drafted token; None: not told.
     """
 
     prompt_index: int
@@ -44,6 +45,7 @@ class Request:
     verify_seconds: float | None = None
     ttft: float = 0.05
     labels: dict[str, str] = field(default_factory=dict)
+    confidence: float | None = None
 
     def records(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Its line, and those of its rounds, the prefill's among them."""
@@ -56,6 +58,8 @@ class Request:
             mode = "early_exit" if drafted else "plain"
             context = self.prompt_tokens + emitted - 1
             line = _round(name, labels, index, (drafted, accepted), context, self.seconds, mode)
+            if self.confidence is not None:
+                line["confidences"] = [self.confidence] * drafted
             lines.append(line)
             emitted += accepted + 1
         lines[-1]["finish_reason"] = "length"

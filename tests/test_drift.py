@@ -26,6 +26,7 @@ ACCEPTANCE = 0.79
 # Spread of a request's logit, and the correlation of its drafts that it makes.
 SPREADS = {0.0: 0.0, 0.017: 0.2, 0.03: 0.26, 0.05: 0.35, 0.1: 0.515}
 PROMISED_DELAY, PROMISED_DRAFTS = 200, 100_000
+RECORD = Round(0, 1, (1,), "", MOST, 0, "recovered", 0.0, 0.0, 1, request_id="a")
 
 
 def traffic(
@@ -336,6 +337,102 @@ def test_text_that_became_harder_is_seen_in_accepted_tokens_alone() -> None:
     )
 
 
+def test_two_sums_share_the_false_alarms_and_are_surer_of_their_baselines() -> None:
+    baseline = learnt(told_traffic(np.random.default_rng(15), 40))
+    assert baseline.surprise is not None
+    both = DriftMonitor(baselines={"": baseline})._buckets[""]._tests
+    (alone,) = (
+        DriftMonitor(baselines={"": replace(baseline, surprise=None)})._buckets[""]._tests.values()
+    )
+    assert alone.threshold == threshold(0.5, DRAFTS_PER_FALSE_ALARM)
+    assert alone._gain == 0.5 - baseline.tolerance(0.5)
+    assert set(both) == {"accepted", "surprise"}
+    for test in both.values():
+        assert test.threshold == threshold(0.5, 2 * DRAFTS_PER_FALSE_ALARM)
+        assert test._gain == 0.5 - test.baseline.tolerance(0.5, errors=2.0)
+
+
+def test_the_larger_sum_is_shown() -> None:
+    rng = np.random.default_rng(16)
+    usual = told_traffic(rng, 60)
+    monitor = DriftMonitor(baselines={"": learnt(usual)})
+    watch(monitor, told_traffic(rng, 1, loss=0.5))
+    heights = {
+        watched: test.sums["down"] / test.threshold
+        for watched, test in monitor._buckets[""]._tests.items()
+    }
+    state = monitor.states()[""]
+    assert state.down == max(heights.values()) > min(heights.values())
+    assert monitor.paths()[""][-1][1] == state.down
+
+
+def test_shares_are_not_those_of_the_requests_that_they_are_held_against() -> None:
+    """Each request has a confidence of its own: of its own share nothing would be surprising."""
+    requests = [
+        [BinnedDraft(1, bytes([i])) if i % 4 else BinnedDraft(0, bytes([i]))] * 5
+        for i in range(NUM_BINS)
+    ]
+    surprise = Surprise.of(requests)
+    assert surprise is not None
+    assert surprise.baseline.variance > 0.5
+    assert surprise.baseline.correlation == pytest.approx(1.0)
+
+
+def records_of(requests: list[list[Told]], name: str) -> list[Round]:
+    """Rounds as a decoder makes them; every other draft was looked up, and its confidence means
+    less."""
+    found = []
+    for i, request in enumerate(requests):
+        for j, (accepted, told) in enumerate(request, 1):
+            looked_up = j % 2 == 0
+            found.append(
+                replace(
+                    RECORD,
+                    index=j,
+                    request_id=f"{name}{i}",
+                    num_accepted_tokens=accepted // 2 if looked_up else accepted,
+                    confidences=told,
+                    drafter="lookup" if looked_up else "early_exit",
+                    finish_reason="length" if j == len(request) else None,
+                )
+            )
+    return found
+
+
+def test_rounds_and_their_records_tell_confidences() -> None:
+    rng, alarms = np.random.default_rng(17), []
+    rounds = records_of(told_traffic(rng, 60), "a")
+    rounds += records_of(told_traffic(rng, 60, loss=0.3), "b")
+    monitor = DriftMonitor(num_reference_requests=60, on_alarm=alarms.append)
+    for record in rounds:
+        monitor(record)
+    baseline = monitor.baselines()[""]
+    assert baseline.surprise is not None
+    shares = [s for s in baseline.surprise.shares if 0.0 < s < 1.0]
+    exits, lookups = np.split(np.array(baseline.surprise.shares), 2)
+    assert len(set(shares)) > NUM_BINS / 2
+    assert exits[4:].mean() > lookups[4:].mean() + 0.1
+    assert ("surprise", "down") in {(alarm.watched, alarm.direction) for alarm in alarms}
+    drift = find_drift([r.to_dict() for r in rounds], num_reference_requests=60)
+    again = drift.states[""].baseline
+    assert again is not None
+    assert again.surprise is not None
+    assert again.surprise.shares == pytest.approx(baseline.surprise.shares, abs=0.02)
+    assert {a.watched for a in drift.alarms} == {a.watched for a in alarms}
+
+
+@pytest.mark.slow
+def test_false_alarms_of_both_sums_are_rare_for_long() -> None:
+    rng, found, drafts = np.random.default_rng(18), 0, 0
+    for _ in range(40):
+        baseline = learnt(told_traffic(rng, 100))
+        stream = told_traffic(rng, 1500)
+        found += len(told_alarms(baseline, stream))
+        drafts += sum(map(len, stream))
+    assert drafts > 20 * PROMISED_DRAFTS
+    assert found < 0.5 * drafts / PROMISED_DRAFTS
+
+
 def test_surprises_are_standard() -> None:
     usual = learnt(told_traffic(np.random.default_rng(14), 300)).surprise
     assert usual is not None
@@ -373,8 +470,6 @@ def test_a_draft_that_the_end_cuts_is_no_surprise() -> None:
 
 
 # The monitor.
-
-RECORD = Round(0, 1, (1,), "", MOST, 0, "recovered", 0.0, 0.0, 1, request_id="a")
 
 
 def feed(monitor: DriftMonitor, requests: list[list[int]], name: str, **fields: Any) -> None:
@@ -490,6 +585,25 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(monitor._buckets[OTHER_BUCKET]._open) == 10
 
 
+def test_requests_that_were_given_up_are_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layerskip.telemetry.drift_bucket.MOST_OPEN", 10)
+    monkeypatch.setattr("layerskip.telemetry.drift_bucket.MOST_KEPT", 3)
+    monitor = DriftMonitor(num_reference_requests=40)
+    for i in range(45):
+        for _ in range(5):
+            monitor.observe("", str(i), i % 3, confidences=(0.5, 0.9))
+    assert monitor.states()[""].num_requests == 35
+    assert {len(known) for known in monitor._buckets[""]._known} == {3}
+
+
+def test_what_is_forgotten_leaves_no_path(usual: list[list[int]]) -> None:
+    monitor = DriftMonitor(baselines={"": Baseline.of(usual)})
+    feed(monitor, usual[:3], "a")
+    assert monitor.paths()[""]
+    monitor.relearn("")
+    assert monitor.paths()[""] == ()
+
+
 def test_threads_may_share_a_monitor(usual: list[list[int]]) -> None:
     monitor = DriftMonitor(baselines={"": Baseline.of(usual)})
     threads = [threading.Thread(target=feed, args=(monitor, usual, name)) for name in "abcd"]
@@ -545,6 +659,17 @@ def test_a_decoder_can_be_watched() -> None:
         (lambda: DriftMonitor(shift=0.0), "shift must be finite and between 0.1 and 3"),
         (lambda: DriftMonitor(drafts_per_false_alarm=10), "drafts_per_false_alarm must be finite"),
         (lambda: Baseline(math.nan, 1.0), "mean must be finite"),
+        (
+            lambda: DriftMonitor(baselines={str(i): Baseline(1.0, 1.0) for i in range(101)}),
+            "baselines must be of at most 100 buckets, got 101",
+        ),
+        (
+            lambda: Surprise(
+                (0.5,) * NUM_BINS,
+                Baseline(0.0, 1.0, surprise=Surprise((0.5,) * NUM_BINS, Baseline(0.0, 1.0))),
+            ),
+            "no surprise of its own",
+        ),
         (lambda: Baseline(1.0, -1.0), "variance must be finite and at least 0"),
         (lambda: Surprise((0.5,), Baseline(0.0, 1.0)), f"shares must be {NUM_BINS} numbers, got 1"),
         (lambda: Surprise((1.5,) * NUM_BINS, Baseline(0.0, 1.0)), "shares must be finite and betw"),
@@ -556,3 +681,17 @@ def test_a_decoder_can_be_watched() -> None:
 def test_what_cannot_be_is_refused(make: Callable[[], object], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ([], "a baseline must be a JSON object"),
+        ({"mean": 1.0, "variance": 1.0, "surprise": {}}, "a surprise must have shares and"),
+        ({"mean": 1.0, "variance": 1.0, "surprise": {"shares": []}}, "a surprise must have"),
+        ({"mean": 1.0, "variance": 1.0, "more": 2}, "more"),
+    ],
+)
+def test_what_is_no_baseline_is_refused(content: Any, sentence: str) -> None:
+    with pytest.raises(TypeError, match=sentence):
+        Baseline.from_dict(content)

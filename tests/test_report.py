@@ -354,6 +354,22 @@ def test_a_shift_while_it_was_measured_is_told(tmp_path, capsys):
     assert "drift: code: accepted tokens a draft fell" in err
 
 
+def test_a_drafter_that_is_less_often_right_than_it_is_sure_is_told(tmp_path):
+    """Half of the requests are easy, and known to be; their drafts then become those of others."""
+    rng, requests = random.Random(7), []
+    for i in range(150):
+        sure = i % 2 == 0
+        chance = 0.9 if sure and i < 120 else 0.4
+        rounds = tuple((4, accepted(rng, chance, 4)) for _ in range(10))
+        confidence = 0.9 if sure else 0.4
+        requests.append(Request(i, task="code", rounds=rounds, confidence=confidence))
+    drift = acceptance_report(write_run(tmp_path / "runs", requests)).drift
+    baseline = drift.states["code"].baseline
+    assert baseline.surprise is not None
+    assert baseline.surprise.baseline.correlation < 0.1 < 0.3 < baseline.correlation
+    assert drift.alarms[0].watched == "surprise"
+
+
 def damage(name: str, old: str, new: str):
     def change(folder: Path) -> None:
         text = (folder / name).read_text()

@@ -9,13 +9,15 @@ common shift of all log-odds:
 
 The first sum is over judged tokens, where x_i is 1 for an accepted one and 0 for the first that is
 not, the second over all drafted ones; s_i is the share accepted of the tokens that were drafted
-with such a confidence and judged. If the shares are right, its mean is 0 and its deviation 1. Its
-correlation within a request is a quarter to a half of that of accepted tokens, and that a draft of
-fifteen sure tokens fails is one event, not fifteen (bench/LOG.md). It cannot tell where the text
-became harder and the draft knows it; accepted tokens can.
+with such a confidence and judged. If the shares are right, and no draft is surer than
+``LEAST_VARIANCE``, its mean is 0 and its deviation 1. Its correlation within a request is mostly a
+quarter to a half of that of accepted tokens (bench/LOG.md has where it is not), and that a draft of
+fifteen sure tokens fails is one event, not fifteen. It cannot tell where the text became harder and
+the draft knows it; accepted tokens can.
 """
 
 import math
+import random
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -32,7 +34,7 @@ LEAST_REQUESTS = 20
 LEAST_DEVIATION = 0.1  # of what is watched: a shift by half of it is of no interest
 MOST_CORRELATION = 0.95
 MOST_TOKENS = 1e6
-LEAST_VARIANCE = 0.1  # of accepted tokens: no draft is surer than that
+LEAST_VARIANCE = 0.1  # of successes less their chances: no draft is surer than that
 NUM_BINS = 2 * (len(EDGES) + 1)  # of an early exit's tokens, and of looked-up ones
 
 
@@ -137,8 +139,12 @@ class Baseline:
             TypeError: it has other fields.
             ValueError: a number is out of its range.
         """
+        if not isinstance(content, Mapping):
+            raise TypeError(f"a baseline must be a JSON object, got {content!r}")
         surprise = content.get("surprise")
-        return cls(**{**content, "surprise": surprise and Surprise.from_dict(surprise)})
+        if surprise is not None:
+            surprise = Surprise.from_dict(surprise)
+        return cls(**{**content, "surprise": surprise})
 
 
 @dataclass(frozen=True)
@@ -159,6 +165,8 @@ class Surprise:
             raise ValueError(f"shares must be {NUM_BINS} numbers, got {len(self.shares)}")
         for share in self.shares:
             check_number("shares", share, 0.0, 1.0)
+        if self.baseline.surprise is not None:
+            raise ValueError("the baseline of surprises has no surprise of its own")
 
     @classmethod
     def of(cls, requests: Iterable[Sequence[BinnedDraft]]) -> "Surprise | None":
@@ -166,7 +174,9 @@ class Surprise:
         requests = [drafts for drafts in requests if drafts]
         if len(requests) < LEAST_REQUESTS:
             return None
-        reference, halves = Reference(), (requests[::2], requests[1::2])
+        # In any order: requests of two kinds may come in turn.
+        order = random.Random(0).sample(requests, len(requests))
+        reference, halves = Reference(), (order[::2], order[1::2])
         for half, other in zip(halves, reversed(halves), strict=True):
             shares = _shares(other)  # its own would make it look less surprising than it is
             for drafts in half:
@@ -183,6 +193,8 @@ class Surprise:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Surprise":
         """What ``Baseline.to_dict`` made of it; its errors."""
+        if not isinstance(content, Mapping) or set(content) != {"shares", "baseline"}:
+            raise TypeError(f"a surprise must have shares and a baseline, got {content!r}")
         return cls(tuple(content["shares"]), Baseline.from_dict(content["baseline"]))
 
 

@@ -10,8 +10,8 @@ bucket's sum what it changes in that of its request, whatever requests run side 
 is kept from falling below zero: Page's test. Acceptance is bounded rather than normal, and the
 baseline is estimated. Two things guard against both:
 
-- "as before" includes a shift by one standard error of the baseline's mean, and the correlation is
-  taken one standard error higher than estimated;
+- "as before" includes a shift by one standard error of the baseline's mean, or by two where both
+  numbers are watched, and the correlation is taken one standard error higher than estimated;
 - a request that brought two fifths of what an alarm takes is not heard further: one that falls into
   a loop is no drift, and an alarm takes three requests as a rule.
 
@@ -19,11 +19,12 @@ By Siegmund's approximation (Sequential Analysis, 1985) for steps of a normal di
 nats: ``ARL = (exp(b) - b - 1) / (shift^2 / 2)`` drafts between two false alarms of one direction,
 with ``b = threshold + 1.166 shift``. Correlation only makes them rarer: fewer steps that matter. A
 shift is found after ``(b + exp(-b) - 1) D / (shift^2 / 2)`` drafts, where ``D = 1 + (n - 1) rho``
-for requests of n drafts. No test gets round D: levels of requests differ by ``sqrt(rho)``, and a
-shift cannot be told from that before enough requests have come. For a shift of 0.5 and a false
-alarm in 300,000 drafts, both directions together, this gives 82 drafts for rho = 0, and 200 drafts
-at D = 2.4. There an alarm within 200 drafts ends: for requests of 40 drafts at rho = 0.036, of 80
-at 0.018, less what a baseline's errors take. ``Cusum.expected_delay`` says it for a bucket.
+for requests of n drafts. No test of the same number gets round D: levels of requests differ by
+``sqrt(rho)``, and a shift cannot be told from that before enough requests have come. For a shift of
+0.5 and a false alarm in 300,000 drafts, both directions together, this gives 82 drafts for rho = 0,
+and 200 drafts at D = 2.4. There an alarm within 200 drafts ends: for requests of 40 drafts at
+rho = 0.036, of 80 at 0.018, less what a baseline's errors take. ``Cusum.expected_delay`` says it
+for a bucket.
 
 Simulated (bench/LOG.md), baselines learnt from 100 requests of 40 drafts each: a median delay of
 121 drafts at rho = 0, 164 at 0.017, 199 at 0.03, 269 at 0.05, 476 at 0.1, and 0.03 to 0.14 false

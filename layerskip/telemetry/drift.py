@@ -24,9 +24,10 @@ class DriftMonitor:
 
     A bucket learns its baseline from its first requests, unless it is given one, and is watched
     from then on: the accepted tokens of each draft, and, where drafts tell their confidence
-    (``Round.confidences``), how far these are from what it spoke for. The first finds any
-    shift of acceptance, if requests are not too different; the second finds one of the drafter
-    whatever requests there are, but none of text that its confidence follows.
+    (``Round.confidences``), how far these are from what it spoke for. The first finds any shift of
+    acceptance, the later the more requests differ; the second finds one of the drafter soon, and
+    none of text that its confidence follows. Drafts are counted, not rounds: automatic drafting
+    that no longer pays soon hardly drafts, and takes more rounds to tell.
 
     After an alarm the sum begins again from zero: alarms repeat while the shift lasts. ``relearn``
     takes what is now for usual. Rounds that drafted nothing do not count. With
@@ -59,6 +60,10 @@ class DriftMonitor:
         check_integer("num_reference_requests", num_reference_requests, LEAST_REQUESTS)
         check_number("shift", shift, 0.1, 3.0)
         check_number("drafts_per_false_alarm", drafts_per_false_alarm, 1e3, 1e12)
+        if baselines is not None and len(baselines) > MOST_BUCKETS:
+            raise ValueError(
+                f"baselines must be of at most {MOST_BUCKETS} buckets, got {len(baselines)}"
+            )
         self._label, self._on_alarm = label, on_alarm
         self._num_reference_requests = num_reference_requests
         self._shift, self._drafts_per_false_alarm = shift, drafts_per_false_alarm

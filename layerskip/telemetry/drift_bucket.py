@@ -15,6 +15,7 @@ from layerskip.telemetry.baseline import (
 from layerskip.telemetry.cusum import Cusum
 
 MOST_OPEN = 4096  # requests: some may never end
+MOST_KEPT = 512  # drafts of a request, of those that tell their confidence, to learn from
 MOST_POINTS = 400
 
 Watched = Literal["accepted", "surprise"]
@@ -106,7 +107,6 @@ class Bucket:
         self._open: dict[str, _Open] = {}
         self._alarms: dict[Direction, int] = {"down": 0, "up": 0}
         self._last: Alarm | None = None
-        self.path = _Path()
         self.relearn()
 
     def relearn(self) -> None:
@@ -115,6 +115,7 @@ class Bucket:
         self._reference = Reference()
         self._known: list[list[BinnedDraft]] = []
         self._open.clear()
+        self.path = _Path()
 
     @property
     def baseline(self) -> Baseline | None:
@@ -147,21 +148,24 @@ class Bucket:
         request = self._open.get(request_id)
         if request is None:
             if len(self._open) >= MOST_OPEN:  # the oldest was given up without an end
-                del self._open[next(iter(self._open))]
+                self._end(next(iter(self._open)))
             request = self._open[request_id] = _Open()
         alarms: list[Alarm] = []
         if accepted is not None and self._tests:
             alarms = self._step(request_id, request, accepted, draft)
         elif accepted is not None:
             request.watched["accepted"].add(accepted)
-            if draft is not None:
+            if draft is not None and len(request.known) < MOST_KEPT:
                 request.known.append(draft)
         if finished:
-            del self._open[request_id]
-            if not self._tests:
-                self._reference.add(request.watched["accepted"])
-                self._known.append(request.known)
+            self._end(request_id)
         return alarms
+
+    def _end(self, request_id: str) -> None:
+        request = self._open.pop(request_id)
+        if not self._tests:
+            self._reference.add(request.watched["accepted"])
+            self._known.append(request.known)
 
     def _step(
         self, request_id: str, request: _Open, accepted: int, draft: BinnedDraft | None

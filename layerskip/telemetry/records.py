@@ -45,7 +45,7 @@ ROUNDS = {
     "verify_seconds": "DOUBLE",
     "rows": "INTEGER",
     "context": "INTEGER",
-    "confidences": "FLOAT[]",
+    "confidences": "DOUBLE[]",
     "stopped": "VARCHAR",
     "finish_reason": "VARCHAR",
 }
