@@ -1,7 +1,7 @@
 """What recording rounds costs: each sink by itself, and decoding with one against without.
 
-    OMP_NUM_THREADS=1 python bench/recording_cost.py --out bench/results/DATE-recording-cost.json
-    OMP_NUM_THREADS=1 python bench/recording_cost.py --before PATH_TO_A_CHECKOUT --out ...
+    OMP_NUM_THREADS=1 python bench/recording_cost.py
+    OMP_NUM_THREADS=1 python bench/recording_cost.py --before PATH_TO_A_CHECKOUT
 
 The clock is the process's CPU time, in which other processes do not count (writing lines is part
 of it; waiting for a disk is not, and no sink waits). A sink by itself: the same rounds again and
@@ -24,12 +24,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paired import circumstances, write
+from paired import circumstances, dated, write
 from prometheus_client import CollectorRegistry
 from unrecorded import DRAFTED, loaded, seconds_per_round
 
 from layerskip import Round, SelfSpeculativeLM
 from layerskip.bootstrap import bootstrap_interval
+from layerskip.params import NumDraftTokens
+from layerskip.telemetry.drift import DriftMonitor
 from layerskip.telemetry.sinks import JsonlSink, MemorySink, PrometheusSink
 
 REPO = Path(__file__).parents[1]
@@ -40,7 +42,8 @@ Sink = Callable[[Round], None]
 def sinks() -> Iterator[dict[str, Sink]]:
     counter = PrometheusSink(CollectorRegistry(), label="task")
     with tempfile.TemporaryDirectory() as folder, JsonlSink(f"{folder}/rounds.jsonl") as file:
-        yield {"memory": MemorySink(), "jsonl": file, "prometheus": counter}
+        drift = DriftMonitor(label="task", num_reference_requests=20)
+        yield {"memory": MemorySink(), "jsonl": file, "prometheus": counter, "drift": drift}
 
 
 def alone(sink: Sink, rounds: Sequence[Round], turns: int) -> float:
@@ -67,7 +70,7 @@ def by_sink(
     lm: SelfSpeculativeLM,
     prompts: list[list[int]],
     named: dict[str, Sink],
-    drafted: int,
+    drafted: NumDraftTokens,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
     every: dict[str, Sink | None] = {"nothing": None, **named}
@@ -81,10 +84,15 @@ def by_sink(
             recorded = seconds_per_round(lm, prompt, drafted, args.tokens, **recording)
             pairs[name].append(recorded / plain)
             base.append(plain)
-    out = lm.generate(
-        prompts[0], max_new_tokens=args.tokens, num_draft_tokens=drafted, labels={"task": "code"}
+    rounds: list[Round] = []
+    lm.generate(
+        prompts[0],
+        max_new_tokens=args.tokens,
+        num_draft_tokens=drafted,
+        labels={"task": "code"},
+        on_round=rounds.append,  # listened to, they tell all
     )
-    calls = {name: alone(sink, out.rounds * 20, 5) for name, sink in named.items()}
+    calls = {name: alone(sink, rounds * 20, 5) for name, sink in named.items()}
     return {
         "seconds_per_round": min(base),
         "seconds_per_call": calls,
@@ -131,15 +139,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256, help="most tokens of a prompt")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--before", metavar="CHECKOUT", help="of layerskip, to compare with")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=dated("recording-cost"))
     args = parser.parse_args()
     document: dict[str, Any] = {"num_draft_tokens": measured(args)}
     if args.before:
         document["unrecorded_over_before"] = against(args)
     document |= circumstances()
     print(json.dumps(document, indent=1))
-    if args.out:
-        write(args.out, document)
+    write(args.out, document)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from layerskip import SelfSpeculativeLM
 from layerskip.checkpoint import held_out_modules
 from layerskip.prompts import held_out_code
 
-DRAFTED = (0, 5)
+DRAFTED: tuple[Any, ...] = (0, 5, "auto")
 
 
 def seconds_per_round(
-    lm: SelfSpeculativeLM, prompt: list[int], drafted: int, tokens: int, **recording: Any
+    lm: SelfSpeculativeLM, prompt: list[int], drafted: Any, tokens: int, **recording: Any
 ) -> float:
     """CPU seconds of a decoding over its rounds, its prefill among both."""
     began = time.process_time()

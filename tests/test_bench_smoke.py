@@ -355,12 +355,18 @@ def test_recording_cost_tells_every_sink_by_number_of_drafts(
     size = ["--limit", "1", "--turns", "1", "--tokens", "6", "--context", "8", "--out", str(out)]
     run(scripts.recording_cost, [*arguments[:2], *size], monkeypatch)
     drafts = json.loads(out.read_text(encoding="utf-8"))["num_draft_tokens"]
-    assert set(drafts) == {"0", "5"}
+    assert set(drafts) == {"0", "5", "auto"}
     for found in drafts.values():
         for name, share in found["share_of_a_round"].items():
             assert share == found["seconds_per_call"][name] / found["seconds_per_round"]
             assert 0.0 < share < 1.0
-        assert set(found["with_over_without"]) == {"nothing", "memory", "jsonl", "prometheus"}
+        assert set(found["with_over_without"]) == {
+            "nothing",
+            "memory",
+            "jsonl",
+            "prometheus",
+            "drift",
+        }
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

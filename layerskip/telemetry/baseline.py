@@ -20,7 +20,7 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -184,7 +184,10 @@ class Surprise:
                 for draft in drafts:
                     one.add(_surprise(shares, draft))
                 reference.add(one)
-        return cls(_shares(requests), reference.baseline())
+        baseline = reference.baseline()
+        # If shares are right it is 1; less is luck, or drafts that were surer than we believe.
+        baseline = replace(baseline, variance=max(1.0, baseline.variance))
+        return cls(_shares(requests), baseline)
 
     def of_draft(self, draft: BinnedDraft) -> float:
         """Of one draft, in standard deviations; less accepted than expected is negative."""
