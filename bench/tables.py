@@ -338,6 +338,7 @@ def goals(files: Files) -> str:
     lines += of_replayed(files.latest("replayed")["temperatures"])
     lines += of_simulation(files)
     lines += of_drift(files.latest("drift")["buckets"])
+    lines.append(of_recording(files.latest("recording-cost")["num_draft_tokens"]))
     adapter = files.latest("recipe-exit-adapter-builtin")
     ratio = automatic(adapter["after"])["speedup"] / automatic(adapter["before"])["speedup"]
     lines.append(["exit adapter over the built-in's own exit", "1.10", f"{ratio:.2f}"])
@@ -478,6 +479,17 @@ def of_drift(buckets: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         what = f"drafts until drift is told, false alarms in 100,000: {drafter}"
         lines.append([what, wanted, told])
     return lines
+
+
+def of_recording(by_number: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What a sink's call takes of a round."""
+    shares = {
+        f"{sink}, {number} drafted": share
+        for number, found in by_number.items()
+        for sink, share in found["share_of_a_round"].items()
+    }
+    worst = max(shares, key=lambda name: shares[name])
+    return ["recording a round, of its time", "1 %", f"at most {shares[worst]:.2%} ({worst})"]
 
 
 TABLES: dict[str, Callable[[Files], str]] = {
