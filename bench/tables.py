@@ -489,7 +489,12 @@ def of_recording(by_number: Mapping[str, Mapping[str, Any]]) -> list[str]:
         for sink, share in found["share_of_a_round"].items()
     }
     worst = max(shares, key=lambda name: shares[name])
-    return ["recording a round, of its time", "1 %", f"at most {shares[worst]:.2%} ({worst})"]
+    # With against without: also what rounds tell because somebody listens, and the noise.
+    whole = [
+        PERCENT * (r[0] - 1) for f in by_number.values() for r in f["with_over_without"].values()
+    ]
+    found = f"a call at most {shares[worst]:.2%} ({worst}); all of it {max(whole):.1f} %"
+    return ["recording a round, of its time", "1 %", found]
 
 
 TABLES: dict[str, Callable[[Files], str]] = {

@@ -10,10 +10,11 @@ common shift of all log-odds:
 The first sum is over judged tokens, where x_i is 1 for an accepted one and 0 for the first that is
 not, the second over all drafted ones; s_i is the share accepted of the tokens that were drafted
 with such a confidence and judged. If the shares are right, and no draft is surer than
-``LEAST_VARIANCE``, its mean is 0 and its deviation 1. Its correlation within a request is mostly a
-quarter to a half of that of accepted tokens (bench/LOG.md has where it is not), and that a draft of
-fifteen sure tokens fails is one event, not fifteen. It cannot tell where the text became harder and
-the draft knows it; accepted tokens can.
+``LEAST_VARIANCE``, its mean is 0 and its deviation 1. Under automatic drafting its correlation
+within a request is a sixth to five sixths of that of accepted tokens; of greedy text under a fixed
+number it may be as high (bench/README.md has both by bucket). That a draft of fifteen sure tokens
+fails is one event, not fifteen. It cannot tell where the text became harder and the draft knows it;
+accepted tokens can.
 """
 
 import math
@@ -54,7 +55,7 @@ class BinnedDraft(NamedTuple):
         cls, accepted: int, confidences: Iterable[float], *, looked_up: bool = False
     ) -> "BinnedDraft":
         """Of a draft with known confidences, 0 to 1."""
-        first = looked_up * (len(EDGES) + 1)
+        first = looked_up * NUM_BINS // 2
         return cls(accepted, bytes(first + bisect_right(EDGES, told) for told in confidences))
 
 

@@ -29,8 +29,9 @@ for a bucket.
 Simulated (bench/LOG.md), baselines learnt from 100 requests of 40 drafts each: a median delay of
 121 drafts at rho = 0, 164 at 0.017, 199 at 0.03, 269 at 0.05, 476 at 0.1, and 0.03 to 0.14 false
 alarms in 100,000. Accepted tokens of the built-in checkpoint have rho from 0.004 to 0.07 in sampled
-text, and up to 0.26 in greedy text, which loops in some requests; their surprise has 0.01 to 0.04,
-and 0.02 to 0.1 in requests half as long.
+text, and up to 0.28 in greedy text, which loops in some requests; their surprise has 0.01 to 0.04
+in sampled text, 0.04 to 0.07 in greedy text under automatic drafting, and up to 0.30 under a fixed
+number.
 """
 
 import math

@@ -1,0 +1,194 @@
+"""What drift's alarms are worth on accepted tokens alone: how soon, how often for nothing."""
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from drifting import MOST, PROMISED_DELAY, PROMISED_DRAFTS, SPREADS, requests_of, shifted, traffic
+
+from layerskip.telemetry import baseline as baselines
+from layerskip.telemetry.baseline import Baseline, OpenRequest
+from layerskip.telemetry.cusum import DRAFTS_PER_FALSE_ALARM, MOST_HEARD, Cusum, threshold
+
+
+def false_alarms(baseline: Baseline, accepted: np.ndarray, exists: np.ndarray) -> int:
+    """Alarms of both directions: the same test, written for whole arrays."""
+    height, rho = threshold(0.5, DRAFTS_PER_FALSE_ALARM), baseline.assumed_correlation
+    tolerance = baseline.tolerance(0.5)
+    counts = np.arange(1, accepted.shape[1] + 1)
+    totals = np.cumsum((accepted - baseline.mean) / baseline.deviation, axis=1)
+    found = 0
+    for sign in (-1, 1):
+        said = (0.5 - tolerance) * (sign * totals - counts * (0.5 + tolerance) / 2)
+        said /= 1 + (counts - 1) * rho
+        over = np.maximum.accumulate(said >= MOST_HEARD * height, axis=1)
+        steps = np.diff(said, axis=1, prepend=0.0)
+        steps[:, 1:][over[:, :-1]] = 0.0
+        found += crossings(np.cumsum(steps[exists]), height)
+    return found
+
+
+def crossings(sums: np.ndarray, height: float) -> int:
+    """How often a sum that is kept from falling below zero, and begins again, gets so high."""
+    found = 0
+    while len(sums):
+        lowest = np.minimum(np.minimum.accumulate(sums), 0.0)
+        high = sums - lowest >= height
+        first = int(high.argmax())
+        if not high[first]:
+            break
+        found += 1
+        sums = sums[first + 1 :] - sums[first]
+    return found
+
+
+def alarms_of(monitor: Cusum, requests: list[list[int]]) -> Iterator[tuple[int, str]]:
+    drafts = 0
+    for request in requests:
+        state = OpenRequest()
+        for accepted in request:
+            found = monitor.observe(state, accepted)
+            drafts += 1
+            if found is not None:
+                yield drafts, found[0]
+
+
+def delay(rng: np.random.Generator, correlation: float, deviations: float) -> float:
+    """Drafts from a shift to its alarm, of a monitor that learnt from a hundred requests."""
+    monitor = Cusum(Baseline.of(requests_of(*traffic(rng, 100, correlation))))
+    assert not list(alarms_of(monitor, requests_of(*traffic(rng, 10, correlation))))
+    accepted, exists = traffic(rng, 120, correlation)
+    wanted = "up" if deviations > 0 else "down"
+    after = requests_of(shifted(rng, accepted, deviations), exists)
+    return next((n for n, way in alarms_of(monitor, after) if way == wanted), math.inf)
+
+
+@pytest.mark.parametrize("deviations", [-0.5, 0.5])
+@pytest.mark.parametrize("correlation", [0.0, 0.017])
+def test_half_a_deviation_is_found_within_200_rounds(correlation: float, deviations: float) -> None:
+    rng = np.random.default_rng(1)
+    delays = [delay(rng, correlation, deviations) for _ in range(31)]
+    assert statistics.median(delays) < PROMISED_DELAY
+
+
+def test_the_delay_is_what_was_expected() -> None:
+    rng = np.random.default_rng(2)
+    for correlation in (0.0, 0.05):
+        expected = Cusum(Baseline.of(requests_of(*traffic(rng, 100, correlation)))).expected_delay
+        median = statistics.median(delay(rng, correlation, -0.5) for _ in range(31))
+        assert median == pytest.approx(expected, rel=0.35)
+
+
+def count_false_alarms(correlation: float, references: int, requests: int) -> tuple[int, int]:
+    """False alarms of monitors that each learnt from other requests, and drafts."""
+    rng, found, drafts = np.random.default_rng(3), 0, 0
+    for _ in range(references):
+        baseline = Baseline.of(requests_of(*traffic(rng, 100, correlation)))
+        accepted, exists = traffic(rng, requests, correlation)
+        found += false_alarms(baseline, accepted, exists)
+        drafts += int(exists.sum())
+    return found, drafts
+
+
+@pytest.mark.parametrize("correlation", [0.017, 0.1])
+def test_false_alarms_are_rare(correlation: float) -> None:
+    found, drafts = count_false_alarms(correlation, references=10, requests=2000)
+    assert drafts > 7 * PROMISED_DRAFTS
+    assert found < drafts / PROMISED_DRAFTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("correlation", SPREADS)
+def test_false_alarms_are_rare_for_long(correlation: float) -> None:
+    found, drafts = count_false_alarms(correlation, references=50, requests=6000)
+    assert drafts > 100 * PROMISED_DRAFTS
+    assert found < 0.5 * drafts / PROMISED_DRAFTS
+
+
+def test_who_takes_drafts_for_independent_raises_false_alarms() -> None:
+    rng = np.random.default_rng(4)
+    baseline = Baseline.of(requests_of(*traffic(rng, 1000, 0.05)))
+    naive = replace(baseline, correlation=0.0, correlation_error=0.0)
+    accepted, exists = traffic(rng, 5000, 0.05)
+    assert false_alarms(naive, accepted, exists) > 3 * exists.sum() / PROMISED_DRAFTS
+    assert false_alarms(baseline, accepted, exists) < exists.sum() / PROMISED_DRAFTS
+
+
+def test_arrays_and_drafts_one_by_one_give_the_same_alarms() -> None:
+    rng = np.random.default_rng(5)
+    baseline = Baseline.of(requests_of(*traffic(rng, 100, 0.05)))
+    accepted, exists = traffic(rng, 150, 0.05)
+    accepted = shifted(rng, accepted, -0.4)
+    found = list(alarms_of(Cusum(baseline), requests_of(accepted, exists)))
+    assert len(found) > 5
+    assert len(found) == false_alarms(baseline, accepted, exists)
+
+
+@pytest.mark.parametrize("error", [0.0, 0.06])
+def test_a_request_says_what_normal_densities_say(error: float) -> None:
+    rho, shift = 0.3, 0.5
+    baseline = Baseline(2.0, 1.5, rho, mean_error=error)
+    monitor, request = Cusum(baseline, shift), OpenRequest()
+    drafts = [1, 3, 2, 0, 2]
+    for accepted in drafts:
+        monitor.observe(request, accepted)
+    z = (np.array(drafts) - 2.0) / math.sqrt(1.5)
+    covariance = np.full((5, 5), rho) + (1 - rho) * np.eye(5)
+
+    def log_density(mean: float) -> float:
+        return -0.5 * (z - mean) @ np.linalg.solve(covariance, z - mean)
+
+    before = error / math.sqrt(1.5)
+    for direction, sign in (("down", -1), ("up", 1)):
+        ratio = log_density(sign * shift) - log_density(sign * before)
+        assert request.said[direction] == pytest.approx(ratio)
+
+
+def test_the_threshold_is_siegmunds() -> None:
+    for shift, drafts in ((0.5, 1e5), (0.5, 1e7), (1.0, 1e4)):
+        b = threshold(shift, drafts) + 2 * 0.583 * shift
+        each_direction = (math.exp(b) - b - 1) / (shift**2 / 2)
+        assert each_direction == pytest.approx(2 * drafts)
+
+
+def test_what_is_planted_is_learnt() -> None:
+    rng, means = np.random.default_rng(6), []
+    for correlation in (0.0, 0.05, 0.1):
+        accepted, exists = traffic(rng, 3000, correlation)
+        baseline = Baseline.of(requests_of(accepted, exists))
+        assert baseline.mean == pytest.approx(accepted[exists].mean())
+        assert baseline.variance == pytest.approx(accepted[exists].var(), rel=0.01)
+        assert abs(baseline.correlation - correlation) < 0.01
+    accepted, exists = traffic(rng, 4000, 0.1)
+    parts = [Baseline.of(requests_of(accepted[i::40], exists[i::40])) for i in range(40)]
+    means = [part.mean for part in parts]
+    spread = statistics.stdev(means) / statistics.fmean(part.mean_error for part in parts)
+    assert 0.7 < spread < 1.2  # a little below 1: a correlation above the likely one is assumed
+    errors = [part.correlation_error for part in parts]
+    spread = statistics.stdev(part.correlation for part in parts) / statistics.fmean(errors)
+    assert 0.7 < spread < 1.4
+
+
+def test_odd_references_still_make_a_baseline() -> None:
+    always = Baseline.of([[4] * 10] * 20)
+    assert (always.mean, always.variance, always.deviation) == (4.0, 0.0, 0.1)
+    assert any(way == "down" for _, way in alarms_of(Cusum(always), [[4] * 10, *[[3] * 10] * 9]))
+    single = Baseline.of([[i % 5] for i in range(50)])
+    assert (single.correlation, single.drafts_per_request) == (0.0, 1.0)
+    apart = Baseline.of([[4 * (i % 2)] * 10 for i in range(50)])
+    assert apart.correlation == pytest.approx(1.0)
+    assert apart.assumed_correlation == baselines.MOST_CORRELATION
+    assert Baseline.from_dict(apart.to_dict()) == apart
+    with pytest.raises(ValueError, match="a baseline needs 20 requests that drafted, got 19"):
+        Baseline.of([[1, 2]] * 19 + [[]] * 10)
+
+
+@pytest.mark.parametrize("level", [0, MOST])
+def test_two_requests_in_a_loop_are_no_drift(level: int) -> None:
+    rng = np.random.default_rng(7)
+    reference = requests_of(*traffic(rng, 200, 0.017))
+    stream = [[level] * 500, reference[0], [level] * 500, *reference[1:5]]
+    assert not list(alarms_of(Cusum(Baseline.of(reference)), stream))

@@ -1,0 +1,251 @@
+"""Drift beside drafts' own confidence: what it finds, and what it is made of."""
+
+import json
+import math
+import statistics
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from drifting import (
+    MOST,
+    PROMISED_DELAY,
+    PROMISED_DRAFTS,
+    RECORD,
+)
+
+from layerskip import Round
+from layerskip.estimates import EDGES
+from layerskip.telemetry.baseline import NUM_BINS, Baseline, BinnedDraft, Surprise
+from layerskip.telemetry.cusum import DRAFTS_PER_FALSE_ALARM, threshold
+from layerskip.telemetry.drift import DriftMonitor, find_drift
+from layerskip.telemetry.drift_bucket import Alarm
+
+Told = tuple[int, tuple[float, ...]]  # accepted tokens of a draft, and its confidences
+
+
+def told_traffic(
+    rng: np.random.Generator, num_requests: int, loss: float = 0.0, doubt: float = 0.0
+) -> list[list[Told]]:
+    """Requests that differ as much as greedy ones do, in their confidence and in what it means.
+
+    A token is right with the chance that its confidence says, but for a logit of the request's
+    own; ``loss`` is the share of right tokens that are lost all the same, ``doubt`` is taken from
+    each logit, and the confidence knows.
+    """
+    requests = []
+    for _ in range(num_requests):
+        level = 1.2 - doubt + 1.0 * rng.standard_normal()
+        own = 0.2 * rng.standard_normal()
+        count = int(np.clip(rng.lognormal(math.log(34.0), 0.55), 3, 200))
+        logits = level + rng.standard_normal((count, MOST))
+        confidences = 1 / (1 + np.exp(-logits))
+        right = rng.random((count, MOST)) < (1 - loss) / (1 + np.exp(-logits - own))
+        accepted = np.cumprod(right, axis=1).sum(axis=1)
+        told = (tuple(line) for line in confidences.tolist())
+        requests.append(list(zip(accepted.tolist(), told, strict=True)))
+    return requests
+
+
+def watch(monitor: DriftMonitor, requests: list[list[Told]], *, tell: bool = True) -> None:
+    for i, request in enumerate(requests):
+        for j, (accepted, told) in enumerate(request, 1):
+            known = told if tell else ()
+            ends = j == len(request)
+            monitor.observe("", f"{i}", accepted, confidences=known, finished=ends)
+
+
+def told_alarms(
+    baseline: Baseline, requests: list[list[Told]], *, tell: bool = True
+) -> list[Alarm]:
+    alarms: list[Alarm] = []
+    watch(DriftMonitor(baselines={"": baseline}, on_alarm=alarms.append), requests, tell=tell)
+    return alarms
+
+
+def learnt(requests: list[list[Told]], *, tell: bool = True) -> Baseline:
+    monitor = DriftMonitor(num_reference_requests=len(requests))
+    watch(monitor, requests, tell=tell)
+    return monitor.baselines()[""]
+
+
+def losing_half_a_deviation(requests: list[list[Told]]) -> float:
+    """The ``loss`` that takes half a standard deviation of accepted tokens a draft."""
+    counts = np.array([accepted for request in requests for accepted, _ in request])
+    low, high = 0.0, 1.0
+    while high - low > 1e-4:
+        loss = (low + high) / 2
+        kept = np.cumsum(np.concatenate([[0.0], (1 - loss) ** np.arange(1, MOST + 1)]))[counts]
+        low, high = (loss, high) if (counts - kept).mean() < counts.std() / 2 else (low, loss)
+    return high
+
+
+def test_half_a_deviation_is_found_within_200_rounds_however_much_requests_differ() -> None:
+    rng = np.random.default_rng(11)
+    loss = losing_half_a_deviation(told_traffic(rng, 300))
+    delays: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(21):
+        usual, worse = told_traffic(rng, 100), told_traffic(rng, 60, loss)
+        for tell, found in delays.items():
+            alarms = told_alarms(learnt(usual, tell=tell), worse, tell=tell)
+            found.append(next((a.num_drafts for a in alarms if a.direction == "down"), math.inf))
+    assert learnt(usual).correlation > 0.1 > 2 * learnt(usual).surprise.baseline.correlation
+    assert statistics.median(delays[True]) < PROMISED_DELAY < statistics.median(delays[False])
+
+
+def test_false_alarms_of_both_sums_are_rare() -> None:
+    rng, found, drafts = np.random.default_rng(12), 0, 0
+    for _ in range(5):
+        usual, stream = told_traffic(rng, 100), told_traffic(rng, 1000)
+        found += len(told_alarms(learnt(usual), stream))
+        drafts += sum(map(len, stream))
+    assert drafts > 1.5 * PROMISED_DRAFTS
+    assert found < drafts / PROMISED_DRAFTS
+
+
+def test_text_that_became_harder_is_seen_in_accepted_tokens_alone() -> None:
+    rng = np.random.default_rng(13)
+    baseline = learnt(told_traffic(rng, 100))
+    alarms = told_alarms(baseline, told_traffic(rng, 200, doubt=1.5))
+    assert {(alarm.watched, alarm.direction) for alarm in alarms} == {("accepted", "down")}
+    alarms = told_alarms(baseline, told_traffic(rng, 60, loss=0.3))
+    assert ("surprise", "down") in {(alarm.watched, alarm.direction) for alarm in alarms}
+    first = next(alarm for alarm in alarms if alarm.watched == "surprise")
+    fall = first.before - first.now
+    assert fall > 0.3
+    assert str(first) == (
+        f"all requests: accepted tokens a draft fell {fall:.2f} standard deviations below what its "
+        f"confidence used to mean over {first.since} drafts"
+    )
+
+
+def test_two_sums_share_the_false_alarms_and_are_surer_of_their_baselines() -> None:
+    baseline = learnt(told_traffic(np.random.default_rng(15), 40))
+    assert baseline.surprise is not None
+    both = DriftMonitor(baselines={"": baseline})._buckets[""]._tests
+    (alone,) = (
+        DriftMonitor(baselines={"": replace(baseline, surprise=None)})._buckets[""]._tests.values()
+    )
+    assert alone.threshold == threshold(0.5, DRAFTS_PER_FALSE_ALARM)
+    assert alone._gain == 0.5 - baseline.tolerance(0.5)
+    assert set(both) == {"accepted", "surprise"}
+    for test in both.values():
+        assert test.threshold == threshold(0.5, 2 * DRAFTS_PER_FALSE_ALARM)
+        assert test._gain == 0.5 - test.baseline.tolerance(0.5, errors=2.0)
+
+
+def test_the_larger_sum_is_shown() -> None:
+    rng = np.random.default_rng(16)
+    usual = told_traffic(rng, 60)
+    monitor = DriftMonitor(baselines={"": learnt(usual)})
+    watch(monitor, told_traffic(rng, 1, loss=0.5))
+    heights = {
+        watched: test.sums["down"] / test.threshold
+        for watched, test in monitor._buckets[""]._tests.items()
+    }
+    state = monitor.states()[""]
+    assert state.down == max(heights.values()) > min(heights.values())
+    assert monitor.paths()[""][-1][1] == state.down
+
+
+def test_shares_are_not_those_of_the_requests_that_they_are_held_against() -> None:
+    """Each request has a confidence of its own: of its own share nothing would be surprising."""
+    requests = [
+        [BinnedDraft(1, bytes([i])) if i % 4 else BinnedDraft(0, bytes([i]))] * 5
+        for i in range(NUM_BINS)
+    ]
+    surprise = Surprise.of(requests)
+    assert surprise is not None
+    assert surprise.baseline.variance > 0.5
+    assert surprise.baseline.correlation == pytest.approx(1.0)
+
+
+def records_of(requests: list[list[Told]], name: str) -> list[Round]:
+    """Rounds as a decoder makes them; every other draft was looked up, and its confidence means
+    less."""
+    found = []
+    for i, request in enumerate(requests):
+        for j, (accepted, told) in enumerate(request, 1):
+            looked_up = j % 2 == 0
+            found.append(
+                replace(
+                    RECORD,
+                    index=j,
+                    request_id=f"{name}{i}",
+                    num_accepted_tokens=accepted // 2 if looked_up else accepted,
+                    confidences=told,
+                    drafter="lookup" if looked_up else "early_exit",
+                    finish_reason="length" if j == len(request) else None,
+                )
+            )
+    return found
+
+
+def test_rounds_and_their_records_tell_confidences() -> None:
+    rng, alarms = np.random.default_rng(17), []
+    rounds = records_of(told_traffic(rng, 60), "a")
+    rounds += records_of(told_traffic(rng, 60, loss=0.3), "b")
+    monitor = DriftMonitor(num_reference_requests=60, on_alarm=alarms.append)
+    for record in rounds:
+        monitor(record)
+    baseline = monitor.baselines()[""]
+    assert baseline.surprise is not None
+    shares = [s for s in baseline.surprise.shares if 0.0 < s < 1.0]
+    exits, lookups = np.split(np.array(baseline.surprise.shares), 2)
+    assert len(set(shares)) > NUM_BINS / 2
+    assert exits[4:].mean() > lookups[4:].mean() + 0.1
+    assert ("surprise", "down") in {(alarm.watched, alarm.direction) for alarm in alarms}
+    drift = find_drift([r.to_dict() for r in rounds], num_reference_requests=60)
+    again = drift.states[""].baseline
+    assert again is not None
+    assert again.surprise is not None
+    assert again.surprise.shares == pytest.approx(baseline.surprise.shares, abs=0.02)
+    assert {a.watched for a in drift.alarms} == {a.watched for a in alarms}
+
+
+@pytest.mark.slow
+def test_false_alarms_of_both_sums_are_rare_for_long() -> None:
+    rng, found, drafts = np.random.default_rng(18), 0, 0
+    for _ in range(40):
+        baseline = learnt(told_traffic(rng, 100))
+        stream = told_traffic(rng, 1500)
+        found += len(told_alarms(baseline, stream))
+        drafts += sum(map(len, stream))
+    assert drafts > 20 * PROMISED_DRAFTS
+    assert found < 0.5 * drafts / PROMISED_DRAFTS
+
+
+def test_surprises_are_standard() -> None:
+    usual = learnt(told_traffic(np.random.default_rng(14), 300)).surprise
+    assert usual is not None
+    assert abs(usual.baseline.mean) < 0.03
+    assert usual.baseline.deviation == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_surprise_is_successes_less_their_chances_in_deviations() -> None:
+    low, high = EDGES[2], EDGES[8]  # each the least of a bin of its own
+    drafts = [(2, (high, high, low)), (0, (low,)), (1, (high, low)), (1, (low, high))]
+    requests = [[BinnedDraft.of(*draft) for draft in drafts]] * 20
+    surprise = Surprise.of(requests)
+    assert surprise is not None
+    # Judged with the higher confidence: three right, and one wrong; with the lower: one and three.
+    assert sorted(set(surprise.shares)) == [0.25, 0.5, 0.75]
+    variance = 0.75 * 0.25 + 0.75 * 0.75 * 0.25 + 0.75 * 0.75 * 0.25 * 0.75
+    for accepted, surplus in ((0, -0.75), (1, 0.25 - 0.75), (2, 0.5 - 0.25), (3, 0.5 + 0.75)):
+        found = surprise.of_draft(BinnedDraft.of(accepted, (high, high, low)))
+        assert found == pytest.approx(surplus / math.sqrt(variance))
+    sure = replace(surprise, shares=(1.0,) * NUM_BINS)  # but never that sure
+    assert sure.of_draft(BinnedDraft.of(1, (high, high))) == pytest.approx(-1 / math.sqrt(0.1))
+    looked_up = BinnedDraft.of(2, (high, high), looked_up=True)  # of which none was seen
+    assert surprise.of_draft(looked_up) == pytest.approx(1.0 / math.sqrt(0.375))
+    assert Surprise.of(requests[1:]) is None
+    told = replace(Baseline(1.0, 1.0), surprise=surprise)
+    assert Baseline.from_dict(json.loads(json.dumps(told.to_dict()))) == told
+
+
+def test_a_draft_that_the_end_cuts_is_no_surprise() -> None:
+    sure = [[(MOST, (0.99,) * MOST)] * 9 + [(1, (0.99,) * MOST)]] * 30
+    baseline = learnt(sure)
+    assert baseline.surprise is not None
+    assert set(baseline.surprise.shares) == {1.0}
+    assert not [a for a in told_alarms(baseline, sure * 4) if a.watched == "surprise"]
