@@ -212,13 +212,24 @@ def test_a_decoder_can_be_watched() -> None:
         (
             lambda: Surprise(
                 (0.5,) * NUM_BINS,
-                Baseline(0.0, 1.0, surprise=Surprise((0.5,) * NUM_BINS, Baseline(0.0, 1.0))),
+                1.0,
+                Baseline(0.0, 1.0, surprise=Surprise((0.5,) * NUM_BINS, 1.0, Baseline(0.0, 1.0))),
             ),
             "no surprise of its own",
         ),
         (lambda: Baseline(1.0, -1.0), "variance must be finite and at least 0"),
-        (lambda: Surprise((0.5,), Baseline(0.0, 1.0)), f"shares must be {NUM_BINS} numbers, got 1"),
-        (lambda: Surprise((1.5,) * NUM_BINS, Baseline(0.0, 1.0)), "shares must be finite and betw"),
+        (
+            lambda: Surprise((0.5,), 1.0, Baseline(0.0, 1.0)),
+            f"shares must be {NUM_BINS} numbers, got 1",
+        ),
+        (
+            lambda: Surprise((1.5,) * NUM_BINS, 1.0, Baseline(0.0, 1.0)),
+            "shares must be finite and betw",
+        ),
+        (
+            lambda: Surprise((0.5,) * NUM_BINS, 0.0, Baseline(0.0, 1.0)),
+            "deviation must be finite and at least 0.1",
+        ),
         (lambda: Baseline(1.0, math.nan), "variance must be finite"),
         (lambda: Baseline(1.0, 1.0, 1.5), "correlation must be finite and between 0 and 1"),
         (lambda: Baseline(1.0, 1.0, drafts_per_request=0.5), "drafts_per_request must be finite"),
@@ -233,7 +244,7 @@ def test_what_cannot_be_is_refused(make: Callable[[], object], sentence: str) ->
     ("content", "sentence"),
     [
         ([], "a baseline must be a JSON object"),
-        ({"mean": 1.0, "variance": 1.0, "surprise": {}}, "a surprise must have shares and"),
+        ({"mean": 1.0, "variance": 1.0, "surprise": {}}, "a surprise must have shares, a dev"),
         ({"mean": 1.0, "variance": 1.0, "surprise": {"shares": []}}, "a surprise must have"),
         ({"mean": 1.0, "variance": 1.0, "more": 2}, "more"),
     ],

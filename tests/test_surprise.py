@@ -16,9 +16,19 @@ from drifting import (
 
 from layerskip import Round
 from layerskip.estimates import EDGES
-from layerskip.telemetry.baseline import NUM_BINS, Baseline, BinnedDraft, Surprise
+from layerskip.telemetry.baseline import (
+    CONFIDENCE_BINS,
+    LOSS,
+    MOST_CERTAIN,
+    MOST_KEPT,
+    NUM_BINS,
+    Baseline,
+    BinnedDraft,
+    Repeats,
+    Surprise,
+)
 from layerskip.telemetry.cusum import DRAFTS_PER_FALSE_ALARM, threshold
-from layerskip.telemetry.drift import DriftMonitor, find_drift
+from layerskip.telemetry.drift import HEAVY_TAILS, DriftMonitor, find_drift
 from layerskip.telemetry.drift_bucket import Alarm
 
 Told = tuple[int, tuple[float, ...]]  # accepted tokens of a draft, and its confidences
@@ -129,8 +139,9 @@ def test_two_sums_share_the_false_alarms_and_are_surer_of_their_baselines() -> N
     assert alone.threshold == threshold(0.5, DRAFTS_PER_FALSE_ALARM)
     assert alone._gain == 0.5 - baseline.tolerance(0.5)
     assert set(both) == {"accepted", "surprise"}
-    for test in both.values():
-        assert test.threshold == threshold(0.5, 2 * DRAFTS_PER_FALSE_ALARM)
+    for watched, rarer in (("accepted", 2), ("surprise", 2 * HEAVY_TAILS)):
+        test = both[watched]
+        assert test.threshold == threshold(0.5, rarer * DRAFTS_PER_FALSE_ALARM)
         assert test._gain == 0.5 - test.baseline.tolerance(0.5, errors=2.0)
 
 
@@ -191,8 +202,8 @@ def test_rounds_and_their_records_tell_confidences() -> None:
     baseline = monitor.baselines()[""]
     assert baseline.surprise is not None
     shares = [s for s in baseline.surprise.shares if 0.0 < s < 1.0]
-    exits, lookups = np.split(np.array(baseline.surprise.shares), 2)
-    assert len(set(shares)) > NUM_BINS / 2
+    exits, lookups = np.split(np.array(baseline.surprise.shares[:CONFIDENCE_BINS]), 2)
+    assert len(set(shares)) > CONFIDENCE_BINS / 2
     assert exits[4:].mean() > lookups[4:].mean() + 0.1
     assert ("surprise", "down") in {(alarm.watched, alarm.direction) for alarm in alarms}
     drift = find_drift([r.to_dict() for r in rounds], num_reference_requests=60)
@@ -222,25 +233,120 @@ def test_surprises_are_standard() -> None:
     assert usual.baseline.deviation == pytest.approx(1.0, abs=0.05)
 
 
-def test_a_surprise_is_successes_less_their_chances_in_deviations() -> None:
+def test_a_surprise_is_successes_less_their_chances_by_what_they_say() -> None:
     low, high = EDGES[2], EDGES[8]  # each the least of a bin of its own
     drafts = [(2, (high, high, low)), (0, (low,)), (1, (high, low)), (1, (low, high))]
-    requests = [[BinnedDraft.of(*draft) for draft in drafts]] * 20
-    surprise = Surprise.of(requests)
+    binned = [BinnedDraft.of(*draft) for draft in drafts]
+    surprise = Surprise.of([binned] * 20)
     assert surprise is not None
     # Judged with the higher confidence: three right, and one wrong; with the lower: one and three.
     assert sorted(set(surprise.shares)) == [0.25, 0.5, 0.75]
-    variance = 0.75 * 0.25 + 0.75 * 0.75 * 0.25 + 0.75 * 0.75 * 0.25 * 0.75
-    for accepted, surplus in ((0, -0.75), (1, 0.25 - 0.75), (2, 0.5 - 0.25), (3, 0.5 + 0.75)):
+
+    def logit(p: float) -> float:
+        return math.log(p / (1 - p))
+
+    def weight(share: float) -> float:
+        return logit(share) - logit((1 - LOSS) * share)
+
+    def variance(chances: tuple[float, ...]) -> float:
+        before = np.cumprod((1.0, *chances))[:-1]
+        return sum(s * weight(c) ** 2 * c * (1 - c) for s, c in zip(before, chances, strict=True))
+
+    of_drafts = [(0.75, 0.75, 0.25), (0.25,), (0.75, 0.25), (0.25, 0.75)]
+    deviation = math.sqrt(statistics.mean(map(variance, of_drafts)))
+    assert surprise.deviation == pytest.approx(deviation)
+    sure, doubtful = weight(0.75), weight(0.25)
+    for accepted, surplus in (
+        (0, -0.75 * sure),
+        (1, (0.25 - 0.75) * sure),
+        (2, 2 * 0.25 * sure - 0.25 * doubtful),
+        (3, 2 * 0.25 * sure + 0.75 * doubtful),
+    ):
         found = surprise.of_draft(BinnedDraft.of(accepted, (high, high, low)))
-        assert found == pytest.approx(surplus / math.sqrt(variance))
-    sure = replace(surprise, shares=(1.0,) * NUM_BINS)  # but never that sure
-    assert sure.of_draft(BinnedDraft.of(1, (high, high))) == pytest.approx(-1 / math.sqrt(0.1))
+        assert found == pytest.approx(surplus / deviation)
     looked_up = BinnedDraft.of(2, (high, high), looked_up=True)  # of which none was seen
-    assert surprise.of_draft(looked_up) == pytest.approx(1.0 / math.sqrt(0.375))
-    assert Surprise.of(requests[1:]) is None
+    assert surprise.of_draft(looked_up) == pytest.approx(weight(0.5) / deviation)
+    certain = replace(surprise, shares=(1.0,) * NUM_BINS)  # but never that certain
+    found = certain.of_draft(BinnedDraft.of(1, (high, high)))
+    most = MOST_CERTAIN
+    assert found == pytest.approx(weight(most) * (1 - most - most) / deviation)
+    assert Surprise.of([binned] * 19) is None
     told = replace(Baseline(1.0, 1.0), surprise=surprise)
     assert Baseline.from_dict(json.loads(json.dumps(told.to_dict()))) == told
+
+
+def test_what_two_drafts_say_differs_as_their_likelihoods_do() -> None:
+    """Of "each accepted token is lost with a chance" against "as usual", for the same tokens."""
+    surprise = Surprise((0.8,) * NUM_BINS, 1.0, Baseline(0.0, 1.0))
+
+    def evidence(accepted: int) -> float:
+        usual = 0.8**accepted * (0.2 if accepted < 3 else 1.0)
+        kept = 0.8 * (1 - LOSS)
+        lost = kept**accepted * (1 - kept if accepted < 3 else 1.0)
+        return math.log(lost / usual)
+
+    def mean(accepted: int) -> float:  # of each judged token, as usual
+        judged = min(3, accepted + 1)
+        kept = 0.8 * (1 - LOSS)
+        return judged * (0.8 * math.log(1 - LOSS) + 0.2 * math.log((1 - kept) / 0.2))
+
+    for accepted in range(4):
+        found = surprise.of_draft(BinnedDraft.of(accepted, (0.5, 0.5, 0.5)))
+        assert -found == pytest.approx(evidence(accepted) - mean(accepted))
+
+
+def test_tokens_are_held_against_those_of_a_draft_that_looked_the_same() -> None:
+    drafts = [BinnedDraft(accepted, b"\1\2\3") for accepted in (1, 0, 2, 1)]
+    repeats = Repeats()
+    placed = [repeats.place(draft) for draft in drafts]
+    assert [draft.accepted for draft in placed] == [1, 0, 2, 1]
+    right, wrong = CONFIDENCE_BINS, 2 * CONFIDENCE_BINS
+    assert [list(draft.bins) for draft in placed] == [
+        [1, 2, 3],
+        [1 + right, 2 + wrong, 3],
+        [1 + right, 2 + wrong, 3],  # the most that was accepted counts
+        [1 + right, 2 + right, 3 + wrong],
+    ]
+    assert repeats.place(BinnedDraft(1, b"\1\2")).bins == b"\1\2"
+
+
+def test_of_a_long_request_no_more_drafts_are_remembered() -> None:
+    repeats = Repeats()
+    for i in range(MOST_KEPT + 1):
+        for _ in range(2):
+            placed = repeats.place(BinnedDraft(1, bytes([i % 8, i // 8 % 8, i // 64])))
+        assert (placed.bins[0] == i % 8 + CONFIDENCE_BINS) == (i < MOST_KEPT)
+
+
+def looping_traffic(
+    rng: np.random.Generator, num_requests: int, loss: float = 0.0
+) -> list[list[Told]]:
+    """Greedy text: a request loops after a while, and its drafts come again with their outcome."""
+    requests = []
+    for _ in range(num_requests):
+        confidences = rng.uniform(0.3, 1.0, (8, MOST))
+        told = [tuple(line) for line in confidences.tolist()]
+        accepted = np.cumprod(rng.random((8, MOST)) < confidences, axis=1).sum(axis=1)
+        loop = list(zip(accepted.tolist(), told, strict=True))[4:]
+        drafts = list(zip(accepted.tolist(), told, strict=True))[:4] + loop * 9
+        lost = rng.random((len(drafts), MOST)) < loss
+        kept = [int(np.argmax([*line, True])) for line in lost]
+        requests.append([(min(a, k), t) for (a, t), k in zip(drafts, kept, strict=True)])
+    return requests
+
+
+def test_loops_are_no_reason_to_wait() -> None:
+    rng = np.random.default_rng(19)
+    loss, delays = losing_half_a_deviation(looping_traffic(rng, 300)), []
+    for _ in range(11):
+        baseline = learnt(looping_traffic(rng, 100))
+        alarms = told_alarms(baseline, looping_traffic(rng, 60, loss))
+        delays.append(next((a.num_drafts for a in alarms if a.direction == "down"), math.inf))
+    assert baseline.surprise is not None
+    assert baseline.correlation > 0.15 > 3 * baseline.surprise.baseline.correlation
+    assert statistics.median(delays) < PROMISED_DELAY
+    found = told_alarms(baseline, looping_traffic(rng, 1000))
+    assert len(found) < 0.5  # in 40,000 drafts
 
 
 def test_a_draft_that_the_end_cuts_is_no_surprise() -> None:

@@ -2,19 +2,21 @@
 
 Requests differ: drafts of one are alike, and the more they are, the longer a shift takes to tell
 (``cusum``). Most of how requests differ is known to the draft itself: where it is less sure, less
-is accepted. So beside the accepted tokens of each draft, their surprise is watched, the score of a
-common shift of all log-odds:
+is accepted. So beside the accepted tokens of each draft, their surprise is watched, summed over
+judged tokens, where x_i is 1 for an accepted one and 0 for the first that is not:
 
-    surprise = sum (x_i - s_i) / sqrt(sum s_1 ... s_(i-1) s_i (1 - s_i))
+    surprise = sum w_i (x_i - s_i) / deviation,  w_i = logit(s_i) - logit((1 - L) s_i)
 
-The first sum is over judged tokens, where x_i is 1 for an accepted one and 0 for the first that is
-not, the second over all drafted ones; s_i is the share accepted of the tokens that were drafted
-with such a confidence and judged. If the shares are right, and no draft is surer than
-``LEAST_VARIANCE``, its mean is 0 and its deviation 1. Under automatic drafting its correlation
-within a request is a sixth to five sixths of that of accepted tokens; of greedy text under a fixed
-number it may be as high (bench/README.md has both by bucket). That a draft of fifteen sure tokens
-fails is one event, not fifteen. It cannot tell where the text became harder and the draft knows it;
-accepted tokens can.
+s_i is the share accepted of the tokens that were drafted with such a confidence and judged, and the
+deviation is what the sum has if the shares are right. But for a constant of each token the sum is
+the logarithm of the likelihood that drafts are as usual against "each accepted token is lost with
+the chance ``LOSS``": what Page's test (Biometrika, 1954) adds up. A sure token that is wrong says
+ten times as much as a doubtful one, and no share counts as higher than ``MOST_CERTAIN``.
+
+Greedy text loops in some requests, and there the same draft comes again with the same outcome. So
+shares are apart for tokens whose draft looks as an earlier one of the request did (``Repeats``), by
+whether that token was accepted then. It cannot tell where the text became harder and the draft
+knows it; accepted tokens can. bench/README.md has the correlations within a request by bucket.
 """
 
 import math
@@ -22,7 +24,8 @@ import random
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from functools import cached_property
+from itertools import chain, count
 from typing import Any, Literal, NamedTuple
 
 from layerskip.estimates import EDGES
@@ -35,8 +38,12 @@ LEAST_REQUESTS = 20
 LEAST_DEVIATION = 0.1  # of what is watched: a shift by half of it is of no interest
 MOST_CORRELATION = 0.95
 MOST_TOKENS = 1e6
-LEAST_VARIANCE = 0.1  # of successes less their chances: no draft is surer than that
-NUM_BINS = 2 * (len(EDGES) + 1)  # of an early exit's tokens, and of looked-up ones
+LOSS = 0.3  # of accepted tokens: what surprises are made to tell
+MOST_CERTAIN = 0.995  # share accepted that is believed in
+MOST_KEPT = 512  # drafts of a request that others are held against
+CONFIDENCE_BINS = 2 * (len(EDGES) + 1)  # of an early exit's tokens, and of looked-up ones
+NEW, WAS_RIGHT, WAS_WRONG = range(3)  # a token, beside that of an earlier draft of the request
+NUM_BINS = 3 * CONFIDENCE_BINS
 
 
 class BinnedDraft(NamedTuple):
@@ -44,7 +51,7 @@ class BinnedDraft(NamedTuple):
 
     Attributes:
         accepted: tokens.
-        bins: of its tokens' confidences.
+        bins: of its tokens' confidences; from ``Repeats`` on, of what they were before, too.
     """
 
     accepted: int
@@ -55,8 +62,29 @@ class BinnedDraft(NamedTuple):
         cls, accepted: int, confidences: Iterable[float], *, looked_up: bool = False
     ) -> "BinnedDraft":
         """Of a draft with known confidences, 0 to 1."""
-        first = looked_up * NUM_BINS // 2
+        first = looked_up * CONFIDENCE_BINS // 2
         return cls(accepted, bytes(first + bisect_right(EDGES, told) for told in confidences))
+
+
+class Repeats:
+    """The drafts of a request so far, that the next is held against: those with the same bins."""
+
+    __slots__ = ("_most",)
+
+    def __init__(self) -> None:
+        self._most: dict[bytes, int] = {}  # accepted of drafts with such bins
+
+    def place(self, draft: BinnedDraft) -> BinnedDraft:
+        """The next draft, in bins of those before it."""
+        most = self._most.get(draft.bins)
+        if most is None and len(self._most) == MOST_KEPT:
+            return draft
+        self._most[draft.bins] = max(draft.accepted, draft.accepted if most is None else most)
+        if most is None:
+            return draft
+        before = (WAS_RIGHT if i < most else WAS_WRONG if i == most else NEW for i in count())
+        bins = (b + CONFIDENCE_BINS * was for b, was in zip(draft.bins, before, strict=False))
+        return BinnedDraft(draft.accepted, bytes(bins))
 
 
 @dataclass(frozen=True)
@@ -154,11 +182,14 @@ class Surprise:
 
     Attributes:
         shares: accepted, of judged tokens with a confidence up to each of ``estimates.EDGES``, and
-            above the last; first of an early exit's, then of looked-up ones.
+            above the last; first of an early exit's, then of looked-up ones; both again for tokens
+            that were right in a draft which looked the same, and once more for those that were not.
+        deviation: of the weighted sum of a draft, if the shares are right.
         baseline: of the surprises of drafts.
     """
 
     shares: tuple[float, ...]
+    deviation: float
     baseline: Baseline
 
     def __post_init__(self) -> None:
@@ -166,6 +197,7 @@ class Surprise:
             raise ValueError(f"shares must be {NUM_BINS} numbers, got {len(self.shares)}")
         for share in self.shares:
             check_number("shares", share, 0.0, 1.0)
+        check_number("deviation", self.deviation, LEAST_DEVIATION, math.inf)
         if self.baseline.surprise is not None:
             raise ValueError("the baseline of surprises has no surprise of its own")
 
@@ -175,31 +207,42 @@ class Surprise:
         requests = [drafts for drafts in requests if drafts]
         if len(requests) < LEAST_REQUESTS:
             return None
+        shares = _shares(requests)
+        deviation = _Expectation(shares).deviation(chain.from_iterable(requests))
         # In any order: requests of two kinds may come in turn.
         order = random.Random(0).sample(requests, len(requests))
         reference, halves = Reference(), (order[::2], order[1::2])
         for half, other in zip(halves, reversed(halves), strict=True):
-            shares = _shares(other)  # its own would make it look less surprising than it is
+            # Its own shares would make it look less surprising than it is.
+            expected = _Expectation(_shares(other))
             for drafts in half:
                 one = OpenRequest()
                 for draft in drafts:
-                    one.add(_surprise(shares, draft))
+                    one.add(expected.surplus(draft) / deviation)
                 reference.add(one)
         baseline = reference.baseline()
         # If shares are right it is 1; less is luck, or drafts that were surer than we believe.
         baseline = replace(baseline, variance=max(1.0, baseline.variance))
-        return cls(_shares(requests), baseline)
+        return cls(shares, deviation, baseline)
 
     def of_draft(self, draft: BinnedDraft) -> float:
         """Of one draft, in standard deviations; less accepted than expected is negative."""
-        return _surprise(self.shares, draft)
+        return self._expected.surplus(draft) / self.deviation
+
+    @cached_property
+    def _expected(self) -> "_Expectation":
+        return _Expectation(self.shares)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Surprise":
         """What ``Baseline.to_dict`` made of it; its errors."""
-        if not isinstance(content, Mapping) or set(content) != {"shares", "baseline"}:
-            raise TypeError(f"a surprise must have shares and a baseline, got {content!r}")
-        return cls(tuple(content["shares"]), Baseline.from_dict(content["baseline"]))
+        names = {"shares", "deviation", "baseline"}
+        if not isinstance(content, Mapping) or set(content) != names:
+            raise TypeError(
+                f"a surprise must have shares, a deviation and a baseline, got {content!r}"
+            )
+        baseline = Baseline.from_dict(content["baseline"])
+        return cls(tuple(content["shares"]), content["deviation"], baseline)
 
 
 def _shares(requests: Iterable[Iterable[BinnedDraft]]) -> tuple[float, ...]:
@@ -213,16 +256,34 @@ def _shares(requests: Iterable[Iterable[BinnedDraft]]) -> tuple[float, ...]:
     return tuple(h / t if t else every for h, t in zip(hits, trials, strict=True))
 
 
-def _surprise(shares: Sequence[float], draft: BinnedDraft) -> float:
-    """As this module defines it."""
-    surplus, variance, survival = 0.0, 0.0, 1.0
-    for i, place in enumerate(draft.bins):
-        chance = shares[place]
-        if i <= draft.accepted:
-            surplus += (i < draft.accepted) - chance
-        variance += survival * chance * (1.0 - chance)
-        survival *= chance
-    return surplus / math.sqrt(max(LEAST_VARIANCE, variance))
+class _Expectation:
+    """What shares speak for, and how much a token says that goes otherwise."""
+
+    def __init__(self, shares: Sequence[float]) -> None:
+        self._shares = [min(share, MOST_CERTAIN) for share in shares]
+        # The difference of log-odds, of which a share of 0 has one, too.
+        self._weights = [
+            math.log((1.0 - (1.0 - LOSS) * share) / ((1.0 - LOSS) * (1.0 - share)))
+            for share in self._shares
+        ]
+
+    def surplus(self, draft: BinnedDraft) -> float:
+        """Its accepted tokens less their chances, weighted."""
+        found = 0.0
+        for i, place in enumerate(draft.bins[: draft.accepted + 1]):
+            found += self._weights[place] * ((i < draft.accepted) - self._shares[place])
+        return found
+
+    def deviation(self, drafts: Iterable[BinnedDraft]) -> float:
+        """Of the surplus of a draft, if the shares are right: root of the mean variance."""
+        variance, number = 0.0, 0
+        for draft in drafts:
+            survival, number = 1.0, number + 1
+            for place in draft.bins:
+                chance = self._shares[place]
+                variance += survival * self._weights[place] ** 2 * chance * (1.0 - chance)
+                survival *= chance
+        return max(LEAST_DEVIATION, math.sqrt(variance / number))
 
 
 class OpenRequest:

@@ -17,6 +17,7 @@ from layerskip.telemetry.drift_bucket import Alarm, Bucket, DriftState, PathPoin
 REFERENCE_REQUESTS = 100
 MOST_BUCKETS = 100  # a label may have more values than a monitor or a scrape should
 OTHER_BUCKET = "(other)"
+HEAVY_TAILS = 2  # times as many false alarms as of normal steps: sure tokens are seldom wrong
 
 
 class DriftMonitor:
@@ -154,11 +155,14 @@ class DriftMonitor:
 
         Two tests share the false alarms, and are surer of their baselines: it takes one of them.
         """
-        known: dict[Watched, Baseline] = {"accepted": baseline}
-        if baseline.surprise is not None:
-            known["surprise"] = baseline.surprise.baseline
-        drafts = self._drafts_per_false_alarm * len(known)
-        return {w: Cusum(b, self._shift, drafts, errors=len(known)) for w, b in known.items()}
+        rare = self._drafts_per_false_alarm
+        if baseline.surprise is None:
+            return {"accepted": Cusum(baseline, self._shift, rare)}
+        surprise = baseline.surprise.baseline
+        return {
+            "accepted": Cusum(baseline, self._shift, 2 * rare, errors=2),
+            "surprise": Cusum(surprise, self._shift, 2 * HEAVY_TAILS * rare, errors=2),
+        }
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,19 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from layerskip.telemetry.baseline import (
+    MOST_KEPT,
     SIGNS,
     Baseline,
     BinnedDraft,
     Direction,
     OpenRequest,
     Reference,
+    Repeats,
     Surprise,
 )
 from layerskip.telemetry.cusum import Cusum
 
 MOST_OPEN = 4096  # requests: some may never end
-MOST_KEPT = 512  # drafts of a request, of those that tell their confidence, to learn from
 MOST_POINTS = 400
 
 Watched = Literal["accepted", "surprise"]
@@ -90,13 +91,15 @@ class _Open:
     Attributes:
         watched: its drafts so far, in sums.
         known: those whose confidence is known, while a baseline is learnt.
+        repeats: of these.
     """
 
-    __slots__ = ("known", "watched")
+    __slots__ = ("known", "repeats", "watched")
 
     def __init__(self) -> None:
         self.watched: dict[Watched, OpenRequest] = {w: OpenRequest() for w in get_args(Watched)}
         self.known: list[BinnedDraft] = []
+        self.repeats = Repeats()
 
 
 class Bucket:
@@ -150,6 +153,8 @@ class Bucket:
             if len(self._open) >= MOST_OPEN:  # the oldest was given up without an end
                 self._end(next(iter(self._open)))
             request = self._open[request_id] = _Open()
+        if draft is not None:
+            draft = request.repeats.place(draft)
         alarms: list[Alarm] = []
         if accepted is not None and self._tests:
             alarms = self._step(request_id, request, accepted, draft)
