@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM
 from layerskip import SelfSpeculativeLM
 from layerskip.checkpoint import BUILTIN, builtin_folder
 from layerskip.compare import EarlyExitSettings
+from layerskip.cost import CostTable
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
+from layerskip.profiling import measure_cost
 from layerskip.prompts import Example, read_prompts
 
 REPO = Path(__file__).parents[1]
@@ -73,6 +75,7 @@ class Lab:
         exiting = wrapped(self.model, self.tokenizer, self.known, self.known.cost, lookup=False)
         alone = wrapped(self.model, self.tokenizer, None, None, lookup=True)
         self.cost, self.alone = exiting.controller.cost, alone.controller.cost
+        self._exiting = exiting
         self.max_positions = exiting.stack.max_positions
         self.examples = cache(self._examples)
         self.tuned = cache(self._tuned)
@@ -111,6 +114,14 @@ class Lab:
         """A decoder whose controller has seen nothing yet."""
         known, cost = (self.known, self.cost) if plan else (None, self.alone)
         return wrapped(self.model, self.tokenizer, known, cost, lookup=lookup)
+
+    def cost_now(self, seconds: float) -> CostTable:
+        """The cost table, measured again for so long: the machine of a load may have been another.
+        Predictions are made from it; decoders have the quick one that users have."""
+        lm = self._exiting
+        if lm.plan is None or seconds == 0.0:
+            return self.cost
+        return measure_cost(lm.stack, lm.plan, head=lm.draft_head, seconds=seconds)
 
     def ours(self) -> dict[str, Way]:
         """Our modes, each with a controller of its own."""

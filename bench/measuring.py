@@ -21,6 +21,7 @@ from layerskip.compare import repeated_share
 
 LEAST = 3  # prompts, or batches of them, whatever the time
 MEMORY_TOKENS = 16
+TABLE_SECONDS, TABLE_SHARE = 5.0, 0.1  # of the cost table that predictions are made from
 REFUSALS = (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError)
 
 
@@ -128,6 +129,7 @@ class Measured:
         self.lengths: list[int] = []
         self.repeated: list[float] = []
         self.left_out = 0
+        self.cost = lab.cost
 
     def run(self, seconds: float, limit: int) -> None:
         """Up to ``limit`` groups of prompts that do not loop, or as many as ``seconds`` allow."""
@@ -135,6 +137,8 @@ class Measured:
         if not self.source.groups:
             return
         self.source.prepare()
+        if self.cell.batch == 1:  # others are not predicted
+            self.cost = self.lab.cost_now(min(TABLE_SECONDS, TABLE_SHARE * seconds))
         began = now = time.monotonic()
         for group in self.source.groups:
             before, now = now, time.monotonic()
@@ -202,7 +206,7 @@ class Measured:
         found = speeds(turns, bases) | sameness(mode, runs, self.cell.temperature == 0.0)
         if mode in OURS:
             context = statistics.fmean(self.lengths) + self.tokens / 2
-            cost = self.lab.cost.of(greedy=self.cell.temperature == 0.0)
+            cost = self.cost.of(greedy=self.cell.temperature == 0.0)
             single = cost if self.cell.batch == 1 else None
             found |= drafting(turns, runs[BASE], single, context)
         elif mode in ALONE:

@@ -22,6 +22,7 @@ HYSTERESIS = 0.03
 PROBE_SHARE = 0.01
 STAKE_SHARE, STAKE_TOKENS = 0.018, 64  # of its plain time, what a request may lose beside probes
 MOST_CREDIT = 1.0  # plain passes
+GUESS_SHARE = 0.2  # of a draft pass: looked-up tokens in it save another one more often
 PAYING = 0.4  # of what a drafted token costs at least: one that gains less is not looked at
 
 
@@ -168,14 +169,11 @@ class Controller:
         return known.calibration.told.error_by_chance if known is not None else 0.0
 
     def guesses(self, rows: int, context: int) -> int:
-        """Looked-up tokens that each row may bring into a draft pass at next to no cost."""
-        alone = self.times.draft(rows, context)
-        width = 0
-        while width < MAX_AUTO_DRAFT_TOKENS and (
-            self.times.draft(rows, context, each=width + 2) <= alone * (1.0 + HYSTERESIS)
-        ):
-            width += 1
-        return width
+        """Looked-up tokens that each row may bring into a draft pass for less than they save."""
+        bearable = self.times.draft(rows, context) * (1.0 + GUESS_SHARE)
+        widths = range(MAX_AUTO_DRAFT_TOKENS, 0, -1)  # a table's noise hides no wider one
+        costs = ((w, self.times.draft(rows, context, each=w + 1)) for w in widths)
+        return next((width for width, seconds in costs if seconds <= bearable), 0)
 
     def pays(self, stoppers: Sequence[Stopper], context: int) -> bool:
         """Whether rows that would go on gain more than a draft pass of them all costs; where not,

@@ -115,7 +115,9 @@ class CostTable:
         return self.sampling if self.judging is None else self.judging
 
     def draft_pass(self, rows: int, context: float, *, sequences: int = 1) -> float:
-        """One draft pass over ``rows`` tokens, with its head and sampling.
+        """One draft pass over ``rows`` tokens, with its head, and the sampling of a token of each
+        sequence: looked-up tokens beside it are sampled where they are right, in the place of the
+        pass that they save.
 
         Args:
             rows: tokens, of all sequences together.
@@ -126,7 +128,7 @@ class CostTable:
         layers = self._layers(
             self.draft_layers, rows, context, sequences, longest, self.draft_sequence
         )
-        return layers + self._summed(self.draft_head, rows, 0) + rows * self.sampling
+        return layers + self._summed(self.draft_head, rows, 0) + sequences * self.sampling
 
     def verify_pass(
         self, rows: int, context: float, *, sequences: int = 1, longest: int | None = None

@@ -86,7 +86,7 @@ class PassCosts:
             contexts,
             most_tokens=rows,
             longest=1,
-            another=table.draft_sequence,
+            another=table.draft_sequence + table.sampling,
             ratio=self.overhead.draft_ratio,
         )
 

@@ -1,6 +1,7 @@
 """Measure what passes take: bare, interleaved, and in a bounded time whatever the model's size."""
 
 import logging
+import math
 import os
 import random
 import time
@@ -16,7 +17,7 @@ from layerskip.draft_head import DraftHead
 from layerskip.exactness import MAX_PASS_ROWS
 from layerskip.fingerprint import cost_key, fingerprint, mismatch, row_quantum
 from layerskip.model import DecoderStack
-from layerskip.params import SamplingParams
+from layerskip.params import SamplingParams, check_number
 from layerskip.plan import DraftPlan, PlanFile
 from layerskip.sampling import Sampler
 
@@ -204,7 +205,11 @@ def measure_cost(
 
     Returns:
         The table, its key filled in. Times in seconds.
+
+    Raises:
+        ValueError: ``seconds`` is less than a millisecond.
     """
+    check_number("seconds", seconds, 1e-3, math.inf)
     began = time.perf_counter()
     key = cost_key(stack, plan, draft_vocabulary)
     ends = began + (min(seconds, QUICK_SECONDS) if quick else RESERVE * seconds)

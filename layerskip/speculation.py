@@ -325,8 +325,10 @@ class Speculator:
         context = max(a.request.length for a in attempts)
         passes = [a.draft.num_passes for a in attempts]
         greedy = all(a.request.sampler.is_argmax for a in attempts)
+        positions = sum(a.draft.num_positions for a in attempts)
+        each = max(1, round(positions / max(1, sum(passes))))
         draft = sum(
-            controller.times.draft(sum(n > i for n in passes), context, greedy=greedy)
+            controller.times.draft(sum(n > i for n in passes), context, each=each, greedy=greedy)
             for i in range(max(passes))
         )
         longest = max(len(a.draft.tokens) for a in attempts) + 1

@@ -8,6 +8,7 @@ import pytest
 from controlling import CONTEXT, Paper, Request, paper, steady, table
 
 from layerskip.controller import Ask, Choice, Controller, Stopper
+from layerskip.cost import Curve
 from layerskip.estimates import LARGEST, Calibration, Experience, RowState, ToldChances
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
@@ -274,6 +275,17 @@ def test_free_rows_of_a_draft_pass_take_guesses():
     assert controller.guesses(1, CONTEXT) == 7
     assert controller.guesses(2, CONTEXT) == 3
     assert controller.guesses(8, CONTEXT) == 0
+
+
+@pytest.mark.parametrize(
+    ("four", "eight", "width"), [(0.2, 0.23, 7), (0.3, 0.23, 7), (0.2, 0.4, 3), (0.3, 0.4, 1)]
+)
+def test_guesses_cost_what_the_pass_grows_by_and_no_sampling(four, eight, width):
+    """A fifth of a pass at most. What is right is sampled in the place of a pass of its own, and a
+    size of pass that a busy machine made look dear hides no wider one."""
+    layers = Curve((1, 4, 8, 16), (0,), ((0.2, four, eight, 0.6),))
+    cost = replace(table(quantum=1), draft_layers=layers, sampling=0.01)
+    assert Controller(cost, follows_clock=False).guesses(1, CONTEXT) == width
 
 
 def test_a_stopper_counts_survival_against_the_rate():

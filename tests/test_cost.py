@@ -38,7 +38,7 @@ def test_passes_are_padded_and_sampled():
     assert TABLE.verify_pass(1, 0) == pytest.approx(1.0 + 0.01)
     assert TABLE.verify_pass(8, 0) == pytest.approx(1.0 + 0.08)
     assert TABLE.verify_pass(9, 0) == pytest.approx(2.0 + 0.09)
-    assert TABLE.draft_pass(2, 100) == pytest.approx(3.0 + 0.5 + 0.02)
+    assert TABLE.draft_pass(2, 100) == pytest.approx(3.0 + 0.5 + 0.01)  # the other is looked up
 
 
 def test_fewer_rows_than_a_quantum_are_rounded_up_to_a_tile():
@@ -81,7 +81,7 @@ def test_greedy_tokens_have_a_price_of_their_own():
     table = replace(TABLE, greedy_sampling=0.001, greedy_judging=0.0005)
     greedy = table.of(greedy=True)
     assert greedy.verify_pass(8, 0) == pytest.approx(1.0 + 0.001 + 7 * 0.0005)
-    assert greedy.draft_pass(2, 100) == pytest.approx(3.0 + 0.5 + 0.002)
+    assert greedy.draft_pass(2, 100) == pytest.approx(3.0 + 0.5 + 0.001)
     assert table.of(greedy=False) == table
     assert TABLE.of(greedy=True) == TABLE  # of version 2: one price
 

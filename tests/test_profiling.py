@@ -115,7 +115,7 @@ def test_the_table_says_what_passes_take(stack, machine):
             if rows != 11:  # not in the grid: between 8 and 16, as 16
                 verified = full + HEAD + judged(rows)
                 assert table.verify_pass(rows, context) == pytest.approx(verified)
-                drafted = draft + HEAD + rows * SAMPLE
+                drafted = draft + HEAD + SAMPLE  # others are looked up
                 assert table.draft_pass(rows, context) == pytest.approx(drafted)
     assert table.verify_pass(11, 0) - judged(11) == pytest.approx(
         table.verify_pass(16, 0) - judged(16)
@@ -123,6 +123,12 @@ def test_the_table_says_what_passes_take(stack, machine):
     assert table.draft_head.at(1, 0) == pytest.approx(HEAD)
     assert table.verify_sequence == pytest.approx(NUM_LAYERS * ANOTHER)
     assert table.draft_sequence == pytest.approx(2 * ANOTHER)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
+def test_no_time_is_refused(stack, seconds):
+    with pytest.raises(ValueError, match=r"seconds must be finite and at least 0\.001"):
+        measure_cost(stack, None, seconds=seconds)
 
 
 def test_passes_are_interleaved_and_small_ones_are_run_more_often(stack, machine, monkeypatch):
@@ -242,7 +248,7 @@ def test_a_quick_table_of_a_huge_model_is_a_handful_of_passes(stack, machine):
 def test_without_a_plan_drafts_are_free_and_not_measured(stack, machine):
     table = measure_cost(stack, None, quick=True)
     assert {p[0] for p in machine.passes} == {NUM_LAYERS}
-    assert table.draft_pass(8, 100) == pytest.approx(8 * SAMPLE)
+    assert table.draft_pass(8, 100) == pytest.approx(SAMPLE)
     assert table.verify_pass(8, 0) > 6 * LAYER
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from layerskip.drafting import EarlyExitDrafter
 from layerskip.estimates import lookup_confidence
 from layerskip.guessing import judged
 from layerskip.lookup import FORCED_MATCH
+from layerskip.pass_times import PassTimes
 from layerskip.plan import PlanFile
 from layerskip.speculation import Speculator
 
@@ -116,6 +118,30 @@ def test_guesses_change_no_drafted_token_and_save_passes(toy, plain):
         assert getattr(guessed.stats, name) == getattr(without.stats, name)
     assert without.stats.num_draft_passes == without.stats.num_draft_tokens
     assert guessed.stats.num_draft_passes < 0.9 * without.stats.num_draft_passes
+
+
+def test_automatic_drafts_take_guesses_and_charge_them(toy, plain, monkeypatch):
+    """However dear sampling is: a guess that is wrong is not sampled."""
+    expected = run(plain, sampling=SAMPLED).token_ids
+    controller = Scripted(Choice("early_exit", 5))
+    controller.times = PassTimes(replace(cost_of(0.1), sampling=0.2))
+    known, charged, draft = store_of([*REPEATING, *expected]), [], controller.times.draft
+
+    def noting(*arguments, each=1, **settings):
+        charged.append(each)
+        return draft(*arguments, each=each, **settings)
+
+    guessed = run(with_controller(toy, controller, lookup=known), sampling=SAMPLED)
+    monkeypatch.setattr(controller, "guesses", lambda rows, context: 0)
+    monkeypatch.setattr(controller.times, "draft", noting)
+    without = run(with_controller(toy, controller, lookup=known), sampling=SAMPLED)
+    assert set(charged) == {1}
+    monkeypatch.setattr(controller, "guesses", lambda rows, context: 4)
+    run(with_controller(toy, controller, lookup=known), sampling=SAMPLED)
+    assert max(charged) > 1
+    assert guessed.token_ids == without.token_ids == expected
+    assert without.stats.num_draft_passes == without.stats.num_draft_tokens
+    assert guessed.stats.num_draft_passes < 0.9 * guessed.stats.num_draft_tokens
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
