@@ -10,6 +10,8 @@ from typing import Any
 from modes import ALONE, BASE, MODES, OURS
 from paired import geometric_mean
 
+from layerskip.telemetry.decision import FEWEST_REQUESTS
+
 TITLES = {
     "hf": "transformers `generate`",
     "hf-static": "transformers, static cache",
@@ -34,6 +36,7 @@ TRAINED = (
     "exit-adapter-builtin",
     "lora-builtin",
 )
+RATIOS = ("end_to_end", "tokens_per_second")
 SIMULATED = ("first_token", "token", "end_to_end")
 PERCENT = 100.0
 MAKE = {
@@ -323,119 +326,6 @@ def simulation(files: Files) -> str:
     return rows([*header, "end to end p50 / p90"], lines)
 
 
-def goals(files: Files) -> str:
-    """What was wanted, and what the files say."""
-    lines = []
-    exact = files.read("exactness.json")["modes"]
-    for mode in (m for m in exact if m.startswith("automatic")):
-        entry = exact[mode]
-        found = f"{entry['equal']} of {entry['prompts']}"
-        lines.append([f"text equal to plain decoding, {mode}", "all prompts", found])
-    lines.append(of_bounds(files.latest("never-slower")["cases"]))
-    lines += of_cells(files.quick)
-    texts = [w for w in files.latest("workloads")["workloads"] if w["prompts"]]
-    lines += of_workloads(texts)
-    lines += of_replayed(files.latest("replayed")["temperatures"])
-    lines += of_simulation(files)
-    lines += of_drift(files.latest("drift")["buckets"])
-    lines.append(of_recording(files.latest("recording-cost")["num_draft_tokens"]))
-    adapter = files.latest("recipe-exit-adapter-builtin")
-    ratio = automatic(adapter["after"])["speedup"] / automatic(adapter["before"])["speedup"]
-    lines.append(["exit adapter over the built-in's own exit", "1.10", f"{ratio:.2f}"])
-    lines.append(["anything on a GPU", "DESIGN's figures", "nothing was measured"])
-    return rows(["goal", "wanted", "found"], lines)
-
-
-def of_bounds(cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What drafting may cost, by the wall, each case against its own bound."""
-    over = [
-        f"{name} {case['wall']:.1f} of {case['bound']:g}"
-        for name, case in cases.items()
-        if case["wall"] > case["bound"]
-    ]
-    found = "; ".join([f"{len(cases) - len(over)} of {len(cases)}", *over])
-    return ["what drafting costs at most, each case within its own 1 to 3 %", "all", found]
-
-
-def of_cells(cells: Mapping[str, Modes]) -> list[list[str]]:
-    """Automatic against plain decoding and against a fixed number, in the cells of `make bench`."""
-    name, lines = f"speedup_vs_{BASE}", []
-    for other in (BASE, "fixed"):
-        ratios = {
-            cell: modes["automatic"][name] / modes[other][name]
-            for cell, modes in cells.items()
-            if {"automatic", other} <= set(modes)
-        }
-        worst = min(ratios, key=lambda cell: ratios[cell])
-        held = f"{sum(r >= 0.97 for r in ratios.values())} of {len(ratios)}"
-        found = f"{held}; worst {ratios[worst]:.2f}, `{worst}`"
-        title = TITLES[other].removeprefix("layerskip, ")
-        lines.append([f"automatic over {title}, each cell of `make bench`", "0.97", found])
-    return lines
-
-
-def of_workloads(texts: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Automatic against every fixed number, predictions against measurements, calibration."""
-    ratios = [w["automatic_to_best_fixed"]["wall"] for w in texts]
-    near = sum(r >= 0.97 for r in ratios)
-    sums = [
-        w["modes"]["automatic"]["measured_cpu_speedup"]
-        / max(
-            m["measured_cpu_speedup"]
-            for name, m in w["modes"].items()
-            if name.startswith("k=") or name == "plain"
-        )
-        for w in texts
-    ]
-    together = f"{sum(r >= 0.97 for r in sums)} of {len(sums)}; worst {min(sums):.2f}"
-    drafting = [
-        m["measured_cpu_speedup"] / m["predicted_speedup"] - 1.0
-        for w in texts
-        for name, m in w["modes"].items()
-        if "predicted_speedup" in m and name != "plain"
-    ]
-    close = sum(abs(off) <= 0.1 for off in drafting)
-    # Adversarial drafts are sure of themselves and wrong: that is what they are.
-    real = [w for w in texts if w["workload"] != "adversarial"]
-    errors = [PERCENT * w["modes"]["automatic"]["calibration_error"] for w in real]
-    good = f"{sum(e < 3.0 for e in errors)} of {len(errors)}; worst {max(errors):.1f} %"
-    count = len(texts)
-    said = f"{near} of {count}; worst {min(ratios):.2f}"
-    told = f"{close} of {len(drafting)}; {min(drafting):+.0%} to {max(drafting):+.0%}"
-    return [
-        ["automatic over the best fixed number, each text: median of its prompts", "0.97", said],
-        ["the same, all tokens of a text together, by CPU time", "0.97", together],
-        [
-            "measured speed within 10 % of the formula's",
-            "all modes of all texts",
-            told,
-        ],
-        ["calibration error of confidences, each text", "3 %", good],
-    ]
-
-
-def of_replayed(temperatures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Calibration over many requests: how much of it is chance."""
-    lines = []
-    for temperature, found in temperatures.items():
-        error, chance = (PERCENT * found[f"calibration_error{more}"] for more in ("", "_by_chance"))
-        what = f"the same over {found['texts']} mixed texts, T {temperature}"
-        lines.append([what, "3 %", f"{error:.1f} %; {chance:.1f} % by chance"])
-    return lines
-
-
-def of_simulation(files: Files) -> list[list[str]]:
-    cells = files.latest("simulation")["cells"]
-    lines = []
-    for share in ("p50", "p90"):
-        off = [f["wall_off"] for c in cells for n, f in c["figures"].items() if n.endswith(share)]
-        held = sum(abs(o) <= 0.15 for o in off)
-        worst = PERCENT * max(map(abs, off))
-        found = f"{held} of {len(off)}; worst {worst:.0f} %"
-        lines.append([f"simulated {share} within 15 % of real ones", "all", found])
-    return lines
-
-
 def drift(files: Files) -> str:
     """How soon a shift is told, and how often there was none."""
     lines = []
@@ -458,43 +348,54 @@ def drift(files: Files) -> str:
     return rows([*header, "accepted tokens alone", "with confidences"], lines)
 
 
+def traffic(files: Files) -> str:
+    """What requests of each task said, what was decided, and what that was worth."""
+    found = files.latest("traffic")
+    auto, fixed = (found["reports"][arm] for arm in ("auto", found["fixed"]))
+    capped = {one["task"]: decision(one) for one in fixed["tasks"]}
+    lines = []
+    for one in (*auto["tasks"], auto["total"]):
+        whole = one["task"] is None
+        lines.append(
+            [
+                "all" if whole else one["task"],
+                str(one["requests"]),
+                interval_of(one["accepted"]),
+                number(one["p10_request"]),
+                f"{number(one['margin'], '+.2f')} / {number(one['margin_without_bonus'], '+.2f')}",
+                interval_of(one["end_to_end"]),
+                interval_of(one["worst_decile"]),
+                "" if whole else decision(one),
+                "" if whole else capped[one["task"]],
+            ]
+        )
+    header = ["task", "n", "accepted a draft", "p10 request", "margin / without bonus"]
+    header += ["time on/off", "worst tenth", "decision", f"of {found['fixed']} drafted"]
+    pairs = [
+        [f"{one['b']} over {one['a']}", str(one["prompts"])] + [interval_of(one[r]) for r in RATIOS]
+        for one in found["compared"]
+    ]
+    ratios = rows(["compared", "prompts", "end to end", "tokens a second"], pairs)
+    return rows(header, lines) + "\n" + ratios
+
+
+def interval_of(found: Mapping[str, float | None] | None) -> str:
+    if found is None or found["value"] is None:
+        return "-"
+    return f"{found['value']:.2f} ({number(found['low'])} to {number(found['high'])})"
+
+
+def decision(one: Mapping[str, Any]) -> str:
+    """Of a task's rule."""
+    if one["requests"] < FEWEST_REQUESTS:
+        return "too few: on"
+    most = one["max_draft_tokens"]
+    return {None: "on", 0: "off"}.get(most, f"{most} at most")
+
+
 def drafter_of(found: Mapping[str, Any]) -> str:
     arm = "automatic" if found["arm"] == "auto" else f"{found['arm']} drafted"
     return f"{arm}, T {found['temperature']:g}" if found["temperature"] else f"{arm}, greedy"
-
-
-def of_drift(buckets: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Median drafts until an alarm, by what drafts."""
-    by_drafter: dict[str, list[Mapping[str, Any]]] = {}
-    for found in buckets:
-        best = found["with_confidences"] or found["accepted_alone"]
-        by_drafter.setdefault(drafter_of(found), []).append(best)
-    lines = []
-    for drafter, found in by_drafter.items():
-        held = [f["median_delay"] < 200.0 and f["false_alarms_per_100000"] < 1.0 for f in found]
-        slowest = max(f["median_delay"] for f in found)
-        falsest = max(f["false_alarms_per_100000"] for f in found)
-        told = f"{sum(held)} of {len(held)}; at most {slowest:.0f} and {falsest:.2f}"
-        wanted = "under 200, under 1"
-        what = f"drafts until drift is told, false alarms in 100,000: {drafter}"
-        lines.append([what, wanted, told])
-    return lines
-
-
-def of_recording(by_number: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What a sink's call takes of a round."""
-    shares = {
-        f"{sink}, {number} drafted": share
-        for number, found in by_number.items()
-        for sink, share in found["share_of_a_round"].items()
-    }
-    worst = max(shares, key=lambda name: shares[name])
-    # With against without: also what rounds tell because somebody listens, and the noise.
-    whole = [
-        PERCENT * (r[0] - 1) for f in by_number.values() for r in f["with_over_without"].values()
-    ]
-    found = f"a call at most {shares[worst]:.2%} ({worst}); all of it {max(whole):.1f} %"
-    return ["recording a round, of its time", "1 %", found]
 
 
 TABLES: dict[str, Callable[[Files], str]] = {
@@ -510,5 +411,4 @@ TABLES: dict[str, Callable[[Files], str]] = {
     "never-slower": never_slower,
     "simulation": simulation,
     "drift": drift,
-    "goals": goals,
 }

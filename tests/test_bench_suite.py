@@ -1,5 +1,6 @@
 """The benchmark suite: its cells, its modes, what it writes, and the tables made of that."""
 
+import io
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from toys import PLANS, make_model, random_ids
 
 from layerskip import SamplingParams, api
 from layerskip.calibration import walk
+from layerskip.cli import main
 from layerskip.cost import CostTable, Curve
 from layerskip.hf_modes import EarlyExitSettings
 from layerskip.journal import Journal
@@ -27,8 +30,8 @@ from layerskip.plan import PlanFile
 from layerskip.prompts import Example
 
 MODULES = (
-    "cells", "exactness_table", "figures", "forced", "lab", "measuring", "modes", "paired",
-    "plots", "readme", "scaling", "tables", "tasks",
+    "cells", "exactness_table", "figures", "forced", "goals", "lab", "measuring", "modes", "paired",
+    "plots", "readme", "scaling", "tables", "tasks", "traffic",
 )  # fmt: skip
 TEXTS = ("one fish two fish", "to be or not", "a stitch in time saves", "as it is in rain")
 TOLD = " that is another story to tell"
@@ -444,7 +447,7 @@ def speed_of(figures: dict[str, Any]) -> float:
 
 def test_each_bound_is_held_against_its_own_case(bench: SimpleNamespace) -> None:
     cases = {"cold": {"wall": 2.9, "bound": 3.0}, "switching": {"wall": 1.4, "bound": 1.0}}
-    assert bench.tables.of_bounds(cases)[1:] == ["all", "1 of 2; switching 1.4 of 1"]
+    assert bench.goals.of_bounds(cases)[1:] == ["all", "1 of 2; switching 1.4 of 1"]
 
 
 def marked(name: str, inside: str = "out of date\n") -> str:
@@ -459,7 +462,7 @@ def test_tables_are_written_between_their_markers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, page = results(tmp_path / "results", written, greedy), tmp_path / "README.md"
-    page.write_text("".join(map(marked, bench.tables.TABLES)), encoding="utf-8")
+    page.write_text("".join(map(marked, bench.readme.KNOWN)), encoding="utf-8")
     arguments = ["readme.py", "--readme", str(page), "--results", str(folder)]
     monkeypatch.setattr(sys, "argv", [*arguments, "--check"])
     with pytest.raises(SystemExit, match="is not what"):
@@ -468,7 +471,7 @@ def test_tables_are_written_between_their_markers(
     bench.readme.main()
     text = page.read_text(encoding="utf-8")
     assert "out of date" not in text
-    assert text.count("before\n") == text.count("after\n") == len(bench.tables.TABLES)
+    assert text.count("before\n") == text.count("after\n") == len(bench.readme.KNOWN)
     monkeypatch.setattr(sys, "argv", [*arguments, "--check"])
     bench.readme.main()
     automatic = greedy["modes"]["automatic"]
@@ -518,3 +521,59 @@ def test_pictures_are_drawn_of_the_result_files(
     assert set(pictures) == {"speed.png", "scaling.png"}
     bench.plots.main()
     assert {p.name: p.read_bytes() for p in folder.glob("*.png")} == pictures
+
+
+def test_the_operator_s_commands_in_a_row(
+    bench: SimpleNamespace, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_process(*arguments: object) -> Any:
+        with redirect_stdout(io.StringIO()) as said:
+            assert main([*map(str, arguments), "--json"]) == 0
+        return json.loads(said.getvalue().splitlines()[-1])
+
+    lines = [{"prompt": f"{text} {i}", "kind": "ab"[i % 2]} for i, text in enumerate(TEXTS * 2)]
+    prompts, out = tmp_path / "traffic.jsonl", tmp_path / "2026-01-01-traffic.json"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    size = ["--max-new-tokens", "6", "--pairs", "6", "--users", "1,2", "--fixed", "2"]
+    size += ["--profile-seconds", "0.5"]
+    own = ["--model", str(folder), "--prompts", str(prompts), "--label", "kind"]
+    files = ["--runs", str(tmp_path / "runs"), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["traffic.py", *own, *size, *files])
+    monkeypatch.setattr(bench.traffic, "layerskip", in_process)
+    bench.traffic.main()
+    text = out.read_text(encoding="utf-8")
+    assert str(tmp_path) not in text
+    found = json.loads(text)
+    assert (found["prompts"], found["equal"]) == (8, 8)
+    for report in found["reports"].values():
+        assert {one["task"]: one["requests"] for one in report["tasks"]} == {"a": 4, "b": 4}
+        assert report["total"]["requests"] == 8
+    assert [(one["a"], one["b"]) for one in found["compared"]] == [
+        ("0", "policy-auto"), ("auto", "policy-auto"), ("0", "policy-2"), ("2", "policy-2"),
+    ]  # fmt: skip
+    assert {one["equal_share"] for one in found["compared"]} == {1.0}
+    assert {(c["policy"], c["concurrency"]) for c in found["simulated"]} == {
+        (policy, users) for policy in ("off", "fixed:2", "auto") for users in (1, 2)
+    }
+    table = bench.tables.traffic(bench.tables.Files(tmp_path))
+    assert "| too few: on |" in table
+    assert "| policy-2 over 0 | 6 |" in table
+
+
+def test_an_interval_of_too_few_has_no_ends(bench: SimpleNamespace) -> None:
+    ends = {"low": None, "high": None}
+    assert bench.tables.interval_of(ends | {"value": 1.5}) == "1.50 (- to -)"
+    assert bench.tables.interval_of(ends | {"value": None}) == "-"
+    assert (
+        bench.tables.interval_of({"value": 1.0, "low": 0.5, "high": 2.0}) == "1.00 (0.50 to 2.00)"
+    )
+    assert bench.tables.interval_of(None) == "-"
+
+
+@pytest.mark.parametrize(
+    ("most", "said"), [(None, "on"), (0, "off"), (3, "3 at most")], ids=["on", "off", "capped"]
+)
+def test_a_decision_is_said_in_a_word(bench: SimpleNamespace, most: int | None, said: str) -> None:
+    rule = {"requests": 29, "max_draft_tokens": most}
+    assert bench.tables.decision(rule) == said
+    assert bench.tables.decision(rule | {"requests": 28}) == "too few: on"
