@@ -34,6 +34,7 @@ SCRIPTS = (
     "paired",
     "exit_on_line",
     "figures",
+    "live_drift",
     "never_slower",
     "recording_cost",
     "replayed",
@@ -404,3 +405,40 @@ def test_replayed_drafts_are_judged_under_every_table(
         assert len(found["automatic_to_best_fixed"]) == len(scripts.replayed.WRONG)
         assert min(found["automatic_to_best_fixed"].values()) > 0.6  # of two texts of 12 tokens
         assert found["calibration_error"] > 0.0 < found["calibration_error_by_chance"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_live_drift_loses_drafts_and_no_text(
+    scripts: SimpleNamespace, tmp_path: Path, temperature: float
+) -> None:
+    lm = SelfSpeculativeLM(make_model(), None, PLANS["exit"], lookup=False)
+    sampling = SamplingParams(temperature=temperature, seed=0)
+    settings = {"max_new_tokens": 12, "sampling": sampling, "num_draft_tokens": 4}
+    plain = lm.generate([5, 6, 7], **settings)
+    lm._drafter = drafter = scripts.live_drift.Losing(lm)
+    told, records = [], []
+    for drafter.lost in (0.0, 1.0):
+        rounds: list[Round] = []
+        assert lm.generate([5, 6, 7], on_round=rounds.append, **settings).token_ids == (
+            plain.token_ids
+        )
+        told.append(sum(r.num_accepted_tokens for r in rounds))
+        records += rounds
+    assert told[0] == plain.stats.num_accepted_tokens > told[1]
+    alarms: list[Any] = []
+    stream = scripts.live_drift.Stream(alarms_of(alarms), alarms)
+    for record in records:
+        stream(record)
+    assert (stream.rounds, stream.told) == (3, True)
+    assert stream.drafts == len(stream.accepted) <= 3
+
+
+def alarms_of(alarms: list[Any]) -> Any:
+    """A monitor that finds more accepted, then the same, then less."""
+    found = iter(["up", None, "down"])
+
+    def monitor(record: Round) -> None:
+        if (direction := next(found)) is not None:
+            alarms.append(SimpleNamespace(direction=direction))
+
+    return monitor
