@@ -119,7 +119,7 @@ def measured(
     lm._controller = controller
     return {
         "temperature": temperature,
-        "drafted": drafted,
+        "arm": str(drafted),
         "requests": len(prompts),
         "drafts_per_round": usual.drafts / usual.rounds,
         "lost": lost,
@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=100, help="prompts (100)")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--streams", type=int, default=9)
+    parser.add_argument("--arms", default="auto,4", help="comma-separated (auto,4)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.8, 0.0])
     parser.add_argument("--out", type=Path, default=dated("live-drift"))
     args = parser.parse_args()
@@ -145,7 +146,8 @@ def main() -> None:
     prompts = [ids for ids in encoded if 0 < len(ids) <= LONGEST][: args.limit]
     cases = []
     for temperature in args.temperatures:
-        for drafted in (AUTO, 4):
+        for arm in args.arms.split(","):
+            drafted = arm if arm == AUTO else int(arm)
             cases.append(measured(lm, prompts, drafted, temperature, args))
             rounds, drafts = (statistics.median(cases[-1][name]) for name in ("rounds", "drafts"))
             console.print(

@@ -36,6 +36,7 @@ TRAINED = (
     "exit-adapter-builtin",
     "lora-builtin",
 )
+AUTO = "auto"
 RATIOS = ("end_to_end", "tokens_per_second")
 SIMULATED = ("first_token", "token", "end_to_end")
 PERCENT = 100.0
@@ -351,7 +352,7 @@ def drift(files: Files) -> str:
 def traffic(files: Files) -> str:
     """What requests of each task said, what was decided, and what that was worth."""
     found = files.latest("traffic")
-    auto, fixed = (found["reports"][arm] for arm in ("auto", found["fixed"]))
+    auto, fixed = (found["reports"][arm] for arm in (AUTO, found["fixed"]))
     capped = {one["task"]: decision(one) for one in fixed["tasks"]}
     lines = []
     for one in (*auto["tasks"], auto["total"]):
@@ -394,7 +395,7 @@ def decision(one: Mapping[str, Any]) -> str:
 
 
 def drafter_of(found: Mapping[str, Any]) -> str:
-    arm = "automatic" if found["arm"] == "auto" else f"{found['arm']} drafted"
+    arm = "automatic" if found["arm"] == AUTO else f"{found['arm']} drafted"
     return f"{arm}, T {found['temperature']:g}" if found["temperature"] else f"{arm}, greedy"
 
 
@@ -411,4 +412,5 @@ TABLES: dict[str, Callable[[Files], str]] = {
     "never-slower": never_slower,
     "simulation": simulation,
     "drift": drift,
+    "traffic": traffic,
 }

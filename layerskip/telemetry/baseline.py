@@ -15,8 +15,8 @@ ten times as much as a doubtful one, and no share counts as higher than ``MOST_C
 
 Greedy text loops in some requests, and there the same draft comes again with the same outcome. So
 shares are apart for tokens whose draft looks as an earlier one of the request did (``Repeats``), by
-whether that token was accepted then. It cannot tell where the text became harder and the draft
-knows it; accepted tokens can. bench/README.md has the correlations within a request by bucket.
+whether that token was accepted then. Surprises cannot tell where the text became harder and the
+draft knows it; accepted tokens can. bench/README.md has the correlations within a request.
 """
 
 import math
