@@ -169,8 +169,10 @@ class Controller:
         return known.calibration.told.error_by_chance if known is not None else 0.0
 
     def guesses(self, rows: int, context: int) -> int:
-        """Looked-up tokens that each row may bring into a draft pass for less than they save."""
-        bearable = self.times.draft(rows, context) * (1.0 + GUESS_SHARE)
+        """Looked-up tokens that each row may bring into a draft pass for less than they save: of
+        several rows for nothing, since a pass is saved only where none needs it."""
+        share = GUESS_SHARE if rows == 1 else 0.0
+        bearable = self.times.draft(rows, context) * (1.0 + share)
         widths = range(MAX_AUTO_DRAFT_TOKENS, 0, -1)  # a table's noise hides no wider one
         costs = ((w, self.times.draft(rows, context, each=w + 1)) for w in widths)
         return next((width for width, seconds in costs if seconds <= bearable), 0)

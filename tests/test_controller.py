@@ -288,6 +288,14 @@ def test_guesses_cost_what_the_pass_grows_by_and_no_sampling(four, eight, width)
     assert Controller(cost, follows_clock=False).guesses(1, CONTEXT) == width
 
 
+def test_guesses_of_several_rows_have_to_be_free():
+    """A pass is saved only where no row needs it."""
+    for price, width in ((0.2, 3), (0.202, 0)):
+        layers = Curve((1, 2, 7, 8, 9), (0,), ((0.2, 0.2, price, price, 0.3),))
+        cost = replace(table(quantum=1), draft_layers=layers)
+        assert Controller(cost, follows_clock=False).guesses(2, CONTEXT) == width
+
+
 def test_a_stopper_counts_survival_against_the_rate():
     state = RowState(Experience((0.8,)))
     choice = Choice("early_exit", 8, rate=1.5, verify_seconds=(0.2,) * 8)
