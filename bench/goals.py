@@ -1,5 +1,6 @@
 """The table of goals: what was wanted, and what the files in bench/results say."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -147,8 +148,12 @@ def of_recording(by_number: Mapping[str, Mapping[str, Any]]) -> list[str]:
     }
     worst = max(shares, key=lambda name: shares[name])
     # With against without: also what rounds tell because somebody listens, and the noise.
-    whole = [
-        PERCENT * (r[0] - 1) for f in by_number.values() for r in f["with_over_without"].values()
-    ]
-    found = f"a call at most {shares[worst]:.2%} ({worst}); all of it {max(whole):.1f} %"
-    return ["recording a round, of its time", "1 %", found]
+    whole: dict[str, list[float]] = {}
+    for number, found in by_number.items():
+        ratios = [found["with_over_without"][sink] for sink in found["share_of_a_round"]]
+        whole[number] = [PERCENT * (median - 1.0) for median, *_ in ratios]
+    means = ", ".join(f"{number}: {statistics.fmean(w):+.1f}" for number, w in whole.items())
+    most = max(map(max, whole.values()))
+    said = f"a call at most {shares[worst]:.2%} ({worst}); all of it, mean of sinks, by drafted "
+    said += f"tokens {means} %, one sink {most:+.1f} %"
+    return ["recording a round, of its time", "1 %", said]
