@@ -16,17 +16,12 @@ from layerskip.draft_head import DraftHead
 from layerskip.drafting import Draft, DraftRequest, EarlyExitDrafter
 
 
-class Corrupted(EarlyExitDrafter):
-    """Drafts the right token with a chance of ``accuracy``, else a wrong one.
+class Spoiling(EarlyExitDrafter):
+    """Drafts, and puts other tokens in the place of its own."""
 
-    One row only. ``text`` is what plain decoding makes of the prompt, the prompt included; it has
-    to be set before each request.
-    """
-
-    def __init__(self, lm: SelfSpeculativeLM, accuracy: float) -> None:
+    def __init__(self, lm: SelfSpeculativeLM) -> None:
         assert lm.plan is not None
         super().__init__(lm.stack, lm.plan)
-        self.accuracy, self.text = accuracy, ()
         self.random = random.Random(0)
 
     def draft(
@@ -37,9 +32,24 @@ class Corrupted(EarlyExitDrafter):
         pays: Callable[[Sequence[int]], bool] | None = None,
     ) -> list[Draft]:
         drafts = super().draft(requests, cache, head, pays)
-        return [self._spoilt(r, d) for r, d in zip(requests, drafts, strict=True)]
+        return [self.spoilt(r, d) for r, d in zip(requests, drafts, strict=True)]
 
-    def _spoilt(self, request: DraftRequest, draft: Draft) -> Draft:
+    def spoilt(self, request: DraftRequest, draft: Draft) -> Draft:
+        raise NotImplementedError
+
+
+class Corrupted(Spoiling):
+    """Drafts the right token with a chance of ``accuracy``, else a wrong one.
+
+    One row only. ``text`` is what plain decoding makes of the prompt, the prompt included; it has
+    to be set before each request.
+    """
+
+    def __init__(self, lm: SelfSpeculativeLM, accuracy: float) -> None:
+        super().__init__(lm)
+        self.accuracy, self.text = accuracy, ()
+
+    def spoilt(self, request: DraftRequest, draft: Draft) -> Draft:
         at = request.length
         assert len(self.text) > at, "the text is of another prompt"
         assert self.text[at] == request.pending, "the text is of another prompt"
@@ -52,6 +62,21 @@ class Corrupted(EarlyExitDrafter):
         if self.random.random() < self.accuracy:
             return right
         return (right + 1) % self.stack.vocab_size
+
+
+class Losing(Spoiling):
+    """Drafts another token than its own with the chance ``lost``; greedy and coupled only."""
+
+    lost = 0.0
+
+    def spoilt(self, request: DraftRequest, draft: Draft) -> Draft:
+        if not self.lost:
+            return draft
+        tokens = tuple(
+            (t + 1) % self.stack.vocab_size if self.random.random() < self.lost else t
+            for t in draft.tokens
+        )
+        return replace(draft, tokens=tokens, shared=())  # the states are of the tokens before
 
 
 class Random(Corrupted):

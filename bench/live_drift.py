@@ -13,19 +13,16 @@ import argparse
 import copy
 import random
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bad_drafters import Losing
 from drift import loss
 from paired import circumstances, dated, quiet, sampling_at, write
 from rich.console import Console
 
 from layerskip import Round, SelfSpeculativeLM
-from layerskip.cache import KVCache
-from layerskip.draft_head import DraftHead
-from layerskip.drafting import Draft, DraftRequest, EarlyExitDrafter
 from layerskip.params import AUTO, NumDraftTokens
 from layerskip.prompts import read_prompts
 from layerskip.telemetry.baseline import LEAST_REQUESTS
@@ -33,32 +30,6 @@ from layerskip.telemetry.cusum import SHIFT
 from layerskip.telemetry.drift import Alarm, DriftMonitor
 
 LONGEST = 400  # tokens of a prompt
-
-
-class Losing(EarlyExitDrafter):
-    """Drafts another token than its own with the chance ``lost``; greedy and coupled only."""
-
-    def __init__(self, lm: SelfSpeculativeLM) -> None:
-        assert lm.plan is not None
-        super().__init__(lm.stack, lm.plan)
-        self.lost, self.random = 0.0, random.Random(0)
-
-    def draft(
-        self,
-        requests: Sequence[DraftRequest],
-        cache: KVCache,
-        head: DraftHead | None = None,
-        pays: Callable[[Sequence[int]], bool] | None = None,
-    ) -> list[Draft]:
-        drafts = super().draft(requests, cache, head, pays)
-        return [self._spoilt(draft) for draft in drafts] if self.lost else drafts
-
-    def _spoilt(self, draft: Draft) -> Draft:
-        tokens = tuple(
-            (t + 1) % self.stack.vocab_size if self.random.random() < self.lost else t
-            for t in draft.tokens
-        )
-        return replace(draft, tokens=tokens, shared=())  # the states are of the tokens before
 
 
 class Stream:

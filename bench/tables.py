@@ -10,6 +10,7 @@ from typing import Any
 from modes import ALONE, BASE, MODES, OURS
 from paired import geometric_mean
 
+from layerskip.params import AUTO
 from layerskip.telemetry.decision import FEWEST_REQUESTS
 
 TITLES = {
@@ -36,7 +37,6 @@ TRAINED = (
     "exit-adapter-builtin",
     "lora-builtin",
 )
-AUTO = "auto"
 RATIOS = ("end_to_end", "tokens_per_second")
 SIMULATED = ("first_token", "token", "end_to_end")
 PERCENT = 100.0

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from paired import circumstances, dated, write
+from tables import RATIOS
+
+from layerskip.params import AUTO
 
 ONE_BUCKET = ("--prompt-edges", "", "--output-edges", "")
-RATIOS = ("end_to_end", "tokens_per_second")
-OFF, AUTO = "0", "auto"
+OFF = "0"
 
 
 def layerskip(*arguments: object) -> dict[str, Any]:

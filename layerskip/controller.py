@@ -16,7 +16,7 @@ from layerskip.estimates import DEFAULT_ACCEPTANCE, Experience, RowState
 from layerskip.outputs import Drafter, StopReason
 from layerskip.pace import Pace, Split, affordable, offer, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
-from layerskip.pass_times import PassTimes
+from layerskip.pass_times import CONTEXT_STEP, PassTimes
 
 HYSTERESIS = 0.03
 PROBE_SHARE = 0.01
@@ -72,8 +72,8 @@ class Choice:
     draft_seconds: float = 0.0
     plain_seconds: float = 0.0
 
-    def gained(self, num_accepted: int, num_drafted: int, num_passes: int) -> float:
-        """Seconds that a draft saved, or lost if negative."""
+    def gained(self, num_accepted: int, num_drafted: int, num_passes: float) -> float:
+        """Seconds that a draft saved, or lost if negative; a pass with guesses is more than one."""
         verify = sum(self.verify_seconds[:num_drafted])
         return num_accepted * self.plain_seconds - num_passes * self.draft_seconds - verify
 
@@ -142,6 +142,7 @@ class Controller:
         self.cost, self.times = cost, PassTimes(cost, follows_clock=follows_clock)
         self._prior = tuple(prior) or (DEFAULT_ACCEPTANCE,)
         self._experiences: dict[str, Experience] = {}
+        self._guesses: dict[tuple[int, int], int] = {}  # of so many rows, at such contexts
 
     def row(self, kind: str, limit: int = STAKE_TOKENS, *, greedy: bool = False) -> RowState:
         """State of a new request of at most ``limit`` tokens.
@@ -171,11 +172,14 @@ class Controller:
     def guesses(self, rows: int, context: int) -> int:
         """Looked-up tokens that each row may bring into a draft pass for less than they save: of
         several rows for nothing, since a pass is saved only where none needs it."""
-        share = GUESS_SHARE if rows == 1 else 0.0
-        bearable = self.times.draft(rows, context) * (1.0 + share)
-        widths = range(MAX_AUTO_DRAFT_TOKENS, 0, -1)  # a table's noise hides no wider one
-        costs = ((w, self.times.draft(rows, context, each=w + 1)) for w in widths)
-        return next((width for width, seconds in costs if seconds <= bearable), 0)
+        key = (rows, context // CONTEXT_STEP)
+        if key not in self._guesses:  # clocks scale both sides: it is the table's answer
+            share = GUESS_SHARE if rows == 1 else 0.0
+            bearable = self.times.draft(rows, context) * (1.0 + share)
+            widths = range(MAX_AUTO_DRAFT_TOKENS, 0, -1)  # a table's noise hides no wider one
+            costs = ((w, self.times.draft(rows, context, each=w + 1)) for w in widths)
+            self._guesses[key] = next((w for w, seconds in costs if seconds <= bearable), 0)
+        return self._guesses[key]
 
     def pays(self, stoppers: Sequence[Stopper], context: int) -> bool:
         """Whether rows that would go on gain more than a draft pass of them all costs; where not,
@@ -257,6 +261,7 @@ class Controller:
         *,
         num_passes: int,
         num_drafted: int | None = None,
+        num_positions: int = 0,
     ) -> None:
         """A round with an early exit's draft.
 
@@ -266,9 +271,15 @@ class Controller:
             confidences: of the drafted tokens, if they are known.
             num_passes: that drafted them.
             num_drafted: tokens; None: as many as ``confidences``.
+            num_positions: tokens that the passes ran, guesses among them; 0: one each.
         """
         drafted = len(confidences) if num_drafted is None else num_drafted
-        seconds = choice.gained(sum(accepted), drafted, num_passes)
+        each = round(num_positions / num_passes) if num_passes else 1
+        wider = 1.0
+        if each > 1:
+            one = self.times.draft(1, context, greedy=state.greedy)
+            wider = self.times.draft(1, context, each=each, greedy=state.greedy) / one
+        seconds = choice.gained(sum(accepted), drafted, wider * num_passes)
         if choice.plain_seconds > 0.0:
             plain = self.times.verify(1, context, greedy=state.greedy)
             state.settle(seconds / choice.plain_seconds, seconds / plain)

@@ -375,6 +375,7 @@ class Speculator:
             attempt.draft.confidences,
             num_passes=attempt.draft.num_passes,
             num_drafted=drafted,
+            num_positions=attempt.draft.num_positions,
         )
         row.state.probing = latest
 

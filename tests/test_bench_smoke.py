@@ -34,6 +34,7 @@ SCRIPTS = (
     "paired",
     "exit_on_line",
     "figures",
+    "guesses",
     "live_drift",
     "never_slower",
     "recording_cost",
@@ -415,7 +416,7 @@ def test_live_drift_loses_drafts_and_no_text(
     sampling = SamplingParams(temperature=temperature, seed=0)
     settings = {"max_new_tokens": 12, "sampling": sampling, "num_draft_tokens": 4}
     plain = lm.generate([5, 6, 7], **settings)
-    lm._drafter = drafter = scripts.live_drift.Losing(lm)
+    lm._drafter = drafter = scripts.bad_drafters.Losing(lm)
     told, records = [], []
     for drafter.lost in (0.0, 1.0):
         rounds: list[Round] = []
@@ -442,3 +443,18 @@ def alarms_of(alarms: list[Any]) -> Any:
             alarms.append(SimpleNamespace(direction=direction))
 
     return monitor
+
+
+def test_guesses_are_held_against_none_on_the_same_texts(
+    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lms = []
+    for width in (0, 3):
+        lms.append(SelfSpeculativeLM(make_model(), None, PLANS["exit"], lookup=True))
+        lms[-1]._controller = scripts.guesses.Told(COST, follows_clock=False)
+        lms[-1]._controller.width = width
+    monkeypatch.setattr("layerskip.controller.STAKE_SHARE", 100.0)
+    batches = [[[5, 6, 7, 8] * 4], [[9, 1] * 8]]
+    found = scripts.guesses.paired(*lms, batches, 0.0, 24)
+    assert found["passes_per_token"][0] == 1.0 >= found["passes_per_token"][1] > 0.0
+    assert found["median"] > 0.0

@@ -79,6 +79,21 @@ def test_what_drafts_gained_may_be_staked_again():
     assert controller.row("greedy", 16).stake == first.stake  # the next short one may lose more
 
 
+def test_a_draft_is_charged_the_guesses_in_its_passes():
+    """Or a drafter whose look-ups are wrong, too, would lose more than it stakes."""
+    layers = Curve((1, 4, 8, 64), (0,), ((0.2, 0.2, 0.24, 1.0),))
+    cost = replace(table(quantum=1), draft_layers=layers)
+    choice = Choice("early_exit", 4, plain_seconds=1.0, draft_seconds=0.2)
+    for positions, charged in ((0, 0.4), (2, 0.4), (8, 0.4), (16, 0.48)):
+        controller = Controller(cost, follows_clock=False)
+        state = controller.row("greedy", 16)
+        before = state.stake
+        controller.observe_draft(
+            state, choice, CONTEXT, [False], [0.5, 0.5], num_passes=2, num_positions=positions
+        )
+        assert before - state.stake == pytest.approx(charged)
+
+
 def test_what_a_probe_loses_is_paid_by_what_all_requests_saved():
     controller = Controller(table(0.2, slope=0.0), follows_clock=False)
     one, other = controller.row("greedy"), controller.row("greedy")

@@ -137,8 +137,16 @@ def test_automatic_drafts_take_guesses_and_charge_them(toy, plain, monkeypatch):
     without = run(with_controller(toy, controller, lookup=known), sampling=SAMPLED)
     assert set(charged) == {1}
     monkeypatch.setattr(controller, "guesses", lambda rows, context: 4)
+    settled, observe = [], controller.observe_draft
+
+    def observing(*arguments, num_positions, num_passes, **settings):
+        settled.append(num_positions > num_passes)
+        observe(*arguments, num_positions=num_positions, num_passes=num_passes, **settings)
+
+    monkeypatch.setattr(controller, "observe_draft", observing)
     run(with_controller(toy, controller, lookup=known), sampling=SAMPLED)
     assert max(charged) > 1
+    assert any(settled)
     assert guessed.token_ids == without.token_ids == expected
     assert without.stats.num_draft_passes == without.stats.num_draft_tokens
     assert guessed.stats.num_draft_passes < 0.9 * guessed.stats.num_draft_tokens
