@@ -176,13 +176,12 @@ class Decoder:
 
     def _round(self, going: Sequence[Row]) -> None:
         self._choose(going)
-        context = max(row.context for row in going)
+        context = sum(row.context for row in going) // len(going)
         draft, told_draft = self._grow(going, context)
         size = sum(row.drafted + 1 for row in going), len(going)
-        shape = {"longest": max(row.drafted for row in going) + 1}
-        verify = self.cost.verify_pass(size[0], context, sequences=size[1], **shape)
+        verify = self.cost.verify_pass(size[0], context, sequences=size[1])
         if self.controller is not None:
-            told = self.controller.times.verify(size[0], context, rows=size[1], **shape)
+            told = self.controller.times.verify(size[0], context, rows=size[1])
             self.pace = MEMORY * self.pace + self.noise.gauss(0.0, DRIFT)
             if draft:
                 self.controller.times.observe_draft(draft * self._measured(), told_draft)

@@ -132,6 +132,10 @@ class KVCache:
             attended_block=self.attended_block,
         )
 
+    def attended(self, end: int) -> int:
+        """Slots that a position before ``end`` attends to: whole blocks."""
+        return min(self.num_slots, -(-end // self.attended_block) * self.attended_block)
+
     def causal_rows(self, start: int, tile: int, group: int, window: int | None) -> Tensor:
         """Mask ``(group * tile, slots)`` of ``tile`` positions from ``start``: a view, no work.
 
@@ -145,9 +149,7 @@ class KVCache:
             visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
             ramp = torch.zeros(visible.shape, dtype=self.keys.dtype, device=self.keys.device)
             self._ramps[key] = ramp.masked_fill_(~visible, float("-inf")).repeat(group, 1)
-        block = self.attended_block
-        end = min(self.num_slots, -(-(start + tile) // block) * block)
-        first = self.num_slots - start
+        end, first = self.attended(start + tile), self.num_slots - start
         return self._ramps[key][:, first : first + end]
 
 

@@ -203,7 +203,8 @@ class Controller:
             fixed: numbers of draft tokens of the round's other rows.
         """
         greedy = all(a.state.greedy for a in asks)
-        pace = Pace(self.times, max(a.context for a in asks), len(asks) + len(fixed), greedy=greedy)
+        context = sum(a.context for a in asks) // len(asks)
+        pace = Pace(self.times, context, len(asks) + len(fixed), greedy=greedy)
         # Rows share passes, so they share what may be lost on them.
         stake = pace.token * sum(a.state.stake for a in asks) / len(asks)
         longest = affordable(stake, pace) if drafts else 0
@@ -292,7 +293,7 @@ def _may_probe(asks: Sequence[Ask], pace: Pace) -> bool:
     rows = sum(a.room > 0 for a in asks)
     if rows == 0:
         return False
-    verify = pace.verify(pace.num_rows + rows, 2) - pace.verify(pace.num_rows, 1)
+    verify = pace.verify(pace.num_rows + rows) - pace.verify(pace.num_rows)
     cost = (pace.draft(rows) + verify) / pace.plain
     for shared in (a.state.shared for a in asks):  # of each kind of request, once or more
         shared.credit = min(shared.credit, max(MOST_CREDIT, cost))  # a long rest buys no long run

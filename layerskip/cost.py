@@ -121,29 +121,21 @@ class CostTable:
 
         Args:
             rows: tokens, of all sequences together.
-            context: slots that the longest sequence holds.
+            context: slots that a sequence holds, on the average.
             sequences: that the tokens are of, equally many each.
         """
-        longest = -(-rows // sequences)
-        layers = self._layers(
-            self.draft_layers, rows, context, sequences, longest, self.draft_sequence
-        )
+        layers = self._layers(self.draft_layers, rows, context, sequences, self.draft_sequence)
         return layers + self._summed(self.draft_head, rows, 0) + sequences * self.sampling
 
-    def verify_pass(
-        self, rows: int, context: float, *, sequences: int = 1, longest: int | None = None
-    ) -> float:
+    def verify_pass(self, rows: int, context: float, *, sequences: int = 1) -> float:
         """One full-depth pass over ``rows`` tokens, with sampling; of one row: a plain pass.
 
         Args:
             rows: tokens, of all sequences together.
-            context: slots that the longest sequence holds.
-            sequences: that the tokens are of.
-            longest: tokens of the sequence that has the most in this pass; None if all have
-                equally many. A ragged pass attends as if all had as many.
+            context: slots that a sequence holds, on the average.
+            sequences: that the tokens are of, one or more each.
         """
-        longest = -(-rows // sequences) if longest is None else longest
-        layers = self._layers(self.verify, rows, context, sequences, longest, self.verify_sequence)
+        layers = self._layers(self.verify, rows, context, sequences, self.verify_sequence)
         return layers + sequences * self.sampling + max(0, rows - sequences) * self.further
 
     def _layers(
@@ -152,17 +144,23 @@ class CostTable:
         rows: int,
         context: float,
         sequences: int,
-        longest: int,
         another: float,
     ) -> float:
         """Layers over several sequences, from what one takes: products over all rows at once,
-        attention over each sequence's own context."""
-        context = self._block_start(context, self._padded(longest))
+        attention of each sequence's own tokens over its own context."""
         if sequences == 1:
-            return self._summed(curve, rows, context)
-        each = curve.at(self._padded(longest), context) - curve.at(self._padded(longest), 0)
-        total = self._summed(curve, rows, 0) + sequences * max(0.0, each)
-        return total + (sequences - 1) * another
+            return self._summed(curve, rows, self._block_start(context, self._padded(rows)))
+        drafting, tokens = shared_out(rows, sequences)
+        total = self._summed(curve, rows, 0) + (sequences - 1) * another
+        for count, each in ((drafting, tokens), (sequences - drafting, 1)):
+            if count:
+                total += count * max(0.0, self._attention(curve, each, context))
+        return total
+
+    def _attention(self, curve: Curve, rows: int, context: float) -> float:
+        """Of one sequence, beyond the slots that any pass attends to."""
+        padded = self._padded(rows)
+        return curve.at(padded, self._block_start(context, padded)) - curve.at(padded, 0)
 
     def _summed(self, curve: Curve, rows: int, context: float) -> float:
         """Of all the passes that so many rows take."""
@@ -229,6 +227,13 @@ class CostTable:
             )
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"the cost table is not complete ({error!r})") from None
+
+
+def shared_out(rows: int, sequences: int) -> tuple[int, int]:
+    """How many of the sequences have several of a pass's rows, and how many those have: as many as
+    can, and equally many, where nothing else is known."""
+    drafting = min(sequences, rows - sequences)
+    return drafting, 1 + -(-(rows - sequences) // max(1, drafting))
 
 
 def _curve(content: Mapping[str, Any]) -> Curve:

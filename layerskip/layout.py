@@ -1,6 +1,9 @@
 """Where the tokens of a pass write, and what they may read: of a decode pass, and of a prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -8,6 +11,55 @@ from torch.nn import functional as F
 
 from layerskip.cache import KVCache, Segment
 from layerskip.ops.reference import decode_attention, prefill_attention
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one call of attention takes: neighbouring rows, equally many positions of each.
+
+    Attributes:
+        first: the first of these rows of the cache.
+        starts: each row's first position; 0 where a row between them has no tokens.
+        tile: positions of each row.
+        slots: that the row which sees farthest attends to.
+    """
+
+    first: int
+    starts: tuple[int, ...]
+    tile: int
+    slots: int
+
+    @property
+    def end(self) -> int:
+        """The row behind the last one."""
+        return self.first + len(self.starts)
+
+    def joined(self, other: "Look") -> "Look":
+        """One look for both; the other's rows are behind these."""
+        between = (0,) * (other.first - self.end)
+        return Look(
+            self.first,
+            (*self.starts, *between, *other.starts),
+            max(self.tile, other.tile),
+            max(self.slots, other.slots),
+        )
+
+
+def looks(rows: Sequence[Look], *, apart: bool) -> list[Look]:
+    """One for each run of rows that are alike; or, unless they come ``apart``, one for all, in
+    which each row has as many positions and slots as the row that needs most.
+
+    Args:
+        rows: one each, ascending.
+    """
+    if not apart:
+        return [reduce(Look.joined, rows)]
+    found = list(rows[:1])
+    for row in rows[1:]:
+        last = found[-1]
+        alike = (row.first, row.tile, row.slots) == (last.end, last.tile, last.slots)
+        found[-1:] = [last.joined(row)] if alike else [last, row]
+    return found
 
 
 class PassLayout:
@@ -22,9 +74,11 @@ class PassLayout:
         start: first position where they are consecutive (one row's), else None.
         num_visible: slots that the pass attends to, masked.
         padded: True: all passes that hold a token run it among as many rows, or a multiple.
-        tile: positions of a row that attention takes at once, so that a long segment is computed
-            as short ones are.
+        looks: calls of attention, of which a long segment takes several.
         product_rows: rows that a linear map takes at once, where it is ours.
+
+    Args:
+        tile: positions of a row that attention takes at once where it has so many left.
     """
 
     padded = True
@@ -36,77 +90,83 @@ class PassLayout:
         *,
         num_rows: int,
         group: int,
-        tile: int,
+        tile: Callable[[int], int],
         product_rows: int,
         windows: Sequence[int | None],
         all_positions: Tensor,
     ) -> None:
-        self.cache, self.num_rows = cache, num_rows
-        self.tile, self.product_rows = tile, product_rows
+        self.cache, self.num_rows, self.product_rows = cache, num_rows, product_rows
         self.num_tokens = sum(s.count for s in segments)
         self.windows = windows
         self.single = segments[0] if len(segments) == 1 else None
         self.start = self.single.start if self.single is not None else None
+        step = tile(max(s.count for s in segments))
+        self.looks: list[Look] = []
+        gather: list[int] = []
+        scatter = [0] * num_rows
+        for done in range(0, max(s.count for s in segments), step):
+            self._look(segments, done, tile, gather, scatter)
         if self.start is not None:
-            start = self.start
-            self.positions = all_positions[:, start : start + num_rows]
-            starts = [start]
+            self.positions = all_positions[:, self.start : self.start + num_rows]
         else:
-            starts = self._lay_out(segments, all_positions)
-        longest = self._longest(segments)
-        self.masks = {
-            w: [self._stacked_mask(starts, done, group, w) for done in range(0, longest, tile)]
-            for w in set(windows)
-        }
-        self.num_visible = next(iter(self.masks.values()))[-1].shape[-1]
+            self._lay_out(segments, gather, scatter, all_positions)
+        self.masks = {w: [self._mask(look, group, w) for look in self.looks] for w in set(windows)}
+        self.num_visible = max(look.slots for look in self.looks)
 
-    def _lay_out(self, segments: Sequence[Segment], all_positions: Tensor) -> list[int]:
-        """Several rows: index tables between the flat tokens and ``(row, longest)`` queries; each
-        row's first position."""
-        num_rows, longest = self.num_rows, self._longest(segments)
-        batch = max(s.row for s in segments) + 1
-        starts = [0] * batch
-        slots = [0] * num_rows
-        gather, scatter = [0] * (batch * longest), [0] * num_rows
-        write_rows, token = [], 0
-        for s in segments:
-            starts[s.row] = s.start
-            for i in range(s.count):
-                slots[token] = s.start + i
-                gather[s.row * longest + i] = token
-                scatter[token] = s.row * longest + i
-                write_rows.append(s.row)
-                token += 1
+    def _look(
+        self,
+        segments: Sequence[Segment],
+        done: int,
+        tile: Callable[[int], int],
+        gather: list[int],
+        scatter: list[int],
+    ) -> None:
+        """Add looks at the positions after the first ``done`` of each segment: the token of each
+        of their places, and the place of each token."""
+        ends = accumulate(s.count for s in segments)
+        tokens = {s.row: end - s.count for s, end in zip(segments, ends, strict=True)}
+        longer = {s.row: s for s in sorted(segments, key=lambda s: s.row) if s.count > done}
+        rows = []
+        for s in longer.values():
+            count, start = tile(s.count - done), s.start + done
+            rows.append(Look(s.row, (start,), count, self.cache.attended(start + count)))
+        # A processor takes rows one after another, and a call costs it as much as a few slots
+        # (bench/ragged.py); a GPU takes them side by side.
+        for look in looks(rows, apart=self.cache.keys.device.type == "cpu"):
+            self.looks.append(look)
+            for row in range(look.first, look.end):
+                place, first = len(gather), tokens.get(row, 0) + done
+                count = min(longer[row].count - done, look.tile) if row in longer else 0
+                gather += [*range(first, first + count), *[0] * (look.tile - count)]
+                scatter[first : first + count] = range(place, place + count)
+
+    def _lay_out(
+        self,
+        segments: Sequence[Segment],
+        gather: Sequence[int],
+        scatter: Sequence[int],
+        all_positions: Tensor,
+    ) -> None:
+        """Several rows: index tables between the flat tokens and the places of the looks."""
         device = self.cache.keys.device
-        self.batch = batch
-        at = torch.tensor(slots, device=device)
+        slots = [s.start + i for s in segments for i in range(s.count)]
+        rows = [s.row for s in segments for _ in range(s.count)]
+        at = torch.tensor([*slots, *[0] * (self.num_rows - len(slots))], device=device)
         self.positions = all_positions[:, at]
         self.gather = torch.tensor(gather, device=device)
         self.scatter = torch.tensor(scatter, device=device)
-        self.write = (
-            torch.tensor(write_rows, device=device),
-            at[: self.num_tokens],
-        )
-        return starts
+        self.write = torch.tensor(rows, device=device), at[: self.num_tokens]
 
-    def _longest(self, segments: Sequence[Segment]) -> int:
-        """The longest segment in whole tiles."""
-        return -(-max(s.count for s in segments) // self.tile) * self.tile
-
-    def _stacked_mask(
-        self, starts: Sequence[int], done: int, group: int, window: int | None
-    ) -> Tensor:
-        """Masks of the tile after ``done`` positions of every row, as wide as the farthest row's:
-        ``(batch, 1, group * tile, slots)``."""
-        cache, tile = self.cache, self.tile
+    def _mask(self, look: Look, group: int, window: int | None) -> Tensor:
+        """``(rows, 1, group * tile, slots)``."""
+        cache = self.cache
         rows = [
-            cache.causal_rows(min(start + done, cache.num_slots), tile, group, window)
-            for start in starts
+            cache.causal_rows(min(start, cache.num_slots), look.tile, group, window)
+            for start in look.starts
         ]
         if len(rows) == 1:
             return rows[0][None, None]
-        widest = max(r.shape[1] for r in rows)
-        full = rows[0].new_full((len(rows), 1, group * tile, widest), float("-inf"))
+        full = rows[0].new_full((len(rows), 1, group * look.tile, look.slots), float("-inf"))
         for i, r in enumerate(rows):
             full[i, 0, :, : r.shape[1]] = r
         return full
@@ -140,23 +200,19 @@ class PassLayout:
         """``(num_rows, head, head_dim)`` -> the same, over the cache."""
         keys, values = self.cache.layer_keys[layer], self.cache.layer_values[layer]
         heads, dim = query.shape[1:]
-        if self.single is not None:
-            rows = slice(self.single.row, self.single.row + 1)
-            queries = query[None, : len(self.masks[self.windows[layer]]) * self.tile]
-        else:
-            rows = slice(0, self.batch)
-            queries = query.index_select(0, self.gather).view(self.batch, -1, heads, dim)
-        tiles = []
-        for q, mask in zip(
-            queries.split(self.tile, dim=1), self.masks[self.windows[layer]], strict=True
-        ):
-            visible = mask.shape[-1]
-            k, v = keys[rows, :visible], values[rows, :visible]
-            tiles.append(decode_attention(q, k, v, mask, softmax_scale, softcap, sinks))
-        out = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
+        queries = query if self.single is not None else query.index_select(0, self.gather)
+        done, outputs = 0, []
+        for look, mask in zip(self.looks, self.masks[self.windows[layer]], strict=True):
+            count, end = len(look.starts), done + len(look.starts) * look.tile
+            q = queries[done:end].unflatten(0, (count, look.tile))
+            at = slice(look.first, look.first + count), slice(0, look.slots)
+            out = decode_attention(q, keys[at], values[at], mask, softmax_scale, softcap, sinks)
+            outputs.append(out.reshape(-1, heads, dim))
+            done = end
+        mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if self.single is not None:  # spare rows beyond the last tile look at nothing
-            return F.pad(out[0], (0, 0, 0, 0, 0, len(query) - out.shape[1]))
-        return out.reshape(-1, heads, dim).index_select(0, self.scatter)
+            return F.pad(mixed, (0, 0, 0, 0, 0, len(query) - done))
+        return mixed.index_select(0, self.scatter)
 
 
 class PrefillLayout:

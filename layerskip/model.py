@@ -376,7 +376,7 @@ class DecoderStack:
             segments,
             num_rows=rows,
             group=self.group,
-            tile=self.exactness.tile(max(s.count for s in segments)),
+            tile=self.exactness.tile,
             product_rows=self.product_rows if product_rows is None else product_rows,
             windows=self.windows,
             all_positions=self._positions_below(max(s.start for s in segments) + rows),

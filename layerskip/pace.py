@@ -42,8 +42,7 @@ class Pace:
             self.steps = tuple(b - a for a, b in itertools.pairwise(self._alone))
         else:
             wide, base = 2 * times.row_quantum, rows + tokens
-            longest = -(-base // rows)
-            growth = self.verify(base + wide, longest) - self.verify(base, longest)
+            growth = self.verify(base + wide) - self.verify(base)
             self.steps = (max(0.0, growth) / wide,) * MAX_AUTO_DRAFT_TOKENS
 
     def settled(self, tokens: int, drafting: int) -> "Pace":
@@ -57,17 +56,15 @@ class Pace:
         """Seconds of a draft pass of so many rows."""
         return self._times.draft(rows, self._context, greedy=self._greedy)
 
-    def verify(self, tokens: int, longest: int) -> float:
+    def verify(self, tokens: int) -> float:
         """Seconds of the verify pass."""
         if self.num_rows == 1:
             return self._alone[tokens - 1]
-        return self._times.verify(
-            tokens, self._context, rows=self.num_rows, longest=longest, greedy=self._greedy
-        )
+        return self._times.verify(tokens, self._context, rows=self.num_rows, greedy=self._greedy)
 
     def verify_share(self, each: int) -> float:
         """Of one row, if every row has ``each`` tokens in the verify pass."""
-        return self.verify(self.num_rows * each, each) / self.num_rows
+        return self.verify(self.num_rows * each) / self.num_rows
 
 
 def offer(
@@ -110,13 +107,12 @@ def agreed(
     wanting = [i for i, (count, _) in enumerate(offers) if count]
     wanting.sort(key=lambda i: -offers[i][1] / offers[i][0])
     tokens, verified = float(pace.num_rows), pace.num_rows + sum(others)
-    longest = 1 + max(others, default=0)
-    best, taken, drawing = tokens / pace.verify(verified, longest), 0, 0.0
+    best, taken, drawing = tokens / pace.verify(verified), 0, 0.0
     for done, i in enumerate(wanting, 1):
         count, gain = offers[i]
-        tokens, verified, longest = tokens + gain, verified + count, max(longest, count + 1)
+        tokens, verified = tokens + gain, verified + count
         drawing += count * pace.drawing
-        rate = tokens / (pace.verify(verified, longest) + drawing)
+        rate = tokens / (pace.verify(verified) + drawing)
         if rate > best:
             best, taken = rate, done
     kept = set(wanting[:taken])
@@ -230,11 +226,11 @@ def fill(
     if len(gains) > 1:
         orders.append(sorted(items, key=lambda item: (item[1], -item[0])))
     # Every row verifies its pending token; a row that looks up stands in `others`, too.
-    num_verified, longest = pace.num_rows + sum(others), 1 + max(others, default=0)
-    alone = tokens / (pace.verify(num_verified, longest) + seconds)
+    num_verified = pace.num_rows + sum(others)
+    alone = tokens / (pace.verify(num_verified) + seconds)
     best, taken = bias * alone, []
     for order in orders:
-        count, rate = _best_prefix(pace, order, tokens, num_verified, longest, seconds)
+        count, rate = _best_prefix(pace, order, tokens, num_verified, seconds)
         if rate > best:
             best, taken = rate, order[:count]
     counts = [0] * len(gains)
@@ -248,7 +244,6 @@ def _best_prefix(
     order: Sequence[tuple[float, int, int]],
     tokens: float,
     num_verified: int,
-    longest: int,
     seconds: float,
 ) -> tuple[int, float]:
     """How many of the drafted tokens, in this order, give the most tokens a second. Each is charged
@@ -259,9 +254,8 @@ def _best_prefix(
     for done, (gain, i, _) in enumerate(order, 1):
         drafting += draft[depth[i] + 1] - draft[depth[i]]
         depth[i] += 1
-        longest = max(longest, i + 2)
         tokens += gain
-        rate = tokens / (drafting + pace.verify(num_verified + done, longest))
+        rate = tokens / (drafting + pace.verify(num_verified + done))
         if rate > best:
             best, count = rate, done
     return count, best

@@ -77,7 +77,7 @@ class PassCosts:
             table.verify_pass,
             contexts,
             most_tokens=rows * (most_drafted + 1) + 2 * table.row_quantum,
-            longest=most_drafted + 1,
+            longest=most_drafted + 1 + 2 * table.row_quantum,
             another=table.verify_sequence + table.sampling - table.further,
             ratio=self.overhead.verify_ratio,
         )
@@ -90,17 +90,17 @@ class PassCosts:
             ratio=self.overhead.draft_ratio,
         )
 
-    def verify(self, tokens: Ints, rows: Ints, longest: Ints, context: Ints) -> Floats:
-        """One full-depth pass over ``tokens`` of ``rows`` sequences, ``longest`` of one.
+    def verify(self, tokens: Ints, rows: Ints, context: Ints) -> Floats:
+        """One full-depth pass over ``tokens`` of ``rows`` sequences.
 
         Args:
-            context: slots that the longest sequence holds.
+            context: slots that a sequence holds, on the average.
         """
-        return self._verify.seconds(tokens, rows, longest, context // self._step)
+        return self._verify.seconds(tokens, rows, context // self._step)
 
     def draft(self, rows: Ints, context: Ints) -> Floats:
         """One draft pass over a token of each of ``rows`` sequences."""
-        return self._draft.seconds(rows, rows, np.ones_like(rows), context // self._step)
+        return self._draft.seconds(rows, rows, context // self._step)
 
     def drafts(self, drafted: Ints, context: Ints) -> Floats:
         """All draft passes of a round.
@@ -120,18 +120,28 @@ class PassCosts:
         Args:
             drafted: tokens of each row, ``(batches, rows)``; 0 where a row does not decode.
             decoding: rows that take part.
-            context: slots that each batch's longest row holds.
+            context: slots that each batch's rows hold, on the average.
         """
         rows = decoding.sum(1)
         tokens = drafted.sum(1) + rows
-        seconds = self.verify(tokens, rows, drafted.max(1) + 1, context) + self.overhead.row * rows
+        seconds = self.verify(tokens, rows, context) + self.overhead.row * rows
         if drafted.any():
             seconds += self.drafts(drafted, context)
         return np.where(rows > 0, seconds, 0.0)
 
 
 class _Passes:
-    """One kind of pass: products over all tokens, attention over each sequence's own context."""
+    """One kind of pass, as ``CostTable`` has it: products over all tokens, attention of each
+    sequence's tokens over its own context.
+
+    Args:
+        single: seconds of a pass by tokens of one sequence, and its context.
+        contexts: that are told apart.
+        most_tokens: of a pass.
+        longest: most tokens of a sequence.
+        another: seconds of each further sequence.
+        ratio: what all is multiplied by.
+    """
 
     def __init__(
         self,
@@ -155,12 +165,16 @@ class _Passes:
         self._is_noisy = bool((attention < 0.0).any())
         self._another = ratio * another
 
-    def seconds(self, tokens: Ints, rows: Ints, longest: Ints, bucket: Ints) -> Floats:
-        each = self._attention.take(longest * self._buckets + bucket)
-        attention = rows * each
+    def seconds(self, tokens: Ints, rows: Ints, bucket: Ints) -> Floats:
+        drafting = np.minimum(rows, tokens - rows)
+        several = 1 + -(-(tokens - rows) // np.maximum(1, drafting))
+        theirs = self._attention.take(several * self._buckets + bucket)
+        others = self._attention.take(self._buckets + bucket)
         if self._is_noisy:
             # As CostTable has it: noise must not make further sequences cheaper than none.
-            attention = np.where(rows == 1, each, np.maximum(0.0, attention))
+            theirs = np.where(rows == 1, theirs, np.maximum(0.0, theirs))
+            others = np.where(rows == 1, others, np.maximum(0.0, others))
+        attention = drafting * theirs + (rows - drafting) * others
         return self._products.take(tokens) + attention + np.maximum(0, rows - 1) * self._another
 
 

@@ -26,7 +26,7 @@ class PassTimes:
         self.row_quantum = cost.row_quantum
         self._tables = {greedy: cost.of(greedy=greedy) for greedy in (False, True)}
         self._follows_clock, self._clocks = follows_clock, Clocks()
-        self._seconds: dict[tuple[str, int, int, int, int, bool], float] = {}
+        self._seconds: dict[tuple[str, int, int, int, bool], float] = {}
         self._alone: dict[tuple[int, bool], list[tuple[int, float]]] = {}
 
     def draft(self, rows: int, context: int, *, each: int = 1, greedy: bool = False) -> float:
@@ -36,26 +36,16 @@ class PassTimes:
             greedy: all of them take the likeliest token.
         """
         ratio = self._clocks.ratios[DRAFT]
-        return ratio * self._looked_up("draft", rows * each, context, rows, each, greedy)
+        return ratio * self._looked_up("draft", rows * each, context, rows, greedy)
 
-    def verify(
-        self,
-        tokens: int,
-        context: int,
-        *,
-        rows: int = 1,
-        longest: int | None = None,
-        greedy: bool = False,
-    ) -> float:
+    def verify(self, tokens: int, context: int, *, rows: int = 1, greedy: bool = False) -> float:
         """Of one full-depth pass over the tokens of ``rows`` sequences.
 
         Args:
-            longest: tokens of the sequence with the most; None: all have equally many.
             greedy: all of them take the likeliest token.
         """
-        longest = -(-tokens // rows) if longest is None else longest
         ratio = self._clocks.ratios[self._verify_clock(tokens, rows)]
-        return ratio * self._looked_up("verify", tokens, context, rows, longest, greedy)
+        return ratio * self._looked_up("verify", tokens, context, rows, greedy)
 
     def alone(self, context: int, *, greedy: bool = False) -> list[float]:
         """Of full-depth passes over one, two, ... tokens of one row; one more than may be drafted.
@@ -66,7 +56,7 @@ class PassTimes:
         if key not in self._alone:
             counts = range(1, MAX_AUTO_DRAFT_TOKENS + 2)
             self._alone[key] = [
-                (self._verify_clock(n, 1), self._looked_up("verify", n, context, 1, n, greedy))
+                (self._verify_clock(n, 1), self._looked_up("verify", n, context, 1, greedy))
                 for n in counts
             ]
         ratios = self._clocks.ratios
@@ -81,12 +71,10 @@ class PassTimes:
         """Whose error a verify pass has: that of plain ones, or of its size."""
         return PACE if tokens <= rows else Clocks.size(tokens, self.row_quantum)
 
-    def _looked_up(
-        self, what: str, tokens: int, context: int, rows: int, longest: int, greedy: bool
-    ) -> float:
+    def _looked_up(self, what: str, tokens: int, context: int, rows: int, greedy: bool) -> float:
         if tokens == 0:
             return 0.0
-        key = (what, tokens, context // CONTEXT_STEP, rows, longest, greedy)
+        key = (what, tokens, context // CONTEXT_STEP, rows, greedy)
         if key not in self._seconds:
             if len(self._seconds) >= MOST_REMEMBERED:
                 self._seconds.clear()
@@ -95,7 +83,7 @@ class PassTimes:
             if what == "draft":
                 seconds = table.draft_pass(tokens, middle, sequences=rows)
             else:
-                seconds = table.verify_pass(tokens, middle, sequences=rows, longest=longest)
+                seconds = table.verify_pass(tokens, middle, sequences=rows)
             self._seconds[key] = max(seconds, SHORTEST)
         return self._seconds[key]
 

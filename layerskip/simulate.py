@@ -322,7 +322,7 @@ class Loop:
             decoding & (self._emitted == 1),
             self._emitted,
             np.where(decoding, np.maximum(stream.limits[request] - self._emitted - 1, 0), 0),
-            np.where(decoding, context, 0).max(1),
+            np.where(decoding, context, 0).sum(1) // np.maximum(1, decoding.sum(1)),
             np.where(decoding, stream.runs[at], 0),
         )
         drafted = policy.lengths(batches)

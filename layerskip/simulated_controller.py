@@ -49,7 +49,7 @@ class Batches:
         fresh: rows in their first round after the prefill.
         emitted: tokens so far.
         room: most tokens that may be drafted.
-        context: slots that each batch's longest row holds, ``(batches,)``.
+        context: slots that each batch's rows hold on the average, ``(batches,)``.
         right: drafted tokens that would be right.
     """
 
@@ -183,13 +183,13 @@ class Automatic:
         costs, rows, context = self._costs, batches.decoding.sum(1), batches.context
         one, some = np.ones_like(rows), np.maximum(rows, 1)
         up_to = np.arange(1, DEPTH + 2)[None]
-        alone = np.diff(costs.verify(up_to, one[:, None], up_to, context[:, None]), axis=1)
-        wide, longest = 2 * costs.row_quantum, -(-tokens // some)
-        growth = costs.verify(tokens + wide, rows, longest, context)
-        growth = np.maximum(0.0, growth - costs.verify(tokens, rows, longest, context)) / wide
+        alone = np.diff(costs.verify(up_to, one[:, None], context[:, None]), axis=1)
+        wide = 2 * costs.row_quantum
+        growth = costs.verify(tokens + wide, rows, context) - costs.verify(tokens, rows, context)
+        growth = np.maximum(0.0, growth) / wide
         return Prices(
-            costs.verify(one, one, one, context),
-            costs.verify(rows, rows, one, context) / some,
+            costs.verify(one, one, context),
+            costs.verify(rows, rows, context) / some,
             costs.draft(drafting, context) / np.maximum(drafting, 1),
             np.where((rows == 1)[:, None], alone, growth[:, None]),
         )
@@ -205,9 +205,8 @@ class Automatic:
         """Whether plain rounds earned a round in which every row drafts one token."""
         rows, context = batches.decoding.sum(1), batches.context
         probing = (batches.room > 0).sum(1)
-        two, one = np.full_like(rows, 2), np.ones_like(rows)
-        more = self._costs.verify(rows + probing, rows, two, context)
-        more -= self._costs.verify(rows, rows, one, context)
+        more = self._costs.verify(rows + probing, rows, context)
+        more -= self._costs.verify(rows, rows, context)
         cost = (self._costs.draft(probing, context) + more) / np.maximum(prices.single, TINY)
         self._credit = np.minimum(self._credit, np.maximum(MOST_CREDIT, cost))
         return (probing > 0) & (self._credit >= cost)
@@ -239,7 +238,7 @@ class Automatic:
         order = np.where(second[:, None], orders[1], orders[0])
         taken, rate = (np.where(second, b, a) for a, b in zip(*found, strict=True))
         num_rows = batches.decoding.sum(1)
-        plain = self._costs.verify(num_rows, num_rows, np.ones_like(num_rows), batches.context)
+        plain = self._costs.verify(num_rows, num_rows, batches.context)
         alone = num_rows / np.maximum(plain, TINY)
         bias = np.where(resting, 1.0 + HYSTERESIS, 1.0 - HYSTERESIS)
         taken = np.where(rate > bias * alone, taken, 0)
@@ -263,12 +262,11 @@ class Automatic:
         rows, num_rows = gains.shape[1] // depth, batches.decoding.sum(1)[:, None]
         context = batches.context[:, None]
         taken = np.take_along_axis(gains, order, 1)
-        rank, level, real = order // depth, order % depth, taken > 0.0
+        rank, real = order // depth, taken > 0.0
         more = np.diff(self._costs.draft(np.arange(rows + 1)[None], context), axis=1)
         drafting = np.cumsum(np.take_along_axis(more, rank, 1) * real, 1)
-        longest = np.maximum.accumulate(np.where(real, level + 2, 1), axis=1)
         verified = num_rows + np.cumsum(real, 1)
-        verify = self._costs.verify(verified, num_rows, longest, context)
+        verify = self._costs.verify(verified, num_rows, context)
         rates = (num_rows + np.cumsum(taken, 1)) / np.maximum(drafting + verify, TINY)
         rates[~real] = 0.0
         best = rates.argmax(1)

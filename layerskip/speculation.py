@@ -136,7 +136,7 @@ class Speculator:
         """A draft for each row as was decided; many are empty."""
         choices, guesses = [c for c, _ in decided], [g for _, g in decided]
         drafting = sum(c.source == "early_exit" for c in choices)
-        context = max(row.length for row in rows)
+        context = sum(row.length for row in rows) // len(rows)
         guessing = self.looks_up or any(row.spec.sampler.constraint for row in rows)
         width = self._width(drafting, context, guessing=guessing)
         stoppers = [self._stopper(row, c) for row, c in zip(rows, choices, strict=True)]
@@ -257,7 +257,9 @@ class Speculator:
         if exits:
             assert self.drafter is not None
             asked = [requests[i] for i in exits]
-            pays = self._pays([stoppers[i] for i in exits], max(r.length for r in asked))
+            pays = self._pays(
+                [stoppers[i] for i in exits], sum(r.length for r in asked) // len(asked)
+            )
             made = self.drafter.draft(asked, cache, self._head_of(asked), pays)
             for i, draft in zip(exits, made, strict=True):
                 drafts[i] = draft
@@ -322,7 +324,7 @@ class Speculator:
 
     def _expected(self, attempts: Sequence[Attempt], controller: Controller) -> tuple[float, float]:
         """Seconds of a round's draft and verify passes by the cost table."""
-        context = max(a.request.length for a in attempts)
+        context = sum(a.request.length for a in attempts) // len(attempts)
         passes = [a.draft.num_passes for a in attempts]
         greedy = all(a.request.sampler.is_argmax for a in attempts)
         positions = sum(a.draft.num_positions for a in attempts)
@@ -331,9 +333,8 @@ class Speculator:
             controller.times.draft(sum(n > i for n in passes), context, each=each, greedy=greedy)
             for i in range(max(passes))
         )
-        longest = max(len(a.draft.tokens) for a in attempts) + 1
         verify = controller.times.verify(
-            _num_tokens(attempts), context, rows=len(attempts), longest=longest, greedy=greedy
+            _num_tokens(attempts), context, rows=len(attempts), greedy=greedy
         )
         looked_up = sum(len(a.draft.tokens) for a in attempts if a.source == "lookup")
         return draft, verify + looked_up * controller.times.drawing(greedy=greedy)

@@ -112,9 +112,7 @@ class Paper:
             for d in asking:
                 d.grow(self.random, stops=self.fixed is None)
         counts = [len(d.right) for d in drafts]
-        self.seconds += cost.verify_pass(
-            sum(counts) + len(going), CONTEXT, sequences=len(going), longest=max(counts) + 1
-        )
+        self.seconds += cost.verify_pass(sum(counts) + len(going), CONTEXT, sequences=len(going))
         for d in drafts:
             self._judge(d)
         self.num_rounds += 1

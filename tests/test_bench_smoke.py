@@ -32,6 +32,7 @@ SCRIPTS = (
     "bad_drafters",
     "drift",
     "paired",
+    "ragged",
     "exit_on_line",
     "figures",
     "guesses",
@@ -458,3 +459,23 @@ def test_guesses_are_held_against_none_on_the_same_texts(
     found = scripts.guesses.paired(*lms, batches, 0.0, 24)
     assert found["passes_per_token"][0] == 1.0 >= found["passes_per_token"][1] > 0.0
     assert found["median"] > 0.0
+
+
+def test_ragged_passes_are_measured_together_and_apart(
+    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ragged = scripts.ragged
+    monkeypatch.setattr(ragged, "ROWS", (2, 5))
+    monkeypatch.setattr(ragged, "CONTEXTS", (3, 40))
+    monkeypatch.setattr(ragged, "FAR", 40)
+    asked: list[bool] = []
+    looks = ragged.looks
+    monkeypatch.setattr(
+        ragged, "looks", lambda rows, *, apart: asked.append(apart) or looks(rows, apart=apart)
+    )
+    passes = ragged.shapes(random.Random(0))
+    assert {len(segments) for segments in passes.values()} == {2, 5}
+    found = ragged.measure(SelfSpeculativeLM(make_model(), None, PLANS["exit"]), passes, 1)
+    assert found.keys() == passes.keys()
+    assert all(seconds > 0.0 for pair in found.values() for seconds in pair)
+    assert min(asked.count(True), asked.count(False)) >= 2 * len(passes)

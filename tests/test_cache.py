@@ -1,5 +1,6 @@
 """The cache against a plain list model, its attention against float64 arithmetic."""
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerskip.cache import SLOT_BLOCK, KVCache, Segment
-from layerskip.layout import PassLayout, PrefillLayout
+from layerskip.layout import Look, PassLayout, PrefillLayout, looks
 
 NUM_LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 6
 POSITIONS = torch.arange(4 * SLOT_BLOCK)[None]
@@ -175,7 +176,7 @@ def lay_out(cache: KVCache, case: Pass) -> PassLayout:
         case.segments,
         num_rows=math.ceil(tokens / case.tile) * case.tile,
         group=case.group,
-        tile=case.tile,
+        tile=lambda longest: case.tile,
         product_rows=64,
         windows=case.windows,
         all_positions=POSITIONS,
@@ -239,6 +240,61 @@ def test_huge_scratch_changes_no_bit(case):
     assert torch.equal(layout.attend(query, 0, 1.0)[:tokens], before)
 
 
+@st.composite
+def lone_looks(draw) -> list[Look]:
+    """One look for each of some rows, ascending."""
+    rows = sorted(draw(st.sets(st.integers(0, 31), min_size=1, max_size=8)))
+    sizes = st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([128, 512, 1024]))
+    return [Look(row, (row,), *draw(sizes)) for row in rows]
+
+
+@given(lone_looks())
+def test_rows_that_are_alike_and_neighbours_share_a_look(rows):
+    found = looks(rows, apart=True)
+    kinds = [
+        (x.first + i, start, x.tile, x.slots) for x in found for i, start in enumerate(x.starts)
+    ]
+    assert kinds == [(r.first, r.first, r.tile, r.slots) for r in rows]
+    for a, b in itertools.pairwise(found):
+        assert (a.end, a.tile, a.slots) != (b.first, b.tile, b.slots)
+
+
+@given(lone_looks())
+def test_rows_together_have_what_one_of_them_needs(rows):
+    (found,) = looks(rows, apart=False)
+    starts = [0] * (rows[-1].end - rows[0].first)
+    for row in rows:
+        starts[row.first - rows[0].first] = row.first
+    wanted = max(r.tile for r in rows), max(r.slots for r in rows)
+    assert found == Look(rows[0].first, tuple(starts), *wanted)
+
+
+def test_a_long_draft_and_a_long_context_are_their_rows_own():
+    """With 32 rows: what one of them needs was once computed for all."""
+    cache = make_cache(num_rows=32, num_slots=1024, attended_block=512)
+
+    def work(segments) -> int:
+        layout = PassLayout(
+            cache,
+            segments,
+            num_rows=64,
+            group=1,
+            tile=lambda count: 1 if count == 1 else 8,
+            product_rows=64,
+            windows=(None,),
+            all_positions=POSITIONS,
+        )
+        return sum(len(x.starts) * x.tile * x.slots for x in layout.looks)
+
+    plain = [Segment(r, 60, 1) for r in range(32)]
+    assert work(plain) == 32 * 512
+    drafting = [Segment(r, 60, 17 if r == 5 else 1) for r in range(32)]
+    assert work(drafting) == (31 + 17) * 512
+    far = [Segment(r, 700 if r == 5 else 60, 1) for r in range(32)]
+    assert work(far) == (32 + 1) * 512
+    assert work([Segment(r, 60, 1) for r in (0, 31)]) == 2 * 512
+
+
 @given(st.integers(0, 3), STARTS, st.integers(1, 40), st.sampled_from([1, 2, 4]), WINDOWS)
 @settings(max_examples=40)
 def test_a_chunk_of_prompt_is_attended_exactly(row, start, count, group, window):
@@ -276,7 +332,7 @@ def test_spare_rows_have_legal_positions_and_every_slot_its_own():
         segments,
         num_rows=8,
         group=1,
-        tile=8,
+        tile=lambda longest: 8,
         product_rows=64,
         windows=(None,),
         all_positions=table,
@@ -287,7 +343,7 @@ def test_spare_rows_have_legal_positions_and_every_slot_its_own():
         segments[:1],
         num_rows=8,
         group=1,
-        tile=8,
+        tile=lambda longest: 8,
         product_rows=64,
         windows=(None,),
         all_positions=table,

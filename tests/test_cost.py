@@ -52,9 +52,17 @@ def test_sequences_share_products_but_not_attention():
     table = replace(TABLE, verify=Curve((8, 16), (0, 100), ((1.0, 2.0), (4.0, 8.0))))
     table = replace(table, sampling=0.0, draft_sequence=0.25, verify_sequence=0.5)
     assert table.verify_pass(16, 100, sequences=2) == pytest.approx(2.0 + 2 * 3.0 + 0.5)
-    assert table.verify_pass(9, 100, sequences=2, longest=8) == pytest.approx(2.0 + 6.0 + 0.5)
-    assert table.verify_pass(16, 100, sequences=2, longest=12) == pytest.approx(2.0 + 12.0 + 0.5)
+    assert table.verify_pass(9, 100, sequences=2) == pytest.approx(2.0 + 6.0 + 0.5)
     assert table.draft_pass(2, 100, sequences=2) == pytest.approx(1.0 + 2 * 2.0 + 0.25 + 0.5)
+
+
+def test_a_sequence_that_drafts_makes_no_other_one_attend_to_more():
+    """Attention of 1, 4, 8 tokens takes 1, 2, 4 s at 100 slots, and products nothing."""
+    curve = Curve((1, 4, 8), (0, 100), ((0.0, 0.0, 0.0), (1.0, 2.0, 4.0)))
+    table = CostTable(curve, curve, curve, 0.0, 8, {}, tiles=(1, 4))
+    tokens = (5, 6, 9, 10, 11, 20, 40)
+    seconds = [table.verify_pass(n, 100, sequences=5) for n in tokens]
+    assert seconds == [5.0, 4 + 2.0, 1 + 4 * 2.0, 5 * 2.0, 5 * 2.0, 5 * 2.0, 5 * 4.0]
 
 
 def test_more_rows_than_a_pass_takes_go_through_several():

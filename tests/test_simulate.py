@@ -3,7 +3,7 @@
 import json
 import time
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 
 import numpy as np
 import pytest
@@ -114,15 +114,11 @@ def plain_loop(cost, stream, prefill, drafted, requests, tokens):
             counts.append(min(drafted, max(0, stream.limits[request] - row[2] - 1)))
         if going:
             contexts = [stream.prompt_tokens[r % size] + e - 1 for r, _, e, _ in going]
+            mean = sum(contexts) // len(contexts)
             for depth in range(1, max(counts) + 1):
                 number = sum(n >= depth for n in counts)
-                clock += cost.draft_pass(number, max(contexts), sequences=number)
-            clock += cost.verify_pass(
-                sum(counts) + len(going),
-                max(contexts),
-                sequences=len(going),
-                longest=max(counts) + 1,
-            )
+                clock += cost.draft_pass(number, mean, sequences=number)
+            clock += cost.verify_pass(sum(counts) + len(going), mean, sequences=len(going))
         for row, number in zip(going, counts, strict=True):
             run = stream.runs[stream.offsets[row[0] % size] + row[2]]
             row[2] = min(row[2] + min(number, run) + 1, row[1])
@@ -291,20 +287,21 @@ def test_cost_of_passes_is_the_table_s():
         tiles=(1, 2, 4),
     )
     costs = PassCosts(cost, rows=4, most_drafted=5, longest=300)
-    for rows, longest, context in ((1, 1, 0), (1, 6, 299), (3, 2, 150), (4, 6, 300)):
-        arrays = [np.array([n]) for n in (rows * longest, rows, longest, context)]
-        wanted = cost.verify_pass(rows * longest, context, sequences=rows, longest=longest)
-        assert costs.verify(*arrays) == pytest.approx([wanted])
-        wanted = cost.draft_pass(rows, context, sequences=rows)
-        assert costs.draft(arrays[1], arrays[3]) == pytest.approx([wanted])
+    for rows, tokens, context in product((1, 3, 4), (0, 1, 2, 5, 12, 20), (0, 150, 299, 300)):
+        if rows <= tokens <= 6 * rows:
+            arrays = [np.array([n]) for n in (tokens, rows, context)]
+            wanted = cost.verify_pass(tokens, context, sequences=rows)
+            assert costs.verify(*arrays) == pytest.approx([wanted])
+            wanted = cost.draft_pass(rows, context, sequences=rows)
+            assert costs.draft(*arrays[1:]) == pytest.approx([wanted])
 
 
 def test_more_tokens_than_a_pass_takes_go_through_several():
     assert SIMULATED_CHUNK == PREFILL_CHUNK
     cost = replace(table(0.2, slope=0.02), pass_rows=64)
     costs = PassCosts(cost, rows=40, most_drafted=2, longest=10)
-    forty = [np.array([n]) for n in (120, 40, 3, 0)]
-    both = [np.array([n]) for n in (64, 40, 3, 0)], [np.array([n]) for n in (56, 40, 3, 0)]
+    forty = [np.array([n]) for n in (120, 40, 0)]
+    both = [np.array([n]) for n in (64, 40, 0)], [np.array([n]) for n in (56, 40, 0)]
     assert costs.verify(*forty) == pytest.approx(sum(costs.verify(*part) for part in both))
 
 
