@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python bench/ragged.py
     OMP_NUM_THREADS=1 python bench/ragged.py --model PATH --sweeps 9
 
-Bare passes of full depth over random keys, interleaved in random order: attention of all rows in
-one call, which computes for each row what any of them needs; and with a call for each run of rows
-that are alike, as ``layout.looks`` has it on a processor. Medians in milliseconds.
+Bare passes of full depth over random keys, interleaved in random order. Attention of all rows in
+one call computes for each row what any of them needs; ``layout.looks`` divides them where that
+saves more than a call costs; beside it a call for each run of rows that are alike. Medians.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -23,8 +23,9 @@ from rich.table import Table
 
 from layerskip import SelfSpeculativeLM, layout
 from layerskip.cache import Segment
-from layerskip.layout import looks
+from layerskip.layout import CALL, NEVER
 
+CALLS = NEVER, CALL, 0
 ROWS, CONTEXTS, FAR = (4, 8, 32), (60, 700), 700
 Shape = Sequence[Segment]
 
@@ -52,37 +53,41 @@ def shapes(chance: random.Random) -> dict[str, Shape]:
 
 @torch.inference_mode()
 def measure(lm: SelfSpeculativeLM, passes: dict[str, Shape], sweeps: int) -> dict[str, list[float]]:
-    """Median seconds of each pass, its rows together and apart."""
+    """Median seconds of each pass, by what a call is said to be worth: ``CALLS``."""
     stack, chance = lm.stack, random.Random(1)
     cache = stack.new_cache(num_rows=2 * max(ROWS), num_slots=FAR + 64)
     for filled in (cache.keys, cache.values):
         filled.normal_()
-    times: dict[tuple[str, bool], list[float]] = {(p, a): [] for p in passes for a in (False, True)}
+    times: dict[tuple[str, int], list[float]] = {(p, c): [] for p in passes for c in CALLS}
     for sweep in track(range(sweeps + 1), "passes"):
-        for name, apart in chance.sample(sorted(times), len(times)):
-            segments, divided = passes[name], partial(looks, apart=apart)
-            with patch.object(layout, "looks", lambda rows, apart: divided(rows)):  # noqa: B023
+        for name, call in chance.sample(sorted(times), len(times)):
+            segments = passes[name]
+            with patch.object(layout, "CALL", call):
                 began = time.perf_counter()
                 hidden = stack.embed([5] * sum(s.count for s in segments))
                 stack.logits(stack.run_layers(hidden, range(stack.num_layers), cache, segments))
                 seconds = time.perf_counter() - began
             if sweep:  # the first one proves the pass's size
-                times[name, apart].append(seconds)
-    return {p: [statistics.median(times[p, a]) for a in (False, True)] for p in passes}
+                times[name, call].append(seconds)
+    return {p: [statistics.median(times[p, c]) for c in CALLS] for p in passes}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--sweeps", type=int, default=15)
+    parser.add_argument("--slot-block", type=int, help="attend to multiples of so many slots")
+    parser.add_argument("--inexact", action="store_true", help="exact=False")
     options = parser.parse_args()
-    lm = SelfSpeculativeLM.from_pretrained(options.model, num_draft_tokens=0)
+    lm = SelfSpeculativeLM.from_pretrained(
+        options.model, num_draft_tokens=0, exact=not options.inexact
+    )
+    if options.slot_block is not None:  # as on another machine; bits may not hold
+        lm.stack.exactness = replace(lm.stack.exactness, slot_block=options.slot_block)
     found = measure(lm, shapes(random.Random(0)), options.sweeps)
-    table = Table("pass", "together, ms", "apart, ms", "apart / together")
-    for name, (together, apart) in found.items():
-        table.add_row(
-            name, f"{1e3 * together:.1f}", f"{1e3 * apart:.1f}", f"{apart / together:.2f}"
-        )
+    table = Table("pass", "one call, ms", "divided, ms", "a call each kind, ms", "divided / one")
+    for name, seconds in found.items():
+        table.add_row(name, *(f"{1e3 * s:.1f}" for s in seconds), f"{seconds[1] / seconds[0]:.2f}")
     Console().print(table)
 
 

@@ -12,6 +12,10 @@ from torch.nn import functional as F
 from layerskip.cache import KVCache, Segment
 from layerskip.ops.reference import decode_attention, prefill_attention
 
+# What a call of attention is worth in a look's work: a processor takes rows one after another
+# (bench/ragged.py), a GPU takes them side by side.
+CALL, NEVER = 1600, 10**15
+
 
 @dataclass(frozen=True)
 class Look:
@@ -30,6 +34,11 @@ class Look:
     slots: int
 
     @property
+    def work(self) -> int:
+        """Slots, for each position and once for keys and values."""
+        return len(self.starts) * (self.tile + 1) * self.slots
+
+    @property
     def end(self) -> int:
         """The row behind the last one."""
         return self.first + len(self.starts)
@@ -45,21 +54,34 @@ class Look:
         )
 
 
-def looks(rows: Sequence[Look], *, apart: bool) -> list[Look]:
-    """One for each run of rows that are alike; or, unless they come ``apart``, one for all, in
-    which each row has as many positions and slots as the row that needs most.
+def looks(rows: Sequence[Look], call: int) -> list[Look]:
+    """The least work together: what rows compute in vain, because another one of their look has
+    more positions or sees farther, against what a call of its own costs.
 
     Args:
         rows: one each, ascending.
+        call: the work that a call is worth.
     """
-    if not apart:
-        return [reduce(Look.joined, rows)]
-    found = list(rows[:1])
+    runs = list(rows[:1])
     for row in rows[1:]:
-        last = found[-1]
+        last = runs[-1]
         alike = (row.first, row.tile, row.slots) == (last.end, last.tile, last.slots)
-        found[-1:] = [last.joined(row)] if alike else [last, row]
-    return found
+        runs[-1:] = [last.joined(row)] if alike else [last, row]
+    # For the first 0, 1, 2, ... runs: the least work, and where its last look begins.
+    best = [(0, 0)]
+    for end, last in enumerate(runs):
+        tile, slots, ways = 0, 0, []
+        for begin in range(end, -1, -1):
+            tile, slots = max(tile, runs[begin].tile), max(slots, runs[begin].slots)
+            work = (last.end - runs[begin].first) * (tile + 1) * slots
+            ways.append((best[begin][0] + work + call, begin))
+        best.append(min(ways))
+    found, end = [], len(runs)
+    while end:
+        begin = best[end][1]
+        found.append(reduce(Look.joined, runs[begin:end]))
+        end = begin
+    return found[::-1]
 
 
 class PassLayout:
@@ -130,9 +152,7 @@ class PassLayout:
         for s in longer.values():
             count, start = tile(s.count - done), s.start + done
             rows.append(Look(s.row, (start,), count, self.cache.attended(start + count)))
-        # A processor takes rows one after another, and a call costs it as much as a few slots
-        # (bench/ragged.py); a GPU takes them side by side.
-        for look in looks(rows, apart=self.cache.keys.device.type == "cpu"):
+        for look in looks(rows, CALL if self.cache.keys.device.type == "cpu" else NEVER):
             self.looks.append(look)
             for row in range(look.first, look.end):
                 place, first = len(gather), tokens.get(row, 0) + done

@@ -13,7 +13,7 @@ import pytest
 from benching import bench_modules
 from toys import NUM_LAYERS, PLANS, make_model, random_ids
 
-from layerskip import DraftPlan, Round, SamplingParams, SelfSpeculativeLM, api
+from layerskip import DraftPlan, Round, SamplingParams, SelfSpeculativeLM, api, layout
 from layerskip.clocks import Clocks
 from layerskip.cost import CostTable, Curve
 from layerskip.metrics import acceptance_by_position
@@ -461,21 +461,19 @@ def test_guesses_are_held_against_none_on_the_same_texts(
     assert found["median"] > 0.0
 
 
-def test_ragged_passes_are_measured_together_and_apart(
+def test_ragged_passes_are_measured_in_few_calls_and_in_many(
     scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ragged = scripts.ragged
     monkeypatch.setattr(ragged, "ROWS", (2, 5))
     monkeypatch.setattr(ragged, "CONTEXTS", (3, 40))
     monkeypatch.setattr(ragged, "FAR", 40)
-    asked: list[bool] = []
-    looks = ragged.looks
-    monkeypatch.setattr(
-        ragged, "looks", lambda rows, *, apart: asked.append(apart) or looks(rows, apart=apart)
-    )
+    asked: list[int] = []
+    looks = layout.looks
+    monkeypatch.setattr(layout, "looks", lambda rows, call: asked.append(call) or looks(rows, call))
     passes = ragged.shapes(random.Random(0))
     assert {len(segments) for segments in passes.values()} == {2, 5}
     found = ragged.measure(SelfSpeculativeLM(make_model(), None, PLANS["exit"]), passes, 1)
     assert found.keys() == passes.keys()
-    assert all(seconds > 0.0 for pair in found.values() for seconds in pair)
-    assert min(asked.count(True), asked.count(False)) >= 2 * len(passes)
+    assert all(seconds > 0.0 for three in found.values() for seconds in three)
+    assert min(asked.count(call) for call in ragged.CALLS) >= 2 * len(passes)

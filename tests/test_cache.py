@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerskip.cache import SLOT_BLOCK, KVCache, Segment
-from layerskip.layout import Look, PassLayout, PrefillLayout, looks
+from layerskip.layout import CALL, NEVER, Look, PassLayout, PrefillLayout, looks
 
 NUM_LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 6
 POSITIONS = torch.arange(4 * SLOT_BLOCK)[None]
@@ -249,19 +249,25 @@ def lone_looks(draw) -> list[Look]:
 
 
 @given(lone_looks())
-def test_rows_that_are_alike_and_neighbours_share_a_look(rows):
-    found = looks(rows, apart=True)
-    kinds = [
-        (x.first + i, start, x.tile, x.slots) for x in found for i, start in enumerate(x.starts)
-    ]
-    assert kinds == [(r.first, r.first, r.tile, r.slots) for r in rows]
-    for a, b in itertools.pairwise(found):
-        assert (a.end, a.tile, a.slots) != (b.first, b.tile, b.slots)
+def test_rows_share_a_call_where_that_costs_least(rows):
+    found = looks(rows, CALL)
+    at = {x.first + i: (x, start) for x in found for i, start in enumerate(x.starts)}
+    assert len(at) == sum(len(x.starts) for x in found)
+    for row in rows:
+        look, start = at.pop(row.first)
+        assert (start, look.tile >= row.tile, look.slots >= row.slots) == (row.first, True, True)
+    assert all(start == 0 for _, start in at.values()), "rows between them have no tokens"
+    cost = sum(x.work + CALL for x in found)
+    for cuts in itertools.product((False, True), repeat=len(rows) - 1):
+        ways = rows[:1]
+        for row, cut in zip(rows[1:], cuts, strict=True):
+            ways[-1:] = [ways[-1], row] if cut else [ways[-1].joined(row)]
+        assert cost <= sum(x.work + CALL for x in ways)
 
 
 @given(lone_looks())
-def test_rows_together_have_what_one_of_them_needs(rows):
-    (found,) = looks(rows, apart=False)
+def test_rows_that_share_a_call_have_what_one_of_them_needs(rows):
+    (found,) = looks(rows, NEVER)
     starts = [0] * (rows[-1].end - rows[0].first)
     for row in rows:
         starts[row.first - rows[0].first] = row.first
