@@ -1,9 +1,9 @@
 """Where the tokens of a pass write, and what they may read: of a decode pass, and of a prompt."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 import torch
 from torch import Tensor
@@ -84,6 +84,28 @@ def looks(rows: Sequence[Look], call: int) -> list[Look]:
     return found[::-1]
 
 
+def _place(
+    look: Look,
+    done: int,
+    spans: Mapping[int, tuple[int, int]],
+    gather: list[int],
+    scatter: list[int],
+) -> None:
+    """Add the token of each place of a look to ``gather``, 0 where there is none, and the place of
+    each token to ``scatter``.
+
+    Args:
+        done: tokens of each row that earlier looks have.
+        spans: each row's tokens in the pass.
+    """
+    for row in range(look.first, look.end):
+        first, end = spans.get(row, (0, 0))
+        tokens, place = range(first + done, end)[: look.tile], len(gather)
+        gather += [*tokens, *[0] * (look.tile - len(tokens))]
+        for i, token in enumerate(tokens):
+            scatter[token] = place + i
+
+
 class PassLayout:
     """Where the tokens of one decode pass write and what they may read.
 
@@ -122,60 +144,52 @@ class PassLayout:
         self.windows = windows
         self.single = segments[0] if len(segments) == 1 else None
         self.start = self.single.start if self.single is not None else None
-        step = tile(max(s.count for s in segments))
         self.looks: list[Look] = []
-        gather: list[int] = []
-        scatter = [0] * num_rows
-        for done in range(0, max(s.count for s in segments), step):
-            self._look(segments, done, tile, gather, scatter)
-        if self.start is not None:
-            self.positions = all_positions[:, self.start : self.start + num_rows]
+        if self.single is not None:
+            start = self.single.start
+            self.positions = all_positions[:, start : start + num_rows]
+            self.looks = self._alone(self.single, tile)
         else:
-            self._lay_out(segments, gather, scatter, all_positions)
+            self._lay_out(segments, tile, all_positions)
         self.masks = {w: [self._mask(look, group, w) for look in self.looks] for w in set(windows)}
         self.num_visible = max(look.slots for look in self.looks)
 
-    def _look(
-        self,
-        segments: Sequence[Segment],
-        done: int,
-        tile: Callable[[int], int],
-        gather: list[int],
-        scatter: list[int],
-    ) -> None:
-        """Add looks at the positions after the first ``done`` of each segment: the token of each
-        of their places, and the place of each token."""
-        ends = accumulate(s.count for s in segments)
-        tokens = {s.row: end - s.count for s, end in zip(segments, ends, strict=True)}
-        longer = {s.row: s for s in sorted(segments, key=lambda s: s.row) if s.count > done}
-        rows = []
-        for s in longer.values():
-            count, start = tile(s.count - done), s.start + done
-            rows.append(Look(s.row, (start,), count, self.cache.attended(start + count)))
-        for look in looks(rows, CALL if self.cache.keys.device.type == "cpu" else NEVER):
-            self.looks.append(look)
-            for row in range(look.first, look.end):
-                place, first = len(gather), tokens.get(row, 0) + done
-                count = min(longer[row].count - done, look.tile) if row in longer else 0
-                gather += [*range(first, first + count), *[0] * (look.tile - count)]
-                scatter[first : first + count] = range(place, place + count)
+    def _alone(self, segment: Segment, tile: Callable[[int], int]) -> list[Look]:
+        """One after another, each at as many positions as are taken at once."""
+        found, start, end = [], segment.start, segment.start + segment.count
+        while start < end:
+            size = tile(end - start)
+            slots = self.cache.attended(start + size)
+            found.append(Look(segment.row, (start,), size, slots))
+            start += size
+        return found
 
     def _lay_out(
-        self,
-        segments: Sequence[Segment],
-        gather: Sequence[int],
-        scatter: Sequence[int],
-        all_positions: Tensor,
+        self, segments: Sequence[Segment], tile: Callable[[int], int], all_positions: Tensor
     ) -> None:
-        """Several rows: index tables between the flat tokens and the places of the looks."""
+        """Several rows: their looks, and index tables between the flat tokens and their places."""
         device = self.cache.keys.device
+        call = CALL if device.type == "cpu" else NEVER
+        ends = accumulate(s.count for s in segments)
+        spans = {s.row: (end - s.count, end) for s, end in zip(segments, ends, strict=True)}
+        alone = [self._alone(s, tile) for s in sorted(segments, key=lambda s: s.row)]
+        gather: list[int] = []
+        scatter = [0] * self.num_rows
+        done = 0
+        # Each row's first look, then the second ones of those that have any, ...
+        for wave in zip_longest(*alone):
+            rows = [look for look in wave if look is not None]
+            for look in looks(rows, call):
+                self.looks.append(look)
+                _place(look, done, spans, gather, scatter)
+            done += max(row.tile for row in rows)
         slots = [s.start + i for s in segments for i in range(s.count)]
-        rows = [s.row for s in segments for _ in range(s.count)]
+        rows_written = [s.row for s in segments for _ in range(s.count)]
         at = torch.tensor([*slots, *[0] * (self.num_rows - len(slots))], device=device)
         self.positions = all_positions[:, at]
         self.gather = torch.tensor(gather, device=device)
         self.scatter = torch.tensor(scatter, device=device)
-        self.write = torch.tensor(rows, device=device), at[: self.num_tokens]
+        self.write = torch.tensor(rows_written, device=device), at[: self.num_tokens]
 
     def _mask(self, look: Look, group: int, window: int | None) -> Tensor:
         """``(rows, 1, group * tile, slots)``."""
