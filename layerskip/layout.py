@@ -202,7 +202,9 @@ class PassLayout:
             return rows[0][None, None]
         full = rows[0].new_full((len(rows), 1, group * look.tile, look.slots), float("-inf"))
         for i, r in enumerate(rows):
-            full[i, 0, :, : r.shape[1]] = r
+            # A row with fewer tokens than the look's tile may have places beyond the last slot.
+            seen = r[:, : look.slots]
+            full[i, 0, :, : seen.shape[1]] = seen
         return full
 
     def append(self, key: Tensor, value: Tensor, layer: int) -> None:

@@ -153,19 +153,35 @@ def test_masks_are_whole_blocks_wide_and_no_copies(block, end):
 
 @dataclass(frozen=True)
 class Pass:
-    """A ragged decode pass: segments, the shape of its layout and its windows per layer."""
+    """A ragged decode pass: segments, the shape of its layout and its windows per layer.
+
+    Attributes:
+        tiles: positions that attention may take at once, ascending.
+        block: of slots that are attended to.
+    """
 
     segments: tuple[Segment, ...]
     group: int
-    tile: int
+    tiles: tuple[int, ...]
+    block: int
     windows: tuple[int | None, int | None]
+
+    def tile(self, count: int) -> int:
+        """As ``Exactness.tile`` has it; without tiles, as with ``exact=False``."""
+        if not self.tiles:
+            return count
+        return next((t for t in self.tiles if t >= count), self.tiles[-1])
+
+    def cache(self) -> KVCache:
+        return make_cache(num_rows=4, num_slots=600, attended_block=self.block)
 
 
 @st.composite
 def passes(draw) -> Pass:
     rows = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True))
     segments = tuple(Segment(r, draw(STARTS), draw(st.integers(1, 9))) for r in rows)
-    shape = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([8, 16]))
+    tiles = draw(st.sampled_from([(8,), (16,), (1, 8), (1, 2, 4, 8), ()]))
+    shape = draw(st.sampled_from([1, 2, 4])), tiles, draw(st.sampled_from([1, 128]))
     return Pass(segments, *shape, (draw(WINDOWS), draw(WINDOWS)))
 
 
@@ -174,9 +190,9 @@ def lay_out(cache: KVCache, case: Pass) -> PassLayout:
     return PassLayout(
         cache,
         case.segments,
-        num_rows=math.ceil(tokens / case.tile) * case.tile,
+        num_rows=math.ceil(tokens / 16) * 16,
         group=case.group,
-        tile=lambda longest: case.tile,
+        tile=case.tile,
         product_rows=64,
         windows=case.windows,
         all_positions=POSITIONS,
@@ -214,7 +230,7 @@ def check_attention(layout, cache: KVCache, places, layer, window, heads, genera
 @given(passes())
 @settings(max_examples=60)
 def test_a_pass_writes_its_tokens_and_reads_what_they_may_see(case):
-    cache = make_cache(num_rows=4, num_slots=600, attended_block=128)
+    cache = case.cache()
     generator = fill(cache)
     layout, places = lay_out(cache, case), token_places(case.segments)
     assert layout.positions[0, : len(places)].tolist() == [slot for _, slot in places]
@@ -228,7 +244,7 @@ def test_a_pass_writes_its_tokens_and_reads_what_they_may_see(case):
 @settings(max_examples=30)
 def test_huge_scratch_changes_no_bit(case):
     """Slots behind the tokens' own are masked: what lies there must not come through."""
-    cache = make_cache(num_rows=4, num_slots=600, attended_block=128)
+    cache = case.cache()
     generator = fill(cache)
     layout, heads = lay_out(cache, case), KV_HEADS * case.group
     query = torch.randn(layout.num_rows, heads, HEAD_DIM, generator=generator)
