@@ -130,7 +130,11 @@ def test_where_the_clock_clearly_contradicts_the_costs_are_not_believed(tmp_path
 
 def test_costs_that_say_yes_do_not_help_where_the_clock_says_no(tmp_path):
     free = flat_cost(draft=0.0)
-    (rule,) = decided(tmp_path / "runs", requests_of((0.3,)), cost=free).rules
+    report = acceptance_report(write_run(tmp_path / "runs", requests_of((0.2,)), cost=free))
+    (route,) = report.routes
+    assert route.inequality.gain.p10 > 1.0
+    assert route.paired.p90.low > 1.05
+    (rule,) = decide(report).rules
     assert rule.max_draft_tokens == 0
 
 
