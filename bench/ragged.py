@@ -1,11 +1,12 @@
 """What a verify pass of a batch takes whose rows differ: in what they drafted, and in context.
 
     OMP_NUM_THREADS=1 python bench/ragged.py
-    OMP_NUM_THREADS=1 python bench/ragged.py --model PATH --sweeps 9
+    OMP_NUM_THREADS=1 python bench/ragged.py --inexact
+    OMP_NUM_THREADS=1 python bench/ragged.py --slot-block 128 --sweeps 9
 
 Bare passes of full depth over random keys, interleaved in random order. Attention of all rows in
-one call computes for each row what any of them needs; ``layout.looks`` divides them where that
-saves more than a call costs; beside it a call for each run of rows that are alike. Medians.
+one call computes for each row what any of them needs; ``attention_calls`` divides them where
+that saves more than a call costs; beside it a call for each run of rows that are alike. Medians.
 """
 
 import argparse
@@ -53,7 +54,7 @@ def shapes(chance: random.Random) -> dict[str, Shape]:
 
 @torch.inference_mode()
 def measure(lm: SelfSpeculativeLM, passes: dict[str, Shape], sweeps: int) -> dict[str, list[float]]:
-    """Median seconds of each pass, by what a call is said to be worth: ``CALLS``."""
+    """Median seconds of each pass, by what a call is said to cost: ``CALLS``."""
     stack, chance = lm.stack, random.Random(1)
     cache = stack.new_cache(num_rows=2 * max(ROWS), num_slots=FAR + 64)
     for filled in (cache.keys, cache.values):

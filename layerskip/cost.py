@@ -150,7 +150,7 @@ class CostTable:
         attention of each sequence's own tokens over its own context."""
         if sequences == 1:
             return self._summed(curve, rows, self._block_start(context, self._padded(rows)))
-        drafting, tokens = shared_out(rows, sequences)
+        drafting, tokens = _shared_out(rows, sequences)
         total = self._summed(curve, rows, 0) + (sequences - 1) * another
         for count, each in ((drafting, tokens), (sequences - drafting, 1)):
             if count:
@@ -229,7 +229,7 @@ class CostTable:
             raise ValueError(f"the cost table is not complete ({error!r})") from None
 
 
-def shared_out(rows: int, sequences: int) -> tuple[int, int]:
+def _shared_out(rows: int, sequences: int) -> tuple[int, int]:
     """How many of the sequences have several of a pass's rows, and how many those have: as many as
     can, and equally many, where nothing else is known."""
     drafting = min(sequences, rows - sequences)

@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from layerskip.cache import KVCache, Segment
 from layerskip.ops.reference import decode_attention, prefill_attention
 
-# What a call of attention is worth in a look's work: a processor takes rows one after another
-# (bench/ragged.py), a GPU takes them side by side.
+# What a call of attention costs beside its work, in slots times positions: a processor takes rows
+# one after another (bench/ragged.py), a GPU takes them side by side.
 CALL, NEVER = 1600, 10**15
 
 
 @dataclass(frozen=True)
-class Look:
-    """What one call of attention takes: neighbouring rows, equally many positions of each.
+class AttentionCall:
+    """What attention takes at once: neighbouring rows, equally many positions of each.
 
     Attributes:
         first: the first of these rows of the cache.
@@ -34,19 +34,14 @@ class Look:
     slots: int
 
     @property
-    def work(self) -> int:
-        """Slots, for each position and once for keys and values."""
-        return len(self.starts) * (self.tile + 1) * self.slots
-
-    @property
     def end(self) -> int:
         """The row behind the last one."""
         return self.first + len(self.starts)
 
-    def joined(self, other: "Look") -> "Look":
-        """One look for both; the other's rows are behind these."""
+    def joined(self, other: "AttentionCall") -> "AttentionCall":
+        """One call for both; the other's rows are behind these."""
         between = (0,) * (other.first - self.end)
-        return Look(
+        return AttentionCall(
             self.first,
             (*self.starts, *between, *other.starts),
             max(self.tile, other.tile),
@@ -54,54 +49,55 @@ class Look:
         )
 
 
-def looks(rows: Sequence[Look], call: int) -> list[Look]:
-    """The least work together: what rows compute in vain, because another one of their look has
-    more positions or sees farther, against what a call of its own costs.
+def attention_calls(rows: Sequence[AttentionCall], price: int) -> list[AttentionCall]:
+    """The rows in as many calls as cost least together: what a row computes in vain, because
+    another one of its call has more positions or sees farther, against a call of its own.
 
     Args:
-        rows: one each, ascending.
-        call: the work that a call is worth.
+        rows: a call for each, ascending.
+        price: of a call beside its work.
     """
     runs = list(rows[:1])
     for row in rows[1:]:
         last = runs[-1]
         alike = (row.first, row.tile, row.slots) == (last.end, last.tile, last.slots)
         runs[-1:] = [last.joined(row)] if alike else [last, row]
-    # For the first 0, 1, 2, ... runs: the least work, and where its last look begins.
+    # For the first 0, 1, 2, ... runs: what they cost at least, and where their last call begins.
     best = [(0, 0)]
     for end, last in enumerate(runs):
         tile, slots, ways = 0, 0, []
         for begin in range(end, -1, -1):
             tile, slots = max(tile, runs[begin].tile), max(slots, runs[begin].slots)
+            # Each slot's key and value are read once, and seen from each position.
             work = (last.end - runs[begin].first) * (tile + 1) * slots
-            ways.append((best[begin][0] + work + call, begin))
+            ways.append((best[begin][0] + work + price, begin))
         best.append(min(ways))
     found, end = [], len(runs)
     while end:
         begin = best[end][1]
-        found.append(reduce(Look.joined, runs[begin:end]))
+        found.append(reduce(AttentionCall.joined, runs[begin:end]))
         end = begin
     return found[::-1]
 
 
 def _place(
-    look: Look,
+    call: AttentionCall,
     done: int,
     spans: Mapping[int, tuple[int, int]],
     gather: list[int],
     scatter: list[int],
 ) -> None:
-    """Add the token of each place of a look to ``gather``, 0 where there is none, and the place of
+    """Add the token of each place of a call to ``gather``, 0 where there is none, and the place of
     each token to ``scatter``.
 
     Args:
-        done: tokens of each row that earlier looks have.
+        done: tokens of each row that earlier calls have.
         spans: each row's tokens in the pass.
     """
-    for row in range(look.first, look.end):
+    for row in range(call.first, call.end):
         first, end = spans.get(row, (0, 0))
-        tokens, place = range(first + done, end)[: look.tile], len(gather)
-        gather += [*tokens, *[0] * (look.tile - len(tokens))]
+        tokens, place = range(first + done, end)[: call.tile], len(gather)
+        gather += [*tokens, *[0] * (call.tile - len(tokens))]
         for i, token in enumerate(tokens):
             scatter[token] = place + i
 
@@ -118,7 +114,7 @@ class PassLayout:
         start: first position where they are consecutive (one row's), else None.
         num_visible: slots that the pass attends to, masked.
         padded: True: all passes that hold a token run it among as many rows, or a multiple.
-        looks: calls of attention, of which a long segment takes several.
+        calls: of attention; a long segment takes several.
         product_rows: rows that a linear map takes at once, where it is ours.
 
     Args:
@@ -144,44 +140,44 @@ class PassLayout:
         self.windows = windows
         self.single = segments[0] if len(segments) == 1 else None
         self.start = self.single.start if self.single is not None else None
-        self.looks: list[Look] = []
+        self.calls: list[AttentionCall] = []
         if self.single is not None:
             start = self.single.start
             self.positions = all_positions[:, start : start + num_rows]
-            self.looks = self._alone(self.single, tile)
+            self.calls = self._alone(self.single, tile)
         else:
             self._lay_out(segments, tile, all_positions)
-        self.masks = {w: [self._mask(look, group, w) for look in self.looks] for w in set(windows)}
-        self.num_visible = max(look.slots for look in self.looks)
+        self.masks = {w: [self._mask(call, group, w) for call in self.calls] for w in set(windows)}
+        self.num_visible = max(call.slots for call in self.calls)
 
-    def _alone(self, segment: Segment, tile: Callable[[int], int]) -> list[Look]:
+    def _alone(self, segment: Segment, tile: Callable[[int], int]) -> list[AttentionCall]:
         """One after another, each at as many positions as are taken at once."""
         found, start, end = [], segment.start, segment.start + segment.count
         while start < end:
             size = tile(end - start)
             slots = self.cache.attended(start + size)
-            found.append(Look(segment.row, (start,), size, slots))
+            found.append(AttentionCall(segment.row, (start,), size, slots))
             start += size
         return found
 
     def _lay_out(
         self, segments: Sequence[Segment], tile: Callable[[int], int], all_positions: Tensor
     ) -> None:
-        """Several rows: their looks, and index tables between the flat tokens and their places."""
+        """Several rows: their calls, and index tables between the flat tokens and their places."""
         device = self.cache.keys.device
-        call = CALL if device.type == "cpu" else NEVER
+        price = CALL if device.type == "cpu" else NEVER
         ends = accumulate(s.count for s in segments)
         spans = {s.row: (end - s.count, end) for s, end in zip(segments, ends, strict=True)}
         alone = [self._alone(s, tile) for s in sorted(segments, key=lambda s: s.row)]
         gather: list[int] = []
         scatter = [0] * self.num_rows
         done = 0
-        # Each row's first look, then the second ones of those that have any, ...
+        # Each row's first tile, then the second ones of those that have any, ...
         for wave in zip_longest(*alone):
-            rows = [look for look in wave if look is not None]
-            for look in looks(rows, call):
-                self.looks.append(look)
-                _place(look, done, spans, gather, scatter)
+            rows = [row for row in wave if row is not None]
+            for call in attention_calls(rows, price):
+                self.calls.append(call)
+                _place(call, done, spans, gather, scatter)
             done += max(row.tile for row in rows)
         slots = [s.start + i for s in segments for i in range(s.count)]
         rows_written = [s.row for s in segments for _ in range(s.count)]
@@ -191,19 +187,19 @@ class PassLayout:
         self.scatter = torch.tensor(scatter, device=device)
         self.write = torch.tensor(rows_written, device=device), at[: self.num_tokens]
 
-    def _mask(self, look: Look, group: int, window: int | None) -> Tensor:
+    def _mask(self, call: AttentionCall, group: int, window: int | None) -> Tensor:
         """``(rows, 1, group * tile, slots)``."""
         cache = self.cache
         rows = [
-            cache.causal_rows(min(start, cache.num_slots), look.tile, group, window)
-            for start in look.starts
+            cache.causal_rows(min(start, cache.num_slots), call.tile, group, window)
+            for start in call.starts
         ]
         if len(rows) == 1:
             return rows[0][None, None]
-        full = rows[0].new_full((len(rows), 1, group * look.tile, look.slots), float("-inf"))
+        full = rows[0].new_full((len(rows), 1, group * call.tile, call.slots), float("-inf"))
         for i, r in enumerate(rows):
-            # A row with fewer tokens than the look's tile may have places beyond the last slot.
-            seen = r[:, : look.slots]
+            # A row with fewer tokens than the call's tile may have places beyond the last slot.
+            seen = r[:, : call.slots]
             full[i, 0, :, : seen.shape[1]] = seen
         return full
 
@@ -238,10 +234,11 @@ class PassLayout:
         heads, dim = query.shape[1:]
         queries = query if self.single is not None else query.index_select(0, self.gather)
         done, outputs = 0, []
-        for look, mask in zip(self.looks, self.masks[self.windows[layer]], strict=True):
-            count, end = len(look.starts), done + len(look.starts) * look.tile
-            q = queries[done:end].unflatten(0, (count, look.tile))
-            at = slice(look.first, look.first + count), slice(0, look.slots)
+        for call, mask in zip(self.calls, self.masks[self.windows[layer]], strict=True):
+            count = len(call.starts)
+            end = done + count * call.tile
+            q = queries[done:end].unflatten(0, (count, call.tile))
+            at = slice(call.first, call.end), slice(0, call.slots)
             out = decode_attention(q, keys[at], values[at], mask, softmax_scale, softcap, sinks)
             outputs.append(out.reshape(-1, heads, dim))
             done = end

@@ -469,8 +469,10 @@ def test_ragged_passes_are_measured_in_few_calls_and_in_many(
     monkeypatch.setattr(ragged, "CONTEXTS", (3, 40))
     monkeypatch.setattr(ragged, "FAR", 40)
     asked: list[int] = []
-    looks = layout.looks
-    monkeypatch.setattr(layout, "looks", lambda rows, call: asked.append(call) or looks(rows, call))
+    divided = layout.attention_calls
+    monkeypatch.setattr(
+        layout, "attention_calls", lambda rows, price: asked.append(price) or divided(rows, price)
+    )
     passes = ragged.shapes(random.Random(0))
     assert {len(segments) for segments in passes.values()} == {2, 5}
     found = ragged.measure(SelfSpeculativeLM(make_model(), None, PLANS["exit"]), passes, 1)
