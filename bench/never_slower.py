@@ -109,7 +109,8 @@ def pair(got: tuple[Decoded, Decoded], cost: CostTable, kind: str = "") -> Pair:
 
 
 def counted(decoded: Decoded, cost: CostTable) -> float:
-    rounds = [r for r in decoded.rounds if r.index > 0]
+    """Seconds by the table, of greedy decoding as the cases are."""
+    rounds, cost = [r for r in decoded.rounds if r.index > 0], cost.of(greedy=True)
     return sum(
         r.num_draft_passes * cost.draft_pass(1, CONTEXT)
         + cost.verify_pass(r.num_draft_tokens + 1, CONTEXT)

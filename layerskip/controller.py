@@ -20,7 +20,7 @@ from layerskip.pass_times import CONTEXT_STEP, PassTimes
 
 HYSTERESIS = 0.03
 PROBE_SHARE = 0.01
-STAKE_SHARE, STAKE_TOKENS = 0.018, 64  # of its plain time, what a request may lose beside probes
+STAKE_SHARE, STAKE_TOKENS = 0.016, 64  # of its plain time, what a request may lose beside probes
 MOST_CREDIT = 1.0  # plain passes
 GUESS_SHARE = 0.2  # of a draft pass: looked-up tokens in it save another one more often
 PAYING = 0.4  # of what a drafted token costs at least: one that gains less is not looked at

@@ -109,6 +109,13 @@ def test_workloads_writes_every_mode_beside_plain(
     for mode in adversarial["modes"].values():
         assert mode["acceptance_rate"] == 0.0
     assert adversarial["modes"]["k=2"]["draft_tokens_per_round"] > 1.5
+    for one in (code, adversarial):
+        speeds = {name: mode["predicted_speedup"] for name, mode in one["modes"].items()}
+        found = one["automatic_to_best_fixed"]
+        best = max(speeds[name] for name in ("plain", *fixed))
+        assert speeds[found["counted_best"]] == best
+        assert found["counted"] == pytest.approx(speeds["automatic"] / best)
+    assert adversarial["automatic_to_best_fixed"]["counted_best"] == "plain"
     assert capsys.readouterr().out.count("automatic / ") == 2
 
 
