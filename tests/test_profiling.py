@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -156,6 +157,23 @@ def test_a_verify_pass_is_timed_after_what_it_follows_in_decoding(stack, machine
         seconds, _ = passes.timing(point)
         assert machine.passes == [(before, 1, point[2], 1), (NUM_LAYERS, point[1], point[2], 1)]
         assert seconds == pytest.approx(NUM_LAYERS * layer_seconds(*point[1:]) + HEAD)
+
+
+def test_drafts_are_timed_after_a_verify_pass_which_took_their_weights_from_the_caches(
+    stack, machine, monkeypatch
+):
+    timed, timing = [], profiling.Passes.timing
+    monkeypatch.setattr(
+        profiling.Passes, "timing", lambda self, point: timed.append(point) or timing(self, point)
+    )
+    measure_cost(stack, PLAN)
+    sweeps = pairwise(timed[-10 * len(set(timed)) :])
+    before = [(a[0].partition(" ")[0], b) for a, b in sweeps if b[0].startswith("draft")]
+    assert {kind for kind, _ in before} == {"verify"}
+    assert {b for _, b in before} == {p for p in timed if p[0].startswith("draft")}
+    order = [b for _, b in before if b[1] <= profiling.LARGE_ROWS]
+    sweep = len(set(order))
+    assert order[:sweep] != order[sweep : 2 * sweep], "the order is the same in every sweep"
 
 
 def test_what_else_the_machine_does_is_not_in_the_table(stack, machine):
