@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from layerskip.blocks import Blocks, multiplied, why_not
 from layerskip.draft_head import Projection
 from layerskip.layout import Layout
 
@@ -54,22 +55,37 @@ def unhooked(module: nn.Module) -> bool:
 
 
 class Projections:
-    """Linear maps of one input: one product if their weights lie side by side, else several."""
+    """Linear maps of one input: one product if their weights lie side by side, else several.
+
+    Attributes:
+        packed: ``(all outs, in)``, a view of weights that lie side by side, or None.
+        blocks: a copy of it that products read faster, or None.
+    """
 
     def __init__(self, *linears: nn.Linear) -> None:
         self.linears = linears
-        self.packed = joined([linear.weight for linear in linears])
-        biases = [linear.bias for linear in linears]
+        self.settle()
+
+    def settle(self) -> None:
+        """See how the weights lie."""
+        self.packed = joined([linear.weight for linear in self.linears])
+        biases = [linear.bias for linear in self.linears]
         self.bias = None if biases[0] is None else joined(biases)
         if biases[0] is not None and self.bias is None:
             self.packed = None
+        self.blocks: Tensor | None = None
 
-    def __call__(self, x: Tensor, at_once: int, needed: int | None = None) -> Tensor:
-        """``(rows, in)`` -> ``(rows, all outs)``; arguments as for ``product``."""
-        if self.packed is not None:
-            return product(x, self.packed, self.bias, at_once, needed)
-        parts = [product(x, m.weight, m.bias, at_once, needed) for m in self.linears]
-        return torch.cat(parts, dim=-1)
+    def __call__(self, x: Tensor, at_once: int | None = None, needed: int | None = None) -> Tensor:
+        """``(rows, in)`` -> ``(rows, all outs)``; arguments as for ``by_rows``."""
+        return by_rows(self._multiplied, x, at_once, needed)
+
+    def _multiplied(self, x: Tensor) -> Tensor:
+        if self.blocks is not None:
+            return multiplied(x, self.blocks, self.bias)
+        if len(self.linears) > 1 and self.packed is not None:
+            return F.linear(x, self.packed, self.bias)
+        parts = [F.linear(x, m.weight, m.bias) for m in self.linears]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:
@@ -144,7 +160,7 @@ class DenseLayer:
         self.head_norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
         self.qkv = Projections(attention.q_proj, attention.k_proj, attention.v_proj)
         self.gate_up = Projections(mlp.gate_proj, mlp.up_proj)
-        self.out, self.down = attention.o_proj, mlp.down_proj
+        self.out, self.down = Projections(attention.o_proj), Projections(mlp.down_proj)
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
         self.num_heads = attention.q_proj.out_features // self.head_dim
 
@@ -163,10 +179,15 @@ class DenseLayer:
         qk = rotate(qk, rope)
         layout.append(qk[:, self.num_heads :], value, self.index)
         mixed = layout.attend(qk[:, : self.num_heads], self.index, self.scale)
-        hidden = hidden + product(mixed.flatten(1), self.out.weight, self.out.bias, *taken)
+        hidden = hidden + self.out(mixed.flatten(1), *taken)
         normed = rms_norm(hidden, second.weight, second.variance_epsilon)
         gate, up = self.gate_up(normed, *taken).chunk(2, dim=-1)
-        return hidden + product(F.silu(gate) * up, self.down.weight, self.down.bias, *taken)
+        return hidden + self.down(F.silu(gate) * up, *taken)
+
+    @property
+    def maps(self) -> tuple[Projections, ...]:
+        """All its products."""
+        return self.qkv, self.out, self.gate_up, self.down
 
 
 class DenseModel:
@@ -189,12 +210,36 @@ class DenseModel:
         self.group = first.num_heads // first.num_kv_heads
         self.widths = {model.config.intermediate_size}
         self.windows = windows_of(model.config)
-        how = "packed" if first.qkv.packed is not None else "where they lie"
-        self.backend = f"dense layers by torch, weights {how}"
+        packed = first.qkv.packed is not None  # by us, who loaded the model
+        plain = packed and type(self._lm_head) is nn.Linear and unhooked(self._lm_head)
+        heads = [Projections(self._lm_head)] if plain else []
+        self._head: Projection = heads[0] if heads else self._lm_head
+        self._maps = [*(m for layer in self._layers for m in layer.maps), *heads]
+        self._blocks = self._in_blocks() if packed else None
+        copied = ", and copied in blocks" if self._blocks is not None else ""
+        how = "packed" if packed else "where they lie"
+        self.backend = f"dense layers by torch, weights {how}{copied}"
         weight = self._body.embed_tokens.weight
         self._like = weight.new_zeros(1, 1, 1)
         empty = weight.new_zeros(0)
         self._rope: Rope = (empty, empty)
+
+    def _in_blocks(self) -> Blocks | None:
+        """Copies of all weights for all products, or None: there is a reason for none."""
+        weights = [m.packed for m in self._maps if m.packed is not None]
+        if len(weights) < len(self._maps) or why_not(weights) is not None:
+            return None
+        blocks = Blocks(weights, [linear.weight for m in self._maps for linear in m.linears])
+        for own, copy in zip(self._maps, blocks.copies, strict=True):
+            own.blocks = copy
+        return blocks
+
+    def refresh(self) -> None:
+        """Before a prompt: if weights have changed since they were copied, they are again."""
+        if self._blocks is not None and self._blocks.stale():
+            for own in self._maps:
+                own.settle()
+            self._blocks = self._in_blocks()
 
     def embed(self, ids: Tensor) -> Tensor:
         """``(tokens,)`` -> ``(tokens, hidden)``."""
@@ -212,7 +257,7 @@ class DenseModel:
 
     def head(self, hidden: Tensor, project: Projection | None = None) -> Tensor:
         """``(rows, hidden)`` -> ``(rows, vocab)``, or what ``project`` gives instead."""
-        return (project or self._lm_head)(self._body.norm(hidden))
+        return (project or self._head)(self._body.norm(hidden))
 
     def _rope_below(self, num_positions: int) -> Rope:
         """Rotary tables for positions below ``num_positions``, made once, in fixed chunks."""

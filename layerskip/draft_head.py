@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from layerskip.blocks import blocked, multiplied, stamp, why_not
 from layerskip.cache import Segment
 
 if TYPE_CHECKING:
@@ -50,21 +51,26 @@ class HeadRows:
         ids: ``(n,)`` int64 ascending, on the head's device.
         weight: ``(>= n, hidden)``; rows beyond are spare.
         bias: as long as ``weight``, or None.
+        blocks: of the weight, where products read them faster; None for few rows, which change.
     """
 
     ids: Tensor
     weight: Tensor
     bias: Tensor | None
+    blocks: Tensor | None
 
     @classmethod
     @torch.no_grad()
     def of(cls, head: nn.Linear, ids: Tensor, multiple: int = 1) -> "HeadRows":
         missing = -len(ids) % multiple
         rows = torch.cat([ids, ids[-1:].expand(missing)])
-        bias = None if head.bias is None else head.bias[rows]
-        return cls(ids, head.weight[rows], bias)
+        bias, weight = None if head.bias is None else head.bias[rows], head.weight[rows]
+        blocks = blocked(weight) if multiple == 1 and why_not([weight]) is None else None
+        return cls(ids, weight, bias, blocks)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.blocks is not None:
+            return multiplied(x, self.blocks, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     def equal(self, head: nn.Linear) -> bool:
@@ -97,7 +103,7 @@ class DraftHead:
         extra: HeadRows | None = None,
     ) -> None:
         self._head, self._base, self._logits, self._extra = head, base, logits, extra
-        self._stamp = _stamp(head)
+        self._stamp = stamp(head.parameters())
         self._has = base.ids.new_zeros(head.out_features, dtype=torch.bool)
         self._has[base.ids] = True
         self.ids = base.ids
@@ -143,7 +149,7 @@ class DraftHead:
         Whole updates are seen, by torch's counter of changes or in some watched rows. An old copy
         would cost acceptance, never exactness.
         """
-        if self._stamp == _stamp(self._head) and self._base.equal(self._head):
+        if self._stamp == stamp(self._head.parameters()) and self._base.equal(self._head):
             return self
         base = HeadRows.of(self._head, self._base.ids)
         extra = self._extra
@@ -199,8 +205,3 @@ def _checked_ids(ids: Iterable[int] | Tensor, head: nn.Linear) -> Tensor:
             f"got {int(chosen[0])} to {int(chosen[-1])}"
         )
     return chosen
-
-
-def _stamp(head: nn.Linear) -> list[tuple[int, int | None]]:
-    """Changes whenever torch sees the weights change; tensors of inference mode don't count."""
-    return [(p.data_ptr(), None if p.is_inference() else p._version) for p in head.parameters()]  # noqa: SLF001

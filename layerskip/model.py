@@ -348,6 +348,7 @@ class DecoderStack:
         self, token_ids: Sequence[int], cache: KVCache, row: int, start: int
     ) -> Iterator[tuple[Tensor, PrefillLayout]]:
         """Embedded pieces of a prompt from ``start`` on, and where each goes."""
+        self._forward.refresh()
         ids, chunk = torch.tensor(token_ids, device=self.device), self.prefill_chunk
         while start < len(token_ids):
             end = min(len(token_ids), (start // chunk + 1) * chunk)

@@ -175,6 +175,9 @@ class Skeleton:
             kinds.setdefault((shapes, *map(type, layer.modules())), i)
         return tuple(kinds.values())
 
+    def refresh(self) -> None:
+        """Nothing is copied of the weights: changes are seen."""
+
     def embed(self, ids: Tensor) -> Tensor:
         """``(tokens,)`` -> ``(tokens, width)``, to be entered by ``run``."""
         return self._embedding(ids).as_subclass(Embedded)

@@ -10,10 +10,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from benching import bench_modules
 from toys import NUM_LAYERS, PLANS, make_model, random_ids
 
 from layerskip import DraftPlan, Round, SamplingParams, SelfSpeculativeLM, api, layout
+from layerskip.blocks import why_not
 from layerskip.clocks import Clocks
 from layerskip.cost import CostTable, Curve
 from layerskip.metrics import acceptance_by_position
@@ -30,6 +32,7 @@ DEAR, CHEAP = (0.5, 0.6, 1.5), (0.1, 0.2, 0.4)
 COST = CostTable(curve(*CHEAP), curve(0.1, 0.1, 0.1), curve(*DEAR), 0.0, 1, {})
 SCRIPTS = (
     "bad_drafters",
+    "blocks",
     "drift",
     "paired",
     "ragged",
@@ -149,7 +152,7 @@ def test_never_slower_measures_every_bound(
     monkeypatch.setattr(scripts.never_slower, "BLOCK", 2)
     # The table is made up, and passes are counted by it: what the toy's really take says nothing.
     monkeypatch.setattr(Clocks, "observe", lambda *_: None)
-    size = ["--turns", "4", "--ramp-turns", "1", "--rows", "3", "--tokens", "8"]
+    size = ["--turns", "4", "--ramp-turns", "1", "--rows", "3", "--tokens", "14"]
     run(scripts.never_slower, [*arguments, *size, "--out", str(out)], monkeypatch)
     cases = json.loads(out.read_text(encoding="utf-8"))["cases"]
     assert set(cases) == set(scripts.never_slower.BOUNDS)
@@ -466,6 +469,26 @@ def test_guesses_are_held_against_none_on_the_same_texts(
     found = scripts.guesses.paired(*lms, batches, 0.0, 24)
     assert found["passes_per_token"][0] == 1.0 >= found["passes_per_token"][1] > 0.0
     assert found["median"] > 0.0
+
+
+def test_copies_of_weights_are_held_against_none_on_the_same_texts(
+    scripts: SimpleNamespace, tmp_path: Path
+) -> None:
+    make_model().save_pretrained(tmp_path)
+    if why_not([torch.zeros(1, 1)]) is not None:
+        with pytest.raises(SystemExit, match="no copy is made here"):
+            scripts.blocks.both(str(tmp_path))
+        return
+    copied, plain = scripts.blocks.both(str(tmp_path))
+    assert "blocks" in copied.stack.backend
+    assert "blocks" not in plain.stack.backend
+    settings = {"max_new_tokens": 8, "ignore_eos": True}
+    found = scripts.blocks.compared(copied, plain, [[[5, 6, 7]], [[9, 1], [4]]], settings)
+    assert found.keys() == {"0", "4", "auto"}
+    for figures in found.values():
+        assert figures["ci95"][0] <= figures["speedup"] <= figures["ci95"][1]
+        assert figures["speedup"] > 0.0
+        assert 0.0 <= figures["equal_texts"] <= 1.0
 
 
 def test_ragged_passes_are_measured_in_few_calls_and_in_many(

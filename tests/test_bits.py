@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from toys import DTYPES, PLANS, VOCAB_SIZE
+from toys import DTYPES, PLANS, VOCAB_SIZE, make_model
 from zoo import NUM_LAYERS, make_toy
 
 from layerskip import DraftPlan, GenerationOutput, SamplingParams, SelfSpeculativeLM
 from layerskip.cache import Segment
 from layerskip.fingerprint import row_quantum
+from layerskip.model import pack_model
 
 NUM_ROWS = 8
 PRODUCTS_OF_A_LAYER = 7  # of weights that do not lie side by side
@@ -255,3 +256,25 @@ def test_bits_of_emulated_products_within_modules(monkeypatch):
     check_bits(trial.alone(3), expected)
     check_bits(trial.together(3, [2, 0, 1]), expected)
     assert set(passes) == {1}
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "dtype", "sampling"),
+    [
+        ("llama", "even", "bfloat16", "greedy"),
+        ("qwen2", "odd", "bfloat16", "sampled"),
+        ("qwen3", "even", "float32", "sampled"),
+        ("mistral", "odd", "float32", "greedy"),
+    ],
+)
+def test_bits_of_a_model_that_we_loaded(family, shape, dtype, sampling):
+    """Its weights are packed and, where the processor has products for it, copied in blocks."""
+    model = make_model(family, dtype, shape)
+    pack_model(model)
+    lm = SelfSpeculativeLM(model, None, PLANS["skipping"], num_draft_tokens=4)
+    assert "weights packed" in lm.stack.backend
+    trial = Trial(lm, AROUND_BLOCKS, settings_of(sampling, 10))
+    expected = list(trial.alone(0))
+    check_bits(trial.alone(5), expected)
+    for num_draft_tokens in (0, 3):
+        check_bits(trial.together(num_draft_tokens, shuffled(num_draft_tokens)), expected)

@@ -41,7 +41,7 @@ VALUES = {
 }
 # From the bottom up: a module may import what stands in the lines before its own.
 ENGINE = [
-    {"adapter_file", "cache", "constraint", "estimates", "fingerprint", "graphs"},
+    {"adapter_file", "blocks", "cache", "constraint", "estimates", "fingerprint", "graphs"},
     {"grammar_xgrammar", "layout", "sampling"},
     {"draft_head"},
     {"exactness", "dense", "admission", "guest", "verification", "processors", "row", "controller"},

@@ -1,0 +1,86 @@
+"""Weights in the order in which a processor's products read them.
+
+torch has each product bring its weight into oneDNN's blocked order anew, or do without it, which
+for the few rows of a decode pass takes up to twice as long (bench/LOG.md, 2026-11-23). A model that
+we loaded ourselves gets a second copy of its weights in that order. Nothing is assumed of the bits
+that products give: the probe runs with the copies.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+MEMORY_SHARE = 1 / 8  # of the machine's: copies of larger models are not made
+NUM_WATCHED = 64
+Stamp = list[tuple[int, int | None]]
+
+
+def stamp(weights: Iterable[Tensor]) -> Stamp:
+    """Changes whenever torch sees the weights change; tensors of inference mode don't count."""
+    return [(w.data_ptr(), None if w.is_inference() else w._version) for w in weights]  # noqa: SLF001
+
+
+def multiplied(x: Tensor, copy: Tensor, bias: Tensor | None) -> Tensor:
+    """``(rows, in)`` by a copy of an ``(out, in)`` weight, as ``F.linear`` has it."""
+    return torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")  # noqa: SLF001
+
+
+def blocked(weight: Tensor) -> Tensor:
+    """A copy of an ``(out, in)`` weight, for ``multiplied``."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, None)  # noqa: SLF001
+
+
+class Blocks:
+    """Copies of weights in blocked order.
+
+    Args:
+        weights: ``(out, in)`` each, contiguous views of the model's.
+        parameters: that they are views of.
+
+    Attributes:
+        copies: of the weights, in their order.
+    """
+
+    @torch.no_grad()
+    def __init__(self, weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        self.copies = [blocked(w) for w in weights]
+        self._parameters, self._stamp = parameters, stamp(parameters)
+        flat = [w.view(-1) for w in weights]
+        self._watched = [w[:: -(-len(w) // NUM_WATCHED)] for w in flat]
+        self._seen = torch.cat(self._watched)
+
+    @torch.no_grad()
+    def stale(self) -> bool:
+        """Whether the weights are others than those that were copied: by torch's counters of
+        changes, and where they are passed by (``.data``), by some elements of each weight."""
+        same = self._stamp == stamp(self._parameters)
+        return not (same and torch.equal(self._seen, torch.cat(self._watched)))
+
+
+def why_not(weights: Sequence[Tensor]) -> str | None:
+    """Why these weights get no copies, in a few words; None if they do.
+
+    By what weights and machine are, never by what is free at the moment: a machine has to give the
+    same bits each time.
+    """
+    first, ops = weights[0], torch.ops.mkldnn  # torch has no public way to ask, nor to multiply
+    if first.device.type != "cpu" or first.dtype not in (torch.bfloat16, torch.float32):
+        return "only products in bfloat16 and float32 on a CPU are known to gain"
+    supported = getattr(ops, "_is_mkldnn_bf16_supported", lambda: False)
+    known = hasattr(ops, "_linear_pointwise") and hasattr(ops, "_reorder_linear_weight")
+    emulated = first.dtype == torch.bfloat16 and not supported()
+    if emulated or not known or not torch.backends.mkldnn.is_available():
+        return "this processor or this torch has no such products"
+    if sum(w.nbytes for w in weights) > MEMORY_SHARE * memory_bytes():
+        return "they would take more than an eighth of the machine's memory"
+    return None
+
+
+def memory_bytes() -> int:
+    """Of the machine; 0 where nobody says."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0

@@ -1,0 +1,102 @@
+"""Weights copied in the order that a processor's products read: the same decoding, only faster."""
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from toys import DTYPES, FAMILIES, SHAPES, make_model, random_ids
+from transformers import PreTrainedModel
+
+import layerskip.blocks as blocks_module
+from layerskip.blocks import Blocks, memory_bytes, why_not
+from layerskip.model import DecoderStack, pack_model
+
+COPIED = "weights packed, and copied in blocks"
+available = pytest.mark.skipif(
+    why_not([torch.zeros(1, 1)]) is not None, reason="this torch has no blocked products"
+)
+dtypes = pytest.mark.parametrize(
+    "dtype",
+    [d for d, kind in DTYPES.items() if why_not([torch.zeros(1, 1, dtype=kind)]) is None],
+)
+
+
+def loaded(family: str = "llama", shape: str = "even", dtype: str = "float32") -> PreTrainedModel:
+    """As ``from_pretrained`` leaves a model."""
+    model = make_model(family, dtype, shape)
+    pack_model(model)
+    return model
+
+
+def logits(stack: DecoderStack) -> torch.Tensor:
+    ids = random_ids(9)
+    with torch.inference_mode():
+        return stack.prefill(ids, stack.new_cache(num_rows=1, num_slots=9), 0)
+
+
+@available
+@dtypes
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_those_of_the_weights(family, shape, dtype):
+    model = loaded(family, shape, dtype)
+    copied = DecoderStack(model)
+    with mock.patch("layerskip.dense.why_not", return_value="for once"):
+        plain = DecoderStack(model)
+    assert (copied.backend, plain.backend) == (
+        f"dense layers by torch, {COPIED}",
+        "dense layers by torch, weights packed",
+    )
+    got, want = logits(copied), logits(plain)
+    rounding = 0.05 if dtype == "bfloat16" else 1e-5
+    torch.testing.assert_close(got, want, atol=rounding * float(want.abs().max()), rtol=0.0)
+    assert want.abs().max() > 1.0
+
+
+def in_place(weight: torch.nn.Parameter) -> None:
+    with torch.no_grad():
+        weight[0, 0] += 50.0
+
+
+def past_the_counter(weight: torch.nn.Parameter) -> None:
+    weight.data.mul_(-1.0)
+
+
+def elsewhere(weight: torch.nn.Parameter) -> None:
+    weight.data = -weight.data.clone()
+
+
+@available
+@pytest.mark.parametrize("change", [in_place, past_the_counter, elsewhere])
+@pytest.mark.parametrize("name", ["q_proj", "up_proj", "down_proj", "lm_head"])
+def test_a_prompt_sees_weights_that_have_changed(change: Callable, name: str):
+    model = loaded()
+    stack = DecoderStack(model)
+    before = logits(stack)
+    weight = next(p for n, p in model.named_parameters() if name in n)
+    change(weight)
+    after = logits(stack)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, logits(DecoderStack(model)))
+    assert stack._forward._blocks is None or not stack._forward._blocks.stale()
+
+
+@available
+def test_weights_that_stay_are_copied_once(monkeypatch):
+    stack = DecoderStack(loaded())
+    monkeypatch.setattr(Blocks, "__init__", lambda *_: pytest.fail("copied again"))
+    assert torch.equal(logits(stack), logits(stack))
+
+
+def test_what_gets_no_copies(monkeypatch):
+    assert "bfloat16 and float32" in str(why_not([torch.zeros(4, 4, dtype=torch.float16)]))
+    held = DecoderStack(make_model("llama", "bfloat16"))  # its owner may do what he likes with it
+    assert held.backend == "dense layers by torch, weights where they lie"
+    assert memory_bytes() > 2**28
+    monkeypatch.setattr(blocks_module, "memory_bytes", lambda: 200_000)
+    weights = [torch.zeros(50, 50)] * 3
+    if why_not(weights[:2]) is None:
+        assert "an eighth of the machine's memory" in str(why_not(weights))
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert "no such products" in str(why_not([torch.zeros(4, 4, dtype=torch.bfloat16)]))
