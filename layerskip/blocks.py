@@ -8,12 +8,14 @@ that products give: the probe runs with the copies.
 
 import os
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 MEMORY_SHARE = 1 / 8  # of the machine's: copies of larger models are not made
 NUM_WATCHED = 64
+ROWS = 8
 Stamp = list[tuple[int, int | None]]
 
 
@@ -65,17 +67,27 @@ def why_not(weights: Sequence[Tensor]) -> str | None:
     By what weights and machine are, never by what is free at the moment: a machine has to give the
     same bits each time.
     """
-    first, ops = weights[0], torch.ops.mkldnn  # torch has no public way to ask, nor to multiply
+    first = weights[0]
     if first.device.type != "cpu" or first.dtype not in (torch.bfloat16, torch.float32):
         return "only products in bfloat16 and float32 on a CPU are known to gain"
-    supported = getattr(ops, "_is_mkldnn_bf16_supported", lambda: False)
-    known = hasattr(ops, "_linear_pointwise") and hasattr(ops, "_reorder_linear_weight")
-    emulated = first.dtype == torch.bfloat16 and not supported()
-    if emulated or not known or not torch.backends.mkldnn.is_available():
+    if not works(first.dtype):
         return "this processor or this torch has no such products"
     if sum(w.nbytes for w in weights) > MEMORY_SHARE * memory_bytes():
         return "they would take more than an eighth of the machine's memory"
     return None
+
+
+@cache
+def works(dtype: torch.dtype) -> bool:
+    """Whether torch has such products here, and the processor arithmetic of this dtype."""
+    ops = torch.ops.mkldnn  # torch has no public way to ask, nor to multiply
+    try:
+        if dtype == torch.bfloat16 and not ops._is_mkldnn_bf16_supported():  # noqa: SLF001
+            return False
+        ones = torch.ones(ROWS, ROWS, dtype=dtype, device="cpu")
+        return bool((multiplied(ones, blocked(ones), None) == ROWS).all())
+    except (AttributeError, RuntimeError):
+        return False
 
 
 def memory_bytes() -> int:

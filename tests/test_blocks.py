@@ -98,5 +98,15 @@ def test_what_gets_no_copies(monkeypatch):
     weights = [torch.zeros(50, 50)] * 3
     if why_not(weights[:2]) is None:
         assert "an eighth of the machine's memory" in str(why_not(weights))
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    assert "no such products" in str(why_not([torch.zeros(4, 4, dtype=torch.bfloat16)]))
+
+
+@pytest.mark.parametrize("name", ["_is_mkldnn_bf16_supported", "_reorder_linear_weight"])
+def test_a_torch_without_such_products_makes_no_copies(monkeypatch, name):
+    def lacks(*_: object) -> bool:
+        raise RuntimeError("bf16 path needs the cpu support avx512")
+
+    monkeypatch.setattr(blocks_module, "works", blocks_module.works.__wrapped__)
+    monkeypatch.setattr(torch.ops.mkldnn, name, lacks)
+    weight = torch.zeros(4, 4, dtype=torch.bfloat16)
+    assert why_not([weight]) == "this processor or this torch has no such products"
+    assert not blocks_module.works(torch.complex64)
