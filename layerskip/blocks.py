@@ -9,11 +9,16 @@ that products give: the probe runs with the copies.
 import os
 from collections.abc import Iterable, Sequence
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 MEMORY_SHARE = 1 / 8  # of the machine's: copies of larger models are not made
+LIMITS = (  # of a container, by control groups of version 2 and 1
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 NUM_WATCHED = 64
 ROWS = 8
 Stamp = list[tuple[int, int | None]]
@@ -91,8 +96,14 @@ def works(dtype: torch.dtype) -> bool:
 
 
 def memory_bytes() -> int:
-    """Of the machine; 0 where nobody says."""
+    """Of the machine, or of the container; 0 where nobody says."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return 0
+    for limit in LIMITS:
+        try:
+            least = min(least, int(limit.read_text(encoding="utf-8")))
+        except (ValueError, OSError):  # none is set, or there are none
+            continue
+    return least

@@ -100,6 +100,16 @@ def test_what_gets_no_copies(monkeypatch):
         assert "an eighth of the machine's memory" in str(why_not(weights))
 
 
+def test_a_container_has_the_memory_that_it_may_use(monkeypatch, tmp_path):
+    limits = tmp_path / "memory.max", tmp_path / "limit_in_bytes"
+    monkeypatch.setattr(blocks_module, "LIMITS", limits)
+    whole = memory_bytes()
+    limits[0].write_text("max\n", encoding="utf-8")
+    assert memory_bytes() == whole
+    limits[1].write_text("1048576\n", encoding="utf-8")
+    assert memory_bytes() == 2**20
+
+
 @pytest.mark.parametrize("name", ["_is_mkldnn_bf16_supported", "_reorder_linear_weight"])
 def test_a_torch_without_such_products_makes_no_copies(monkeypatch, name):
     def lacks(*_: object) -> bool:
