@@ -22,6 +22,7 @@ LIMITS = (  # of a container, by control groups of version 2 and 1
 NUM_WATCHED = 64
 ROWS = 8
 Stamp = list[tuple[int, int | None]]
+Places = list[tuple[int, torch.Size]]
 
 
 def stamp(weights: Iterable[Tensor]) -> Stamp:
@@ -64,6 +65,33 @@ class Blocks:
         changes, and where they are passed by (``.data``), by some elements of each weight."""
         same = self._stamp == stamp(self._parameters)
         return not (same and torch.equal(self._seen, torch.cat(self._watched)))
+
+
+class Copies:
+    """On a model that we loaded: the copies of its weights, for all stacks that run over it.
+
+    Each stack with copies of its own would take the memory again. They differ in speed, too, by
+    where they came to lie (bench/LOG.md, 2026-11-23). Neither copied nor pickled with the model.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: Blocks | None = None
+        self._places: Places = []
+
+    def of(self, weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> Blocks:
+        """The copies of these weights as they are now; arguments as for ``Blocks``."""
+        places = [(w.data_ptr(), w.shape) for w in weights]
+        blocks = self._blocks
+        if blocks is None or places != self._places or blocks.stale():
+            self._blocks = blocks = Blocks(weights, parameters)
+            self._places = places
+        return blocks
+
+    def __deepcopy__(self, memo: object) -> "Copies":
+        return self
+
+    def __reduce__(self) -> tuple[type["Copies"], tuple[()]]:
+        return Copies, ()
 
 
 def why_not(weights: Sequence[Tensor]) -> str | None:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from layerskip.blocks import Blocks, multiplied, why_not
+from layerskip.blocks import Blocks, Copies, multiplied, why_not
 from layerskip.draft_head import Projection
 from layerskip.layout import Layout
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+COPIES = "layerskip_copies"  # attribute of a model that we loaded
 CAPTURING = "transformers.utils.output_capturing"
 ROPE_CHUNK = 1024
 Rope = tuple[Tensor, Tensor]
@@ -210,14 +211,14 @@ class DenseModel:
         self.group = first.num_heads // first.num_kv_heads
         self.widths = {model.config.intermediate_size}
         self.windows = windows_of(model.config)
-        packed = first.qkv.packed is not None  # by us, who loaded the model
-        plain = packed and type(self._lm_head) is nn.Linear and unhooked(self._lm_head)
-        heads = [Projections(self._lm_head)] if plain else []
+        self._copies: Copies | None = getattr(model, COPIES, None)
+        plain = type(self._lm_head) is nn.Linear and unhooked(self._lm_head)
+        heads = [Projections(self._lm_head)] if plain and self._copies is not None else []
         self._head: Projection = heads[0] if heads else self._lm_head
         self._maps = [*(m for layer in self._layers for m in layer.maps), *heads]
-        self._blocks = self._in_blocks() if packed else None
+        self._blocks = self._in_blocks()
         copied = ", and copied in blocks" if self._blocks is not None else ""
-        how = "packed" if packed else "where they lie"
+        how = "packed" if first.qkv.packed is not None else "where they lie"
         self.backend = f"dense layers by torch, weights {how}{copied}"
         weight = self._body.embed_tokens.weight
         self._like = weight.new_zeros(1, 1, 1)
@@ -225,11 +226,13 @@ class DenseModel:
         self._rope: Rope = (empty, empty)
 
     def _in_blocks(self) -> Blocks | None:
-        """Copies of all weights for all products, or None: there is a reason for none."""
+        """Copies of all weights for all products, or None: somebody else's model, or there is a
+        reason for none."""
         weights = [m.packed for m in self._maps if m.packed is not None]
-        if len(weights) < len(self._maps) or why_not(weights) is not None:
+        if self._copies is None or len(weights) < len(self._maps) or why_not(weights) is not None:
             return None
-        blocks = Blocks(weights, [linear.weight for m in self._maps for linear in m.linears])
+        parameters = [linear.weight for m in self._maps for linear in m.linears]
+        blocks = self._copies.of(weights, parameters)
         for own, copy in zip(self._maps, blocks.copies, strict=True):
             own.blocks = copy
         return blocks

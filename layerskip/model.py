@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from layerskip.admission import check_model, decoder_layers, unwrapped
+from layerskip.blocks import Copies
 from layerskip.cache import KVCache, Segment
-from layerskip.dense import DenseModel, fits
+from layerskip.dense import COPIES, DenseModel, fits
 from layerskip.draft_head import DraftHead, Projection, head_over, why_whole
 from layerskip.exactness import SWITCHED_OFF, Exactness, probe
 from layerskip.exit_adapter import AdaptedHead, ExitAdapter, check_adapter
@@ -40,6 +41,7 @@ def pack_model(model: PreTrainedModel) -> None:
     if all(fits(layer, FAMILIES) for layer in layers):
         for layer in layers:
             pack(layer)
+        setattr(model, COPIES, Copies())
 
 
 class DecoderStack:

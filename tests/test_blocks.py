@@ -1,5 +1,6 @@
 """Weights copied in the order that a processor's products read: the same decoding, only faster."""
 
+import copy
 from collections.abc import Callable
 from unittest import mock
 
@@ -87,6 +88,26 @@ def test_weights_that_stay_are_copied_once(monkeypatch):
     stack = DecoderStack(loaded())
     monkeypatch.setattr(Blocks, "__init__", lambda *_: pytest.fail("copied again"))
     assert torch.equal(logits(stack), logits(stack))
+
+
+@available
+def test_all_who_decode_with_a_model_share_the_copies(tmp_path):
+    model = loaded()
+    first, second = DecoderStack(model), DecoderStack(model)
+    assert first._forward._blocks is second._forward._blocks is not None
+    before = logits(first)
+    in_place(model.lm_head.weight)
+    after = logits(first)
+    assert not torch.equal(after, before)
+    assert torch.equal(logits(second), after)
+    assert first._forward._blocks is second._forward._blocks
+    twin = copy.deepcopy(model)
+    past_the_counter(twin.lm_head.weight)
+    assert not torch.equal(logits(DecoderStack(twin)), after)
+    assert torch.equal(logits(second), after)
+    torch.save(model, tmp_path / "model.pt")
+    read = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(logits(DecoderStack(read)), after)
 
 
 def test_what_gets_no_copies(monkeypatch):
