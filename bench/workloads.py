@@ -242,7 +242,7 @@ class Workload:
     def _against_best(self, name: str, modes: dict[str, Any]) -> dict[str, Any]:
         """A mode beside the fixed number of draft tokens, or plain, that took least CPU time; and
         the passes that it made beside those of the number that has the cheapest, by the cost table:
-        no clock says which, and none is the best by luck."""
+        none is the best by luck, but what automatic drafting chose follows its clock still."""
         of = {n: [r.whole for r in runs] for n, runs in self.runs.items()}
         fixed = ["plain", *(f"k={k}" for k in FIXED)]
         best = min(fixed, key=lambda n: total(of[n]).cpu)

@@ -228,7 +228,8 @@ class DenseModel:
     def _in_blocks(self) -> Blocks | None:
         """Copies of all weights for all products, or None: somebody else's model, or there is a
         reason for none."""
-        weights = [m.packed for m in self._maps if m.packed is not None]
+        packed = [m.packed for m in self._maps]
+        weights = [w for w in packed if w is not None and w.is_contiguous()]
         if self._copies is None or len(weights) < len(self._maps) or why_not(weights) is not None:
             return None
         parameters = [linear.weight for m in self._maps for linear in m.linears]

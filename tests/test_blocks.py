@@ -68,8 +68,12 @@ def elsewhere(weight: torch.nn.Parameter) -> None:
     weight.data = -weight.data.clone()
 
 
+def otherwise(weight: torch.nn.Parameter) -> None:
+    weight.data = -weight.data.t().contiguous().t()
+
+
 @available
-@pytest.mark.parametrize("change", [in_place, past_the_counter, elsewhere])
+@pytest.mark.parametrize("change", [in_place, past_the_counter, elsewhere, otherwise])
 @pytest.mark.parametrize("name", ["q_proj", "up_proj", "down_proj", "lm_head"])
 def test_a_prompt_sees_weights_that_have_changed(change: Callable, name: str):
     model = loaded()
