@@ -1,6 +1,7 @@
 """Weights copied in the order that a processor's products read: the same decoding, only faster."""
 
 import copy
+import platform
 from collections.abc import Callable
 from unittest import mock
 
@@ -123,6 +124,15 @@ def test_what_gets_no_copies(monkeypatch):
     weights = [torch.zeros(50, 50)] * 3
     if why_not(weights[:2]) is None:
         assert "an eighth of the machine's memory" in str(why_not(weights))
+
+
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available(),
+    reason="torch has oneDNN's products on these processors",
+)
+def test_a_usual_processor_has_such_products():
+    """Or the tests above would all be left out, and nobody would see it."""
+    assert why_not([torch.zeros(4, 4)]) is None
 
 
 def test_a_container_has_the_memory_that_it_may_use(monkeypatch, tmp_path):
