@@ -1,11 +1,11 @@
 """What a cost table has wrong, learnt from the rounds themselves.
 
-A table is measured once, in half a second of a machine that may do other things. Three kinds of
-error are told apart, as logarithms of measured over tabled seconds: how fast the machine is at the
-moment, which all passes share and which wanders; what drafts take beside that; and what verifying
-drafted tokens takes beside a plain pass, by the size of the pass. The last two are facts of model
-and machine, which stay: where each kind of pass had a clock of its own, one that was not run kept
-the ratio of another time (bench/LOG.md, 2026-11-21).
+A table is measured once, in less than a second of a machine that may do other things. Three kinds
+of error are told apart, as logarithms of measured over tabled seconds: how fast the machine is at
+the moment, which all passes share and which wanders; what drafts take beside that; and what
+verifying drafted tokens takes beside a plain pass, by the size of the pass. The last two are facts
+of model and machine, which stay: where each kind of pass had a clock of its own, one that was not
+run kept the ratio of another time (bench/LOG.md, 2026-11-21).
 
 A Kalman filter (Kalman 1960) weighs them: of a round of drafts alone it cannot be known whether the
 machine is slow or the table wrong, and what plain passes take is then left as uncertain as it is.
@@ -20,6 +20,7 @@ SIZE_ERROR = 0.15  # and by -17 to +25 % for passes of 8 rows (bench/LOG.md, 202
 SIZE_LIKENESS = 0.8  # correlation of the errors of a pass and of one twice as large
 ROUND_NOISE = 0.1  # of one round
 OUTLIER = 1.5  # deviations: what is beyond says no more than that
+PLAIN_AT_ONCE = 4  # plain rounds: their mean is learnt from, as what is learnt takes a while
 NUM_SIZES = 5  # up to one row quantum, two, four, ...
 PACE, DRAFT, FIRST_SIZE = 0, 1, 2
 
@@ -29,7 +30,7 @@ class Clocks:
 
     Attributes:
         ratios: measured over tabled seconds: of plain passes, of drafts, and of passes that verify
-            drafted tokens, by size.
+            drafted tokens, by size. Another tuple once something was learnt.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class Clocks:
                 likeness = SIZE_LIKENESS ** abs(i - j)
                 self._spread[FIRST_SIZE + i][FIRST_SIZE + j] = SIZE_ERROR**2 * likeness
         self.ratios = (1.0,) * count
+        self._plain: list[float] = []  # logarithms, of rounds that are not learnt from yet
 
     @staticmethod
     def size(num_rows: int, row_quantum: int) -> int:
@@ -59,13 +61,24 @@ class Clocks:
         """
         if not 0.0 < ratio < math.inf:
             return
+        if not weights:
+            self._plain.append(math.log(ratio))
+        if weights or len(self._plain) >= PLAIN_AT_ONCE:
+            logs, self._plain = self._plain, []
+            if logs:  # another thread may have had them
+                self._learn(sum(logs) / len(logs), (), ROUND_NOISE**2 / len(logs))
+        if weights:
+            self._learn(math.log(ratio), weights, ROUND_NOISE**2)
+
+    def _learn(self, told: float, weights: Sequence[tuple[int, float]], noise: float) -> None:
+        """From the logarithm of a ratio, and its variance."""
         spread, mean = self._spread, self._mean
         places = [(PACE, 1.0), *weights]
         # The covariance of the sum with each error, and its own variance.
         along = [sum(row[i] * w for i, w in places) for row in spread]
-        variance = sum(along[i] * w for i, w in places) + ROUND_NOISE**2
+        variance = sum(along[i] * w for i, w in places) + noise
         bound = OUTLIER * math.sqrt(variance)
-        surprise = math.log(ratio) - sum(mean[i] * w for i, w in places)
+        surprise = told - sum(mean[i] * w for i, w in places)
         surprise = min(max(surprise, -bound), bound) / variance
         for i, a in enumerate(along):
             mean[i] += a * surprise

@@ -143,6 +143,7 @@ class Controller:
         self._prior = tuple(prior) or (DEFAULT_ACCEPTANCE,)
         self._experiences: dict[str, Experience] = {}
         self._guesses: dict[tuple[int, int], int] = {}  # of so many rows, at such contexts
+        self._paces: tuple[object, dict[tuple[int, int, bool], Pace]] = (None, {})
 
     def row(self, kind: str, limit: int = STAKE_TOKENS, *, greedy: bool = False) -> RowState:
         """State of a new request of at most ``limit`` tokens.
@@ -204,47 +205,46 @@ class Controller:
         """
         greedy = all(a.state.greedy for a in asks)
         context = sum(a.context for a in asks) // len(asks)
-        pace = Pace(self.times, context, len(asks) + len(fixed), greedy=greedy)
+        pace = self._pace(context, len(asks) + len(fixed), greedy=greedy)
         # Rows share passes, so they share what may be lost on them.
         stake = pace.token * sum(a.state.stake for a in asks) / len(asks)
         longest = affordable(stake, pace) if drafts else 0
         mosts = [min(longest, a.most) for a in asks]
-        least = PAYING * (pace.draft_share + min(pace.steps)) / pace.token
+        least = PAYING * pace.least
         lines = [a.state.survivals(most, least) for a, most in zip(asks, mosts, strict=True)]
         resting = not any(a.state.last for a in asks)
         found = Split([0] * len(asks), [0] * len(asks), 0.0)
         if any(lines) or any(a.num_guessed for a in asks):  # rounds at rest should cost nothing
-            offers = [
-                offer(
-                    pace,
-                    line,
-                    chance=a.state.lookup_acceptance(a.match_length, a.stored),
-                    num_guessed=a.num_guessed,
-                    most=a.most,
-                )
-                for a, line in zip(asks, lines, strict=True)
-            ]
-            bias = 1.0 + HYSTERESIS if resting else 1.0 - HYSTERESIS
-            found = split(pace, lines, offers, fixed, bias=bias)
-        counts, lookups, rate = found.drafted, found.looked_up, found.rate
-        probing = drafts and resting and not any(counts) and _may_probe(asks, pace)
+            found = _weighed(asks, pace, lines, fixed, resting=resting)
+        probing = drafts and resting and not any(found.drafted) and _may_probe(asks, pace)
         if probing:
-            counts = mosts = [min(1, a.most) for a in asks]
-            lookups = [0] * len(asks)
+            mosts = [min(1, a.most) for a in asks]
+            found = Split(mosts, [0] * len(asks), found.rate)
+        counts, lookups = found.drafted, found.looked_up
         pace = pace.settled(sum((*counts, *lookups, *fixed)), sum(n > 0 for n in (*counts, *fixed)))
         choices = []
         for a, n, most, looked_up in zip(asks, counts, mosts, lookups, strict=True):
             a.state.probing = probing
             if looked_up:
-                choices.append(Choice("lookup", looked_up, rate, plain_seconds=pace.token))
+                choices.append(Choice("lookup", looked_up, found.rate, plain_seconds=pace.token))
                 continue
             a.state.last = 0 if probing else n
             if n:
                 prices = pace.steps, pace.draft_share, pace.token
-                choices.append(Choice("early_exit", most, rate, *prices))
+                choices.append(Choice("early_exit", most, found.rate, *prices))
             else:
                 choices.append(Choice("none", 0, plain_seconds=pace.token))
         return choices
+
+    def _pace(self, context: int, rows: int, *, greedy: bool) -> Pace:
+        """Of rounds like this one: at rest most are as the one before."""
+        ratios, known = self._paces
+        if ratios is not self.times.ratios:
+            ratios, known = self._paces = self.times.ratios, {}
+        key = (context // CONTEXT_STEP, rows, greedy)
+        if key not in known:
+            known[key] = Pace(self.times, context, rows, greedy=greedy)
+        return known[key]
 
     def observe_plain(self, state: RowState, choice: Choice, context: int) -> None:
         """A round without a draft: it earns credit for probes."""
@@ -285,6 +285,29 @@ class Controller:
             plain = self.times.verify(1, context, greedy=state.greedy)
             state.settle(seconds / choice.plain_seconds, seconds / plain)
         state.add_draft(accepted, confidences)
+
+
+def _weighed(
+    asks: Sequence[Ask],
+    pace: Pace,
+    lines: Sequence[Sequence[float]],
+    fixed: Sequence[int],
+    *,
+    resting: bool,
+) -> Split:
+    """What rows do whose drafts survive so, or who have looked something up."""
+    offers = [
+        offer(
+            pace,
+            line,
+            chance=a.state.lookup_acceptance(a.match_length, a.stored),
+            num_guessed=a.num_guessed,
+            most=a.most,
+        )
+        for a, line in zip(asks, lines, strict=True)
+    ]
+    bias = 1.0 + HYSTERESIS if resting else 1.0 - HYSTERESIS
+    return split(pace, lines, offers, fixed, bias=bias)
 
 
 def _may_probe(asks: Sequence[Ask], pace: Pace) -> bool:

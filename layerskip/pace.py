@@ -18,6 +18,7 @@ class Pace:
         token: of a row's share of a plain pass.
         draft_share: of one more draft pass, a drafting row's share.
         steps: seconds that the verify pass grows by for a row's first, second, ... drafted token.
+        least: tokens of plain rounds that a drafted token costs at least.
         drawing: seconds that judging a looked-up token takes beside a drafted one.
     """
 
@@ -44,6 +45,7 @@ class Pace:
             wide, base = 2 * times.row_quantum, rows + tokens
             growth = self.verify(base + wide) - self.verify(base)
             self.steps = (max(0.0, growth) / wide,) * MAX_AUTO_DRAFT_TOKENS
+        self.least = (self.draft_share + min(self.steps)) / self.token
 
     def settled(self, tokens: int, drafting: int) -> "Pace":
         """The same once it is known how many tokens are drafted, and in how many rows."""

@@ -29,6 +29,11 @@ class PassTimes:
         self._seconds: dict[tuple[str, int, int, int, bool], float] = {}
         self._alone: dict[tuple[int, bool], list[tuple[int, float]]] = {}
 
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """What rounds have corrected the table by: another tuple once something was learnt."""
+        return self._clocks.ratios
+
     def draft(self, rows: int, context: int, *, each: int = 1, greedy: bool = False) -> float:
         """Of one draft pass over ``rows`` sequences with ``each`` tokens of each.
 

@@ -460,6 +460,23 @@ def test_a_machine_that_gets_slower_while_nothing_is_drafted_changes_no_ratio():
     assert draft / verify == pytest.approx(before[0] / before[1], rel=0.005)
 
 
+def test_plain_rounds_are_learnt_from_some_at_a_time():
+    """So that those at rest cost little: prices are the same objects meanwhile."""
+    controller = Controller(table())
+    known = controller._pace(CONTEXT, 1, greedy=False)
+    run_rounds(controller, 3, pace=1.5, tokens=1)
+    assert controller._pace(CONTEXT, 1, greedy=False) is known
+    run_rounds(controller, 1, pace=1.5, tokens=1)
+    learnt = controller._pace(CONTEXT, 1, greedy=False)
+    assert learnt.plain > 1.1 * known.plain
+    run_rounds(controller, 3, pace=1.5, tokens=1)
+    other = Controller(table())
+    run_rounds(other, 4, pace=1.5, tokens=1)
+    for each in (controller, other):  # before a draft, those that were not learnt from yet are
+        run_rounds(each, 1, pace=1.5)
+    assert controller.times.verify(1, CONTEXT) > other.times.verify(1, CONTEXT) > learnt.plain
+
+
 def test_what_one_size_of_pass_shows_is_thought_of_the_next_ones():
     controller = Controller(table(quantum=8))
     before = [controller.times.verify(n, CONTEXT) for n in (8, 16, 64)]
