@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layerskip.cost import CostTable
-from layerskip.estimates import DEFAULT_ACCEPTANCE, Experience, RowState
+from layerskip.estimates import DEFAULT_ACCEPTANCE, FIRST_CREDIT, Experience, RowState
 from layerskip.outputs import Drafter, StopReason
 from layerskip.pace import Pace, Split, affordable, offer, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
@@ -20,7 +20,8 @@ from layerskip.pass_times import CONTEXT_STEP, PassTimes
 
 HYSTERESIS = 0.03
 PROBE_SHARE = 0.01
-STAKE_SHARE, STAKE_TOKENS = 0.016, 64  # of its plain time, what a request may lose beside probes
+BOUND = 0.03  # of its plain time, what a request may lose in all: to probes, to the credit that a
+STAKE_SHARE, STAKE_TOKENS = 0.016, 64  # first one finds, and beside those as much as it stakes
 MOST_CREDIT = 1.0  # plain passes
 GUESS_SHARE = 0.2  # of a draft pass: looked-up tokens in it save another one more often
 PAYING = 0.4  # of what a drafted token costs at least: one that gains less is not looked at
@@ -158,7 +159,8 @@ class Controller:
         """
         shared = self._experiences.setdefault(kind, Experience(self._prior))
         tokens = STAKE_TOKENS if shared.ledger > 0.0 else min(limit, STAKE_TOKENS)
-        return RowState(shared, stake=STAKE_SHARE * tokens, greedy=greedy)
+        bearable = (BOUND - PROBE_SHARE) * tokens - FIRST_CREDIT
+        return RowState(shared, stake=max(0.0, min(STAKE_SHARE * tokens, bearable)), greedy=greedy)
 
     def calibration_error(self, kind: str) -> float:
         """Expected calibration error of the draft's confidence, for requests of ``kind``."""
@@ -216,7 +218,8 @@ class Controller:
         found = Split([0] * len(asks), [0] * len(asks), 0.0)
         if any(lines) or any(a.num_guessed for a in asks):  # rounds at rest should cost nothing
             found = _weighed(asks, pace, lines, fixed, resting=resting)
-        probing = drafts and resting and not any(found.drafted) and _may_probe(asks, pace)
+        idle = drafts and resting and not any(found.drafted)
+        probing = idle and _may_probe(asks, pace, 0.0 if longest else stake)
         if probing:
             mosts = [min(1, a.most) for a in asks]
             found = Split(mosts, [0] * len(asks), found.rate)
@@ -310,9 +313,14 @@ def _weighed(
     return split(pace, lines, offers, fixed, bias=bias)
 
 
-def _may_probe(asks: Sequence[Ask], pace: Pace) -> bool:
+def _may_probe(asks: Sequence[Ask], pace: Pace, left: float) -> bool:
     """Whether what plain rounds earned pays for trying the early exit, which the rows gave up, once
-    more: all rows together, since they share its pass."""
+    more: all rows together, since they share its pass.
+
+    Args:
+        left: seconds of each row's stake, if they are too few for a draft. They are added where by
+            what is known a draft would pay: or one bad draft would end all for a long time.
+    """
     rows = sum(a.room > 0 for a in asks)
     if rows == 0:
         return False
@@ -320,4 +328,7 @@ def _may_probe(asks: Sequence[Ask], pace: Pace) -> bool:
     cost = (pace.draft(rows) + verify) / pace.plain
     for shared in (a.state.shared for a in asks):  # of each kind of request, once or more
         shared.credit = min(shared.credit, max(MOST_CREDIT, cost))  # a long rest buys no long run
-    return min(a.state.shared.credit for a in asks) >= cost
+    missing = cost - min(a.state.shared.credit for a in asks)
+    if missing <= 0.0 or left * rows < missing * pace.plain:
+        return missing <= 0.0
+    return any(a.state.survivals(1, PAYING * pace.least) for a in asks)

@@ -206,17 +206,18 @@ class RowState:
 
     def settle(self, gained: float, passes: float) -> None:
         """What a draft gained, or lost if negative. A probe's loss is paid by the credit that all
-        requests share, its gain counts in full.
+        requests share, and what that lacks by the stake; its gain counts in full.
 
         Args:
             gained: in the row's shares of plain rounds: tokens.
             passes: the same in plain passes of one row.
         """
         self.shared.ledger += gained
-        if self.probing:
-            self.shared.credit = max(0.0, self.shared.credit + min(passes, 0.0))
-        if gained > 0.0 or not self.probing:
-            self.stake += gained
+        if self.probing and passes < 0.0:
+            paid = min(self.shared.credit, -passes)
+            self.shared.credit -= paid
+            gained *= 1.0 + paid / passes
+        self.stake += gained
 
     def add_draft(self, accepted: Sequence[bool], confidences: Sequence[float]) -> None:
         """Judged tokens of an early exit's draft: accepted ones, and the first that was not."""

@@ -8,6 +8,7 @@ from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import PassTimes
 
 NO_OFFER = 0, 0.0
+BET = 2 / 3  # of a stake, in one draft
 
 
 class Pace:
@@ -264,9 +265,15 @@ def _best_prefix(
 
 
 def affordable(stake: float, pace: Pace) -> int:
-    """Tokens of a row's draft that cost no more than ``stake`` seconds if all are wrong."""
+    """Tokens of a row's draft that cost no more than ``stake`` seconds if all are wrong.
+
+    A row by itself stakes a part of that in one draft, so that a bad one leaves it enough for
+    another (a gambler's fraction, Kelly 1956), if the part pays for a token; rows that share what
+    they may lose are seldom all wrong at once.
+    """
+    spent, bet = 0.0, BET if pace.num_rows == 1 else 1.0
     for n, step in enumerate(pace.steps):
-        stake -= pace.draft_share + step
-        if stake < 0.0:
+        spent += pace.draft_share + step
+        if spent > (bet if n else 1.0) * stake:
             return n
     return len(pace.steps)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerskip.controller import (
+    BOUND,
     HYSTERESIS,
     MOST_CREDIT,
     PAYING,
@@ -28,6 +29,7 @@ from layerskip.estimates import (
     ROW_DISCOUNT,
     ROW_WEIGHT,
 )
+from layerskip.pace import BET
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_costs import PassCosts
 from layerskip.workload import STEPS, Stream
@@ -132,11 +134,15 @@ class Automatic:
         rows = batches.decoding.sum(1)
         prices = self._priced(batches, rows, rows)
         acceptance = self._acceptance()
-        most = np.minimum(batches.room, self._affordable(batches, prices)[:, None])
+        stake = self._pooled_stake(batches, prices)
+        longest = _affordable(stake, prices, rows)
+        most = np.minimum(batches.room, longest[:, None])
         resting: Bools = np.logical_not((self._drafted_last & batches.decoding).any(1))
         gains = self._gains(batches, acceptance, most, prices)
         wanted, planned, rate = self._best(batches, gains, resting)
-        self._probing = resting & ~wanted.any(1) & self._may_probe(batches, prices)
+        left = np.where(longest == 0, stake, 0.0)
+        self._probing = resting & ~wanted.any(1)
+        self._probing &= self._may_probe(batches, prices, left, acceptance)
         probing = self._probing[:, None]
         most = np.where(probing, np.minimum(batches.room, 1), most)
         wanted = np.where(probing, batches.room > 0, wanted)
@@ -159,10 +165,11 @@ class Automatic:
         gained -= np.take_along_axis(up_to, drafted, 1)
         gained = np.where(drafted > 0, gained, 0.0)
         self._ledger += gained.sum(1) / token
-        lost = np.minimum(gained, 0.0).sum(1) / single
-        self._credit = np.where(self._probing, np.maximum(0.0, self._credit + lost), self._credit)
-        counts = (gained > 0.0) | ~self._probing[:, None]
-        self._stake += np.where(counts, gained / token[:, None], 0.0)
+        lost = np.maximum(0.0, -gained).sum(1) / single
+        paid = np.where(self._probing, np.minimum(self._credit, lost), 0.0)
+        self._credit -= paid
+        unpaid = 1.0 - paid / np.maximum(lost, TINY)
+        self._stake += np.where(gained < 0.0, unpaid[:, None], 1.0) * gained / token[:, None]
 
     def _begin(self, batches: Batches) -> None:
         """Forget what was known of a row's last request, and give the next one its stake."""
@@ -170,7 +177,9 @@ class Automatic:
             state[batches.fresh] = 0
         own = np.minimum(self._stream.limits[batches.requests], STAKE_TOKENS)
         tokens = np.where(self._ledger[:, None] > 0.0, STAKE_TOKENS, own)
-        self._stake = np.where(batches.fresh, STAKE_SHARE * tokens, self._stake)
+        bearable = np.maximum(0.0, (BOUND - PROBE_SHARE) * tokens - FIRST_CREDIT)
+        stake = np.minimum(STAKE_SHARE * tokens, bearable)
+        self._stake = np.where(batches.fresh, stake, self._stake)
 
     def _acceptance(self) -> Floats:
         """Of each row's first, second, ... drafted token, ``(batches, rows, DEPTH)``."""
@@ -194,22 +203,26 @@ class Automatic:
             np.where((rows == 1)[:, None], alone, growth[:, None]),
         )
 
-    def _affordable(self, batches: Batches, prices: Prices) -> Ints:
-        """Tokens of a row's draft that cost no more than the rows' mean stake if all are wrong."""
+    def _pooled_stake(self, batches: Batches, prices: Prices) -> Floats:
+        """Seconds of each row, on the average."""
         stakes = np.where(batches.decoding, self._stake, 0.0).sum(1)
-        stake = prices.token * stakes / np.maximum(1, batches.decoding.sum(1))
-        spent = np.cumsum(prices.draft_share[:, None] + prices.steps, axis=1)
-        return (spent <= stake[:, None]).sum(1)
+        return np.asarray(prices.token * stakes / np.maximum(1, batches.decoding.sum(1)))
 
-    def _may_probe(self, batches: Batches, prices: Prices) -> Bools:
-        """Whether plain rounds earned a round in which every row drafts one token."""
+    def _may_probe(
+        self, batches: Batches, prices: Prices, left: Floats, acceptance: Floats
+    ) -> Bools:
+        """Whether plain rounds earned a round in which every row drafts one token; what is left of
+        the stakes adds to it where such a draft would pay."""
         rows, context = batches.decoding.sum(1), batches.context
         probing = (batches.room > 0).sum(1)
         more = self._costs.verify(rows + probing, rows, context)
         more -= self._costs.verify(rows, rows, context)
         cost = (self._costs.draft(probing, context) + more) / np.maximum(prices.single, TINY)
         self._credit = np.minimum(self._credit, np.maximum(MOST_CREDIT, cost))
-        return (probing > 0) & (self._credit >= cost)
+        lent = left * probing / np.maximum(prices.single, TINY)
+        pays = (self._gains(batches, acceptance, batches.room, prices)[:, :, 0] > 0.0).any(1)
+        enough = (self._credit >= cost) | ((self._credit + lent >= cost) & pays)
+        return np.asarray((probing > 0) & enough)
 
     def _gains(self, batches: Batches, acceptance: Floats, most: Ints, prices: Prices) -> Floats:
         """Tokens that a drafted one is expected to add; 0 if it may not be drafted, or gains too
@@ -301,3 +314,10 @@ class Automatic:
         behind = self._draw.choice(stream.chances_after_wrong, batches.room.shape)
         told = np.where(depth > batches.right, behind, stream.chances[place])
         return np.minimum(LARGEST, told / STEPS)
+
+
+def _affordable(stake: Floats, prices: Prices, rows: Ints) -> Ints:
+    """Tokens of a row's draft, as ``pace.affordable`` has it."""
+    spent = np.cumsum(prices.draft_share[:, None] + prices.steps, axis=1)
+    spent[rows == 1, 1:] /= BET
+    return (spent <= stake[:, None]).sum(1)

@@ -415,6 +415,8 @@ def test_replayed_drafts_are_judged_under_every_table(
         assert found["best"] in scripts.replayed.FIXED
         assert found["speedup"] > 0.3
         assert len(found["automatic_to_best_fixed"]) == len(scripts.replayed.WRONG)
+        short = found["short_streams"]
+        assert 0.0 < short["worst"] <= short["mean"]
         assert min(found["automatic_to_best_fixed"].values()) > 0.6  # of two texts of 12 tokens
         assert found["calibration_error"] > 0.0 < found["calibration_error_by_chance"]
 

@@ -68,7 +68,8 @@ def test_a_hard_request_among_easy_ones_loses_three_percent_at_most(cost):
 def test_what_drafts_gained_may_be_staked_again():
     controller = Controller(table(0.2, slope=0.0), follows_clock=False)
     short, first = controller.row("greedy", 16), controller.row("greedy", 500)
-    assert short.stake == pytest.approx(first.stake / 4)
+    assert short.stake == pytest.approx((0.03 - 0.01) * 16 - 0.15)  # with probes and first credit:
+    assert controller.row("greedy", 40).stake == pytest.approx(first.stake * 40 / 64)  # 3 %
     choice = Choice(
         "early_exit", 4, plain_seconds=1.0, draft_seconds=0.2, verify_seconds=(0.1,) * 4
     )
@@ -107,6 +108,54 @@ def test_what_a_probe_loses_is_paid_by_what_all_requests_saved():
     assert (one.shared.credit, other.stake) == (pytest.approx(0.0), stake)
     controller.observe_draft(other, choice, CONTEXT, [True], [0.5], num_passes=1)
     assert (one.shared.credit, other.stake) == (pytest.approx(0.0), stake + 0.85)
+
+
+def test_one_bad_draft_leaves_enough_for_another():
+    controller = Controller(table(0.2), prior=(0.85,), follows_clock=False)
+    state = controller.row("greedy", 64)
+    choice = asked(controller, state)
+    lost = choice.num_draft_tokens * 0.2 + sum(choice.verify_seconds[: choice.num_draft_tokens])
+    assert 0.4 < lost < 0.68 * state.stake  # several tokens
+    wrong(controller, state, choice)
+    choice = asked(controller, state)
+    assert (choice.num_draft_tokens, state.probing) == (1, False)
+
+
+def test_what_is_left_of_a_stake_pays_for_a_probe_with_what_plain_rounds_earned():
+    controller = Controller(table(0.2, slope=0.0), prior=(0.85,), follows_clock=False)
+    state = controller.row("greedy", 64)
+    state.stake, state.shared.credit = 0.15, 0.1
+    choice = asked(controller, state)
+    assert (choice.num_draft_tokens, state.probing) == (1, True)
+    wrong(controller, state, choice)
+    assert state.shared.credit == pytest.approx(0.0)
+    assert state.stake == pytest.approx(0.05)
+    for _ in range(14):  # 0.01 plain passes each
+        assert asked(controller, state).num_draft_tokens == 0
+        controller.observe_plain(state, Choice("none", 0, plain_seconds=1.0), CONTEXT)
+    for _ in range(2):
+        controller.observe_plain(state, Choice("none", 0, plain_seconds=1.0), CONTEXT)
+    assert asked(controller, state).num_draft_tokens == 1  # 0.2: 0.05 are left of the stake
+
+
+def test_no_stake_is_spent_on_a_draft_that_would_not_pay():
+    controller = Controller(table(0.2, slope=0.0), prior=(0.85,), follows_clock=False)
+    state = controller.row("greedy", 64)
+    for _ in range(30):
+        state.add_draft([False], [])
+    state.stake, state.shared.credit = 0.15, 0.1
+    assert asked(controller, state).num_draft_tokens == 0
+    state.shared.credit = 0.2  # what was saved for trying is
+    assert asked(controller, state).num_draft_tokens == 1
+
+
+def asked(controller: Controller, state: RowState) -> Choice:
+    return controller.choose([Ask(state, CONTEXT, 60)], drafts=True)[0]
+
+
+def wrong(controller: Controller, state: RowState, choice: Choice) -> None:
+    count = choice.num_draft_tokens
+    controller.observe_draft(state, choice, CONTEXT, [False], [0.5] * count, num_passes=count)
 
 
 @pytest.mark.parametrize("chance", [0.02, 0.1])
