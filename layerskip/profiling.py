@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import random
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,10 @@ from layerskip.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
-QUICK_SECONDS, QUICK_MOST = 0.4, 1.5
-MAX_SWEEPS, QUICK_SWEEPS = 40, 5
+QUICK_SECONDS, QUICK_MOST = 0.25, 1.5  # after a first sweep, and for it
+MAX_SWEEPS = 40
 LARGE_EVERY = 4  # sweeps: passes of many rows are rarely run, and take long to measure
-LARGE_ROWS, QUICK_LARGE_ROWS = 16, 8  # are those of more rows
+LARGE_ROWS, DECIDING_ROWS = 16, 8  # are those of more rows; most of a round that decides
 MAX_CONTEXT, QUICK_CONTEXT = 4096, 1024
 MAX_CACHE_BYTES = 2**29
 NUM_SEQUENCES = 8
@@ -40,6 +41,7 @@ FREE = Curve((1,), (0,), ((0.0,),))
 
 Point = tuple[str, int, int]  # kind of pass, rows, context
 Timing = tuple[float, float]  # seconds that went by, and that this thread was at work
+Sweep = Mapping[Point, Timing]
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ def measure_cost(
         draft_vocabulary: ids that the draft's head knows, None for all; goes into the key.
         head: the draft's, over its vocabulary; None: the model's own.
         seconds: upper bound, unless the few passes that a table needs at least take longer.
-        quick: a coarse table in about half a second, or from a handful of passes.
+        quick: a coarse table in less than a second, or from a handful of passes.
         on_progress: called with the share done, 0 to 1.
 
     Returns:
@@ -219,25 +221,34 @@ def measure_cost(
     largest = max(offered[0].rows), max(offered[0].contexts)
     passes = Passes(stack, plan, head, largest)
     grid, least = _affordable(passes, offered, bearable), offered[-1]
-    first: dict[Point, Timing] = {}
+    first, order = dict[Point, Timing](), random.Random(0)
     if grid is not least:
         points = grid.points(drafts=plan is not None, sequences=True)
-        first = _warmed(passes, points, began + bearable)
+        first = _warmed(passes, _shuffled(points, order), began + bearable)
+        if quick and first:
+            points = [p for p in points if _decides(p)]
+            ends = time.perf_counter() + QUICK_SECONDS
     if not first:  # of a huge model, or because the machine has become slower
         grid, passes.drafts_in_a_row, passes.led_in = least, 1, False
         points = least.points(drafts=plan is not None, sequences=False)
-    times: dict[Point, list[Timing]] = {p: [] for p in points}
-    order, small = random.Random(0), QUICK_LARGE_ROWS if quick else LARGE_ROWS
-    for sweep in range(QUICK_SWEEPS if quick else MAX_SWEEPS):
-        due = [p for p in points if p[1] <= small or sweep % LARGE_EVERY == 0]
+    sweeps: list[dict[Point, Timing]] = [first]
+    for sweep in range(MAX_SWEEPS):
+        due = [p for p in points if p[1] <= LARGE_ROWS or sweep % LARGE_EVERY == 0]
+        sweeps.append({})
         for point in _shuffled(due, order):
             now = time.perf_counter()
             if now > ends and (sweep or first):
                 break
             on_progress(min(1.0, max((now - began) / (ends - began), sweep / MAX_SWEEPS)))
-            times[point].append(passes.timing(point))
-    _say_if_busy(stack, times, logging.INFO if quick else logging.WARNING)
-    return _table(stack, key, grid, {p: timings or [first[p]] for p, timings in times.items()})
+            sweeps[-1][point] = passes.timing(point)
+    _say_if_busy(stack, sweeps, logging.INFO if quick else logging.WARNING)
+    return _table(stack, key, grid, sweeps)
+
+
+def _decides(point: Point) -> bool:
+    """Whether its price decides most choices: what a quick table has more than one timing of."""
+    kind, rows, context = point
+    return context == 0 and rows <= DECIDING_ROWS and kind in ("verify", "draft")
 
 
 def _shuffled(points: Sequence[Point], order: random.Random) -> list[Point]:
@@ -254,8 +265,8 @@ def _shuffled(points: Sequence[Point], order: random.Random) -> list[Point]:
 
 
 def _warmed(passes: Passes, points: Sequence[Point], ends: float) -> dict[Point, Timing]:
-    """A pass of each kind, which counts where time leaves no other. The first one of so many rows
-    does not: it proves their bits. Empty if not even these are done in time."""
+    """A first sweep. The first pass of so many rows does not count: it proves their bits. Empty if
+    not even these are done in time."""
     first: dict[Point, Timing] = {}
     proven: set[int] = set()
     for point in points:
@@ -284,9 +295,9 @@ def _affordable(passes: Passes, offered: Sequence[Grid], seconds: float) -> Grid
     return offered[-1]
 
 
-def _say_if_busy(stack: DecoderStack, times: Mapping[Point, Sequence[Timing]], level: int) -> None:
+def _say_if_busy(stack: DecoderStack, sweeps: Sequence[Sweep], level: int) -> None:
     """Log it if this thread was kept waiting: with several threads that can't be corrected."""
-    passed, worked = (sum(t[i] for timings in times.values() for t in timings) for i in (0, 1))
+    passed, worked = (sum(t[i] for sweep in sweeps for t in sweep.values()) for i in (0, 1))
     if _has_own_clock(stack) and worked < BUSY * passed:
         logger.log(
             level,
@@ -297,10 +308,10 @@ def _say_if_busy(stack: DecoderStack, times: Mapping[Point, Sequence[Timing]], l
 
 
 def _table(
-    stack: DecoderStack, key: dict[str, str | int], grid: Grid, times: dict[Point, list[Timing]]
+    stack: DecoderStack, key: dict[str, str | int], grid: Grid, sweeps: Sequence[Sweep]
 ) -> CostTable:
-    clock = _clock(stack, [timing for timings in times.values() for timing in timings])
-    typical = {point: _typical([t[clock] for t in timings]) for point, timings in times.items()}
+    clock = _clock(stack, [timing for sweep in sweeps for timing in sweep.values()])
+    typical = _typical([{p: timing[clock] for p, timing in sweep.items()} for sweep in sweeps])
     heads = {r: typical.get(("head", r, 0), 0.0) for r in grid.rows}
     drafts = ("draft", grid.rows[0], grid.contexts[0]) in typical
 
@@ -357,9 +368,26 @@ def _has_own_clock(stack: DecoderStack) -> bool:
     return stack.device.type == "cpu" and os.name == "posix"
 
 
-def _typical(seconds: Sequence[float]) -> float:
-    """The lower quartile: what else a machine does makes a pass slower, hardly ever faster."""
-    return sorted(seconds)[len(seconds) // 4]
+def _typical(sweeps: Sequence[Mapping[Point, float]]) -> dict[Point, float]:
+    """Seconds of each pass, on a machine that is faster and slower by turns.
+
+    What else a machine does makes a pass slower, hardly ever faster: so passes are first held
+    against their lower quartiles, which tells each sweep's pace. Then each is the lower third of
+    what it took by the pace of its sweep (two steps much like those of a median polish, Tukey
+    1977): the ratios of two passes, which decide, scatter half as much (bench/LOG.md, 2026-11-23).
+    """
+    times: dict[Point, list[float]] = {}
+    for sweep in sweeps:
+        for point, seconds in sweep.items():
+            times.setdefault(point, []).append(seconds)
+    usual = {point: sorted(found)[len(found) // 4] for point, found in times.items()}
+    paced: dict[Point, list[float]] = {point: [] for point in times}
+    for sweep in sweeps:
+        ratios = [seconds / usual[p] for p, seconds in sweep.items() if usual[p] > 0.0]
+        pace = (statistics.median(ratios) if ratios else 0.0) or 1.0
+        for point, seconds in sweep.items():
+            paced[point].append(seconds / pace)
+    return {point: sorted(found)[len(found) // 3] for point, found in paced.items()}
 
 
 def fitting_cost(

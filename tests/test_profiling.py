@@ -34,6 +34,7 @@ class Machine:
         self.now, self.speed, self.passes = 0.0, 1.0, []
         self.delay: Callable[[], float] = lambda: 0.0
         self.interruption: Callable[[], float] = lambda: 0.0
+        self.pace: Callable[[float], float] = lambda now: 1.0
         monkeypatch.setattr(stack, "exactness", PADDED)
         monkeypatch.setattr(stack, "run_layers", self.run_layers)
         monkeypatch.setattr(stack, "logits", self.logits)
@@ -56,8 +57,9 @@ class Machine:
         return hidden
 
     def work(self, seconds: float) -> None:
-        self.now += seconds * self.speed
-        self.worked += seconds * self.speed
+        seconds *= self.speed * self.pace(self.now)
+        self.now += seconds
+        self.worked += seconds
 
     def logits(self, hidden):
         self.work(HEAD)
@@ -234,7 +236,35 @@ def test_measuring_ends_in_time_whatever_a_pass_takes(stack, machine, speed):
     )
 
 
-@pytest.mark.parametrize(("speed", "seconds"), [(0.1, 0.5), (1.0, 0.5), (10.0, 2.0)])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_machine_that_is_faster_and_slower_by_turns_leaves_the_ratios_alone(stack, machine, seed):
+    calm, draw = measure_cost(stack, PLAN), random.Random(seed)
+    paces = [draw.uniform(1.0, 1.6) for _ in range(40)]  # of each second
+    machine.now, machine.picked, machine.pace = 0.0, set(), lambda now: paces[int(now)]
+    restless = measure_cost(stack, PLAN)
+    for table in (calm, restless):
+        assert table.verify.rows == calm.verify.rows
+
+    def ratios(table):
+        passes = [table.verify_pass(rows, 100) for rows in (2, 4, 8, 16)]
+        return [t / table.verify_pass(1, 100) for t in (*passes, table.draft_pass(1, 100))]
+
+    assert ratios(restless) == pytest.approx(ratios(calm), rel=0.02)
+
+
+def test_a_quick_table_has_more_than_one_timing_of_what_decides(stack, machine):
+    calm = measure_cost(stack, PLAN, quick=True)
+    draw = random.Random(0)
+    machine.delay = lambda: 0.005 if draw.random() < 0.2 else 0.0
+    machine.picked = set()
+    noisy = measure_cost(stack, PLAN, quick=True)
+    for rows in (1, 8):
+        assert noisy.verify_pass(rows, 0) == pytest.approx(calm.verify_pass(rows, 0))
+    assert noisy.draft_pass(1, 0) == pytest.approx(calm.draft_pass(1, 0))
+    assert noisy.verify != calm.verify  # the others have one
+
+
+@pytest.mark.parametrize(("speed", "seconds"), [(0.1, 0.5), (1.0, 0.75), (10.0, 2.0)])
 def test_a_quick_table_takes_no_longer(stack, machine, speed, seconds):
     machine.speed = speed
     table = measure_cost(stack, PLAN, quick=True)
