@@ -537,6 +537,19 @@ def test_what_one_size_of_pass_shows_is_thought_of_the_next_ones():
     assert 0.7 < near < 0.73 < next_one < far < 0.95
 
 
+def test_no_clock_makes_a_longer_pass_cheaper_than_a_plain_one():
+    """A step below nothing would be drafts that a stake is not charged for."""
+    controller = Controller(table())
+    for _ in range(20):
+        run_rounds(controller, 1, tokens=1)
+        run_rounds(controller, 1, verify=0.7, tokens=8)
+    alone = controller.times.alone(CONTEXT)
+    assert min(alone) < 0.8 * alone[0]  # so it is believed
+    pace = controller._pace(CONTEXT, 1, greedy=False)
+    assert min(pace.steps) == 0.0
+    assert pace.verify(1) == alone[0] == pace.verify(8)
+
+
 def test_passes_of_one_row_are_known_all_at_once():
     controller = Controller(table(slope=0.03, far=0.5))
     for _ in range(2):  # as the table has them, and corrected
