@@ -227,7 +227,7 @@ def measure_cost(
         first = _warmed(passes, _shuffled(points, order), began + bearable)
         if quick and first:
             points = [p for p in points if _decides(p)]
-            ends = time.perf_counter() + QUICK_SECONDS
+            ends = min(time.perf_counter() + QUICK_SECONDS, began + seconds)
     if not first:  # of a huge model, or because the machine has become slower
         grid, passes.drafts_in_a_row, passes.led_in = least, 1, False
         points = least.points(drafts=plan is not None, sequences=False)
@@ -374,7 +374,8 @@ def _typical(sweeps: Sequence[Mapping[Point, float]]) -> dict[Point, float]:
     What else a machine does makes a pass slower, hardly ever faster: so passes are first held
     against their lower quartiles, which tells each sweep's pace. Then each is the lower third of
     what it took by the pace of its sweep (two steps much like those of a median polish, Tukey
-    1977): the ratios of two passes, which decide, scatter half as much (bench/LOG.md, 2026-11-23).
+    1977): the ratios of two passes, which decide, scatter a quarter to a half less (bench/LOG.md,
+    2026-11-23).
     """
     times: dict[Point, list[float]] = {}
     for sweep in sweeps:

@@ -276,6 +276,14 @@ def test_a_quick_table_takes_no_longer(stack, machine, speed, seconds):
         )
 
 
+def test_a_quick_table_is_done_when_its_time_is_up(stack, machine):
+    measure_cost(stack, PLAN, quick=True)
+    freely = machine.now
+    machine.now, machine.picked = 0.0, set()
+    measure_cost(stack, PLAN, quick=True, seconds=freely - 0.2)
+    assert machine.now < freely - 0.15
+
+
 def test_a_quick_table_draws_no_line_between_one_row_and_a_quantum(stack, machine):
     """An error of either would be a price of each token of a draft."""
     table = measure_cost(stack, PLAN, quick=True)
