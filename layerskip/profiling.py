@@ -24,7 +24,7 @@ from layerskip.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
-QUICK_SECONDS, QUICK_MOST = 0.25, 1.5  # after a first sweep, and for it
+QUICK_SECONDS, QUICK_MOST = 0.45, 1.5  # in all, and for a first sweep of a slow model
 MAX_SWEEPS = 40
 LARGE_EVERY = 4  # sweeps: passes of many rows are rarely run, and take long to measure
 LARGE_ROWS, DECIDING_ROWS = 16, 8  # are those of more rows; most of a round that decides
@@ -203,7 +203,7 @@ def measure_cost(
         draft_vocabulary: ids that the draft's head knows, None for all; goes into the key.
         head: the draft's, over its vocabulary; None: the model's own.
         seconds: upper bound, unless the few passes that a table needs at least take longer.
-        quick: a coarse table in less than a second, or from a handful of passes.
+        quick: a coarse table in about half a second, or from a handful of passes.
         on_progress: called with the share done, 0 to 1.
 
     Returns:
@@ -227,7 +227,6 @@ def measure_cost(
         first = _warmed(passes, _shuffled(points, order), began + bearable)
         if quick and first:
             points = [p for p in points if _decides(p)]
-            ends = min(time.perf_counter() + QUICK_SECONDS, began + seconds)
     if not first:  # of a huge model, or because the machine has become slower
         grid, passes.drafts_in_a_row, passes.led_in = least, 1, False
         points = least.points(drafts=plan is not None, sequences=False)
