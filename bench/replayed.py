@@ -185,11 +185,13 @@ class Decoder:
         size = sum(row.drafted + 1 for row in going), len(going)
         verify = self.cost.verify_pass(size[0], context, sequences=size[1])
         if self.controller is not None:
-            told = self.controller.times.verify(size[0], context, rows=size[1])
+            times = self.controller.times
             self.pace = MEMORY * self.pace + self.noise.gauss(0.0, DRIFT)
-            if draft:
-                self.controller.times.observe_draft(draft * self._measured(), told_draft)
-            self.controller.times.observe_verify(verify * self._measured(), told, *size)
+            if times.due(drafted=draft > 0.0):
+                told = times.verify(size[0], context, rows=size[1])
+                if draft:
+                    times.observe_draft(draft * self._measured(), told_draft)
+                times.observe_verify(verify * self._measured(), told, *size)
         self.seconds += draft + verify
         for row in going:
             self._judge(row)

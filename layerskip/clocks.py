@@ -20,7 +20,6 @@ SIZE_ERROR = 0.15  # and by -17 to +25 % for passes of 8 rows (bench/LOG.md, 202
 SIZE_LIKENESS = 0.8  # correlation of the errors of a pass and of one twice as large
 ROUND_NOISE = 0.1  # of one round
 OUTLIER = 1.5  # deviations: what is beyond says no more than that
-PLAIN_AT_ONCE = 4  # plain rounds: their mean is learnt from, as what is learnt takes a while
 NUM_SIZES = 5  # up to one row quantum, two, four, ...
 PACE, DRAFT, FIRST_SIZE = 0, 1, 2
 
@@ -44,7 +43,6 @@ class Clocks:
                 likeness = SIZE_LIKENESS ** abs(i - j)
                 self._spread[FIRST_SIZE + i][FIRST_SIZE + j] = SIZE_ERROR**2 * likeness
         self.ratios = (1.0,) * count
-        self._plain: list[float] = []  # logarithms, of rounds that are not learnt from yet
 
     @staticmethod
     def size(num_rows: int, row_quantum: int) -> int:
@@ -61,22 +59,11 @@ class Clocks:
         """
         if not 0.0 < ratio < math.inf:
             return
-        if not weights:
-            self._plain.append(math.log(ratio))
-        if weights or len(self._plain) >= PLAIN_AT_ONCE:
-            logs, self._plain = self._plain, []
-            if logs:  # another thread may have had them
-                self._learn(sum(logs) / len(logs), (), ROUND_NOISE**2 / len(logs))
-        if weights:
-            self._learn(math.log(ratio), weights, ROUND_NOISE**2)
-
-    def _learn(self, told: float, weights: Sequence[tuple[int, float]], noise: float) -> None:
-        """From the logarithm of a ratio, and its variance."""
-        spread, mean = self._spread, self._mean
+        told, spread, mean = math.log(ratio), self._spread, self._mean
         places = [(PACE, 1.0), *weights]
         # The covariance of the sum with each error, and its own variance.
         along = [sum(row[i] * w for i, w in places) for row in spread]
-        variance = sum(along[i] * w for i, w in places) + noise
+        variance = sum(along[i] * w for i, w in places) + ROUND_NOISE**2
         bound = OUTLIER * math.sqrt(variance)
         surprise = told - sum(mean[i] * w for i, w in places)
         surprise = min(max(surprise, -bound), bound) / variance
@@ -88,6 +75,6 @@ class Clocks:
         pace = mean[PACE]
         self.ratios = (math.exp(pace), *(math.exp(pace + error) for error in mean[DRAFT:]))
 
-    def pass_time(self) -> None:
-        """A round later, the machine may be another."""
-        self._spread[PACE][PACE] += PACE_DRIFT**2
+    def pass_time(self, rounds: int = 1) -> None:
+        """So many rounds later, the machine may be another."""
+        self._spread[PACE][PACE] += rounds * PACE_DRIFT**2

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from layerskip.cost import CostTable
 from layerskip.estimates import DEFAULT_ACCEPTANCE, FIRST_CREDIT, Experience, RowState
 from layerskip.outputs import Drafter, StopReason
-from layerskip.pace import Pace, Split, affordable, offer, split
+from layerskip.pace import NO_OFFER, Pace, Split, affordable, offer, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import CONTEXT_STEP, PassTimes
 
@@ -307,6 +307,8 @@ def _weighed(
             num_guessed=a.num_guessed,
             most=a.most,
         )
+        if a.num_guessed
+        else NO_OFFER
         for a, line in zip(asks, lines, strict=True)
     ]
     bias = 1.0 + HYSTERESIS if resting else 1.0 - HYSTERESIS

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import PassTimes
@@ -56,6 +57,11 @@ class Pace:
             return self
         shape = (self._context, self.num_rows, tokens, drafting)
         return Pace(self._times, *shape, greedy=self._greedy)
+
+    @cached_property
+    def drafts(self) -> list[float]:
+        """Seconds of a draft pass of no row, of one, ..., of all."""
+        return [self.draft(n) for n in range(self.num_rows + 1)]
 
     def draft(self, rows: int) -> float:
         """Seconds of a draft pass of so many rows."""
@@ -174,11 +180,13 @@ def split(
         others: tokens of the verify pass that are drafted in any case, by row.
         bias: drafting has to beat the rate without it by this factor.
     """
+    none = [NO_OFFER] * len(lines)
+    if not any(count for count, _ in offers):
+        return _split(pace, lines, none, others, bias)
     together = agreed(pace, offers, others)
     best = _split(pace, lines, together, others, bias)
-    if len(lines) == 1 or not any(count for count, _ in offers):
+    if len(lines) == 1:
         return best
-    none = [NO_OFFER] * len(lines)
     drafting = _split(pace, lines, none, others, bias)
     better = [
         offer if offer[1] > sum(line[:count]) else NO_OFFER
@@ -227,9 +235,9 @@ def fill(
         seconds: of the round, beside its passes.
     """
     items = [(g, i, r) for r, line in enumerate(gains) for i, g in enumerate(line)]
-    orders = [sorted(items, key=lambda item: (-item[0], item[1]))]
+    orders = [items]  # of one row it is both
     if len(gains) > 1:
-        orders.append(sorted(items, key=lambda item: (item[1], -item[0])))
+        orders = [sorted(items, key=key) for key in (_by_survival, _by_pass)]
     # Every row verifies its pending token; a row that looks up stands in `others`, too.
     num_verified = pace.num_rows + sum(others)
     alone = tokens / (pace.verify(num_verified) + seconds)
@@ -244,6 +252,14 @@ def fill(
     return counts, best if taken else alone
 
 
+def _by_survival(item: tuple[float, int, int]) -> tuple[float, int]:
+    return -item[0], item[1]
+
+
+def _by_pass(item: tuple[float, int, int]) -> tuple[int, float]:
+    return item[1], -item[0]
+
+
 def _best_prefix(
     pace: Pace,
     order: Sequence[tuple[float, int, int]],
@@ -255,7 +271,7 @@ def _best_prefix(
     the rise of its draft pass and of verify."""
     best, count, drafting = 0.0, 0, seconds
     depth = [0] * MAX_AUTO_DRAFT_TOKENS
-    draft = [pace.draft(n) for n in range(pace.num_rows + 1)]
+    draft = pace.drafts
     for done, (gain, i, _) in enumerate(order, 1):
         drafting += draft[depth[i] + 1] - draft[depth[i]]
         depth[i] += 1

@@ -9,6 +9,7 @@ from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 CONTEXT_STEP = 64
 MOST_REMEMBERED = 100_000  # seconds looked up in the table
 SHORTEST = 1e-9  # seconds of a pass: nothing is divided by zero
+ALL_OF, ONE_IN = 32, 4  # rounds: all of the first ones are learnt from, then one in four
 
 
 class PassTimes:
@@ -26,6 +27,7 @@ class PassTimes:
         self.row_quantum = cost.row_quantum
         self._tables = {greedy: cost.of(greedy=greedy) for greedy in (False, True)}
         self._follows_clock, self._clocks = follows_clock, Clocks()
+        self._seen, self._unlearnt = {False: 0, True: 0}, 0  # rounds, by whether they drafted
         self._seconds: dict[tuple[str, int, int, int, bool], float] = {}
         self._alone: dict[tuple[int, bool], list[tuple[int, float]]] = {}
 
@@ -92,6 +94,14 @@ class PassTimes:
             self._seconds[key] = max(seconds, SHORTEST)
         return self._seconds[key]
 
+    def due(self, *, drafted: bool) -> bool:
+        """Whether a round that is over is to be learnt from. That takes as long as choosing what a
+        round does, and tables are wrong for longer than a few rounds."""
+        self._unlearnt += 1
+        self._seen[drafted] += 1
+        seen = self._seen[drafted]
+        return seen <= ALL_OF or seen % ONE_IN == 0
+
     def observe_draft(self, measured: float, expected: float) -> None:
         """What a round's draft took beside what ``draft`` says of its passes."""
         self._observe(measured, [(DRAFT, expected)])
@@ -100,7 +110,7 @@ class PassTimes:
         """What a verify pass over the ``tokens`` of ``rows`` sequences took beside what
         ``verify`` says of it."""
         self._observe(measured, [(self._verify_clock(tokens, rows), expected)])
-        self._clocks.pass_time()
+        self._passed()
 
     def observe_round(
         self, measured: float, draft: float, verify: float, tokens: int, rows: int
@@ -108,7 +118,11 @@ class PassTimes:
         """The same of a draft and a verify pass that no clock could tell apart."""
         parts = [(DRAFT, draft), (self._verify_clock(tokens, rows), verify)]
         self._observe(measured, parts)
-        self._clocks.pass_time()
+        self._passed()
+
+    def _passed(self) -> None:
+        self._clocks.pass_time(max(1, self._unlearnt))
+        self._unlearnt = 0
 
     def _observe(self, measured: float, parts: Sequence[tuple[int, float]]) -> None:
         ratios = self._clocks.ratios

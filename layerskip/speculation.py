@@ -300,6 +300,8 @@ class Speculator:
         """What a round took, for the cost table."""
         if self.controller is None:
             return
+        if not self.controller.times.due(drafted=any(a.draft.tokens for a in attempts)):
+            return
         draft, verify = self._expected(attempts, self.controller)
         self.controller.times.observe_draft(draft_seconds, draft)
         size = _num_tokens(attempts), len(attempts)

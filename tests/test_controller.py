@@ -11,6 +11,7 @@ from layerskip.controller import Ask, Choice, Controller, Stopper
 from layerskip.cost import Curve
 from layerskip.estimates import LARGEST, Calibration, Experience, RowState, ToldChances
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
+from layerskip.pass_times import ALL_OF, ONE_IN
 
 COSTS = {
     "padded": table(),
@@ -509,21 +510,37 @@ def test_a_machine_that_gets_slower_while_nothing_is_drafted_changes_no_ratio():
     assert draft / verify == pytest.approx(before[0] / before[1], rel=0.005)
 
 
-def test_plain_rounds_are_learnt_from_some_at_a_time():
-    """So that those at rest cost little: prices are the same objects meanwhile."""
+@pytest.mark.parametrize("drafted", [False, True])
+def test_all_of_the_first_rounds_are_learnt_from_and_then_one_in_four(drafted):
+    """Of either kind by itself, so that none is missed for the others' number."""
+    times = Controller(table()).times
+    assert all(times.due(drafted=drafted) for _ in range(ALL_OF))
+    told = [(times.due(drafted=drafted), times.due(drafted=not drafted)) for _ in range(16)]
+    assert [mine for mine, _ in told] == [False, False, False, True] * 4
+    assert all(other for _, other in told)
+
+
+def test_prices_are_the_same_objects_until_something_is_learnt():
+    """So that rounds between cost little."""
     controller = Controller(table())
     known = controller._pace(CONTEXT, 1, greedy=False)
-    run_rounds(controller, 3, pace=1.5, tokens=1)
     assert controller._pace(CONTEXT, 1, greedy=False) is known
-    run_rounds(controller, 1, pace=1.5, tokens=1)
-    learnt = controller._pace(CONTEXT, 1, greedy=False)
-    assert learnt.plain > 1.1 * known.plain
-    run_rounds(controller, 3, pace=1.5, tokens=1)
-    other = Controller(table())
-    run_rounds(other, 4, pace=1.5, tokens=1)
-    for each in (controller, other):  # before a draft, those that were not learnt from yet are
-        run_rounds(each, 1, pace=1.5)
-    assert controller.times.verify(1, CONTEXT) > other.times.verify(1, CONTEXT) > learnt.plain
+    run_rounds(controller, 4, pace=1.5, tokens=1)
+    assert controller._pace(CONTEXT, 1, greedy=False).plain > 1.1 * known.plain
+
+
+def test_a_round_after_others_that_nobody_learnt_from_says_more():
+    """The machine had so much longer to become another."""
+    after = []
+    for count in (1, ONE_IN):
+        controller = Controller(table())
+        run_rounds(controller, 100, tokens=1)
+        for _ in range(count):
+            controller.times.due(drafted=False)
+        run_rounds(controller, 1, tokens=1)  # which counts what went by
+        run_rounds(controller, 1, pace=1.1, tokens=1)
+        after.append(controller.times.verify(1, CONTEXT) / table().verify_pass(1, CONTEXT) - 1.0)
+    assert after[1] > 1.3 * after[0] > 0.0
 
 
 def test_what_one_size_of_pass_shows_is_thought_of_the_next_ones():

@@ -12,6 +12,7 @@ from toys import PLANS, VOCAB_SIZE, make_model, random_ids
 from zoo import make_toy
 
 from layerskip import DraftPlan, LookupStore, SamplingParams, SelfSpeculativeLM
+from layerskip.clocks import Clocks
 from layerskip.controller import PLAIN, Choice, Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
@@ -19,7 +20,7 @@ from layerskip.drafting import EarlyExitDrafter
 from layerskip.estimates import lookup_confidence
 from layerskip.guessing import judged
 from layerskip.lookup import FORCED_MATCH
-from layerskip.pass_times import PassTimes
+from layerskip.pass_times import ALL_OF, ONE_IN, PassTimes
 from layerskip.plan import PlanFile
 from layerskip.speculation import Speculator
 
@@ -270,6 +271,18 @@ def test_no_round_in_which_a_size_was_proven_is_timed(toy, monkeypatch):
     assert (counted, timed) == ([16], [])
     batch.step()
     assert (counted, timed) == ([16], [1])
+
+
+def test_most_rounds_of_a_long_text_are_not_learnt_from(toy, monkeypatch):
+    """Of the first rounds all are, and later ones seldom: it takes as long as to choose."""
+    learnt, observe = [], Clocks.observe
+    monkeypatch.setattr(Clocks, "observe", lambda *given: learnt.append(1) or observe(*given))
+    lm = with_controller(toy, Controller(cost_of(2.0)), num_draft_tokens="auto", lookup=False)
+    out = run(lm, max_new_tokens=1 + ALL_OF)  # the first token is the prefill's
+    assert len(learnt) == len(out.rounds) - 1 == ALL_OF
+    out = run(lm, max_new_tokens=1 + 4 * ONE_IN)
+    assert len(out.rounds) - 1 == 4 * ONE_IN
+    assert len(learnt) == ALL_OF + 4
 
 
 def test_what_deciding_takes_is_no_draft_s(toy, monkeypatch):
