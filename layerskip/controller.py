@@ -24,6 +24,7 @@ BOUND = 0.03  # of its plain time, what a request may lose in all: to probes, to
 STAKE_SHARE, STAKE_TOKENS = 0.016, 64  # first one finds, and beside those as much as it stakes
 MOST_CREDIT = 1.0  # plain passes
 GUESS_SHARE = 0.2  # of a draft pass: looked-up tokens in it save another one more often
+MOST_AT_REST = 8  # rounds in which no row is asked again whether to draft
 PAYING = 0.4  # of what a drafted token costs at least: one that gains less is not looked at
 
 
@@ -205,6 +206,9 @@ class Controller:
             drafts: whether there is an early exit.
             fixed: numbers of draft tokens of the round's other rows.
         """
+        offered = any(a.num_guessed for a in asks)
+        if not offered and all(a.state.rests for a in asks):
+            return [Choice("none", 0, plain_seconds=a.state.rest()) for a in asks]
         greedy = all(a.state.greedy for a in asks)
         context = sum(a.context for a in asks) // len(asks)
         pace = self._pace(context, len(asks) + len(fixed), greedy=greedy)
@@ -216,10 +220,13 @@ class Controller:
         lines = [a.state.survivals(most, least) for a, most in zip(asks, mosts, strict=True)]
         resting = not any(a.state.last for a in asks)
         found = Split([0] * len(asks), [0] * len(asks), 0.0)
-        if any(lines) or any(a.num_guessed for a in asks):  # rounds at rest should cost nothing
+        if any(lines) or offered:
             found = _weighed(asks, pace, lines, fixed, resting=resting)
-        idle = drafts and resting and not any(found.drafted)
-        probing = idle and _may_probe(asks, pace, 0.0 if longest else stake)
+        idle = resting and not any(found.drafted)
+        left = 0.0 if longest else stake
+        probing = idle and drafts and _may_probe(asks, pace, left)
+        if idle and not probing:
+            _rest(asks, pace, left)
         if probing:
             mosts = [min(1, a.most) for a in asks]
             found = Split(mosts, [0] * len(asks), found.rate)
@@ -315,6 +322,22 @@ def _weighed(
     return split(pace, lines, offers, fixed, bias=bias)
 
 
+def _rest(asks: Sequence[Ask], pace: Pace, left: float) -> None:
+    """Rounds at rest should cost nothing: a few of them are not thought about, unless what they
+    earn comes to pay for a probe."""
+    rows = sum(a.room > 0 for a in asks)
+    awaited = _probe_cost(asks, pace) - left * rows / pace.plain
+    for a in asks:
+        a.state.rest_for(MOST_AT_REST, awaited, pace.token)
+
+
+def _probe_cost(asks: Sequence[Ask], pace: Pace) -> float:
+    """Of a token drafted by each row that has room for it, in plain rounds."""
+    rows = sum(a.room > 0 for a in asks)
+    verify = pace.verify(pace.num_rows + rows) - pace.verify(pace.num_rows)
+    return (pace.draft(rows) + verify) / pace.plain
+
+
 def _may_probe(asks: Sequence[Ask], pace: Pace, left: float) -> bool:
     """Whether what plain rounds earned pays for trying the early exit, which the rows gave up, once
     more: all rows together, since they share its pass.
@@ -326,8 +349,7 @@ def _may_probe(asks: Sequence[Ask], pace: Pace, left: float) -> bool:
     rows = sum(a.room > 0 for a in asks)
     if rows == 0:
         return False
-    verify = pace.verify(pace.num_rows + rows) - pace.verify(pace.num_rows)
-    cost = (pace.draft(rows) + verify) / pace.plain
+    cost = _probe_cost(asks, pace)
     for shared in (a.state.shared for a in asks):  # of each kind of request, once or more
         shared.credit = min(shared.credit, max(MOST_CREDIT, cost))  # a long rest buys no long run
     missing = cost - min(a.state.shared.credit for a in asks)

@@ -170,8 +170,8 @@ class RowState:
 
     def __init__(self, shared: Experience, *, stake: float = 0.0, greedy: bool = False) -> None:
         self.shared, self.stake, self.greedy = shared, stake, greedy
-        self.last = 0
-        self.probing = False
+        self.last, self.probing = 0, False
+        self._rests, self._awaited, self._token = 0, 0.0, 0.0
         self._positions = _shares(MAX_AUTO_DRAFT_TOKENS)
         self._ratio, self._confidence_ratio = Ratio(), Ratio(CONFIDENCE_WEIGHT)
         self._lookup_ratio = Ratio()
@@ -218,6 +218,21 @@ class RowState:
             self.shared.credit -= paid
             gained *= 1.0 + paid / passes
         self.stake += gained
+
+    def rest_for(self, rounds: int, awaited: float, token: float) -> None:
+        """Draft nothing in so many rounds, of ``token`` seconds each, unless the credit comes to
+        ``awaited`` before."""
+        self._rests, self._awaited, self._token = rounds, awaited, token
+
+    @property
+    def rests(self) -> bool:
+        """Whether the next round is one of those."""
+        return self._rests > 0 and self.shared.credit < self._awaited
+
+    def rest(self) -> float:
+        """One of them: the seconds that it is expected to take."""
+        self._rests -= 1
+        return self._token
 
     def add_draft(self, accepted: Sequence[bool], confidences: Sequence[float]) -> None:
         """Judged tokens of an early exit's draft: accepted ones, and the first that was not."""

@@ -33,6 +33,7 @@ COST = CostTable(curve(*CHEAP), curve(0.1, 0.1, 0.1), curve(*DEAR), 0.0, 1, {})
 SCRIPTS = (
     "bad_drafters",
     "blocks",
+    "deciding",
     "drift",
     "paired",
     "ragged",
@@ -491,6 +492,21 @@ def test_copies_of_weights_are_held_against_none_on_the_same_texts(
         assert figures["ci95"][0] <= figures["speedup"] <= figures["ci95"][1]
         assert figures["speedup"] > 0.0
         assert 0.0 <= figures["equal_texts"] <= 1.0
+
+
+def test_what_deciding_takes_is_part_of_the_rounds_that_do_it(
+    scripts: SimpleNamespace, arguments: list[str]
+) -> None:
+    lm = SelfSpeculativeLM.from_pretrained(arguments[1])
+    choose = scripts.deciding.Controller.choose
+    found = scripts.deciding.spent(
+        lm, [[5, 6, 7], [9, 1]], {"max_new_tokens": 24, "ignore_eos": True}
+    )
+    assert found["rounds"] > 2
+    each = found["seconds"]
+    assert all(each[name] > 0.0 for name in ("Controller.choose", "Speculator.observe_seconds"))
+    assert sum(each.values()) < found["round_seconds"]
+    assert scripts.deciding.Controller.choose is choose
 
 
 def test_ragged_passes_are_measured_in_few_calls_and_in_many(
