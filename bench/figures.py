@@ -90,6 +90,14 @@ def drafting(
     return found
 
 
+def typical_prediction(
+    rounds: Sequence[Round], stats: DecodeStats, costs: Sequence[CostTable], context: float
+) -> dict[str, Any]:
+    """Medians of the predictions by several tables, measured at several times."""
+    found = [prediction(rounds, stats, cost, context) for cost in costs]
+    return {name: statistics.median(each[name] for each in found) for name in found[0]}
+
+
 def prediction(
     rounds: Sequence[Round], stats: DecodeStats, cost: CostTable, context: float
 ) -> dict[str, Any]:

@@ -12,9 +12,11 @@ decoding does, or the script stops; for transformers' the share of prompts is gi
 The prediction is ``mean_accepted_length / (passes c + v)`` from the cost table, for what follows
 the first token; what was measured of that stands beside it. Predictions compare modes without a
 clock, too: "counted" is what automatic drafting's passes cost beside those of the fixed number
-whose passes cost least. With ``--profile-seconds`` tables are measured right before each workload:
-a machine changes within an hour. Adversarial means that no drafted token is ever right, while the
-model is as sure of its own as always (bench/bad_drafters.py).
+whose passes cost least. With ``--profile-seconds`` tables are measured right before each workload
+and, in a quarter of that time each, after every third of its prompts: a machine changes within
+minutes, and a prediction is the median of those by all of these tables. Adversarial means that no
+drafted token is ever right, while the model is as sure of its own as always
+(bench/bad_drafters.py).
 """
 
 import argparse
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bad_drafters import Corrupted, install
-from figures import prediction
+from figures import typical_prediction
 from paired import (
     Clock,
     Decoded,
@@ -58,6 +60,7 @@ FIXED = (2, 3, 4, 5, 7)
 LOOKED_UP = 10
 THEIRS = ("hf-early-exit", "hf-early-exit-default", "hf-prompt-lookup")
 GOAL = 0.03
+PROMPTS_OF_A_TABLE = 3
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class Setting:
     repeats: int
     max_repeated: float
     theirs: bool
+    profile_seconds: float
 
 
 def modes_of(name: str, setting: Setting, bad: list[Corrupted]) -> list[Mode]:
@@ -124,6 +128,7 @@ class Workload:
         )
         self.runs: dict[str, list[Decoded]] = {m.name: [] for m in self.modes}
         self.left_out, self.lengths, self.repeated = 0, [], []
+        self.tables = [setting.cost]
 
     def decode(self, mode: Mode, prompt: Sequence[int]) -> Decoded:
         setting = self.setting
@@ -163,6 +168,9 @@ class Workload:
             for _ in range(setting.repeats):
                 for mode in shuffle.sample(self.modes, len(self.modes)):
                     self._add(mode, self.decode(mode, prompt), plain.token_ids)
+            if setting.profile_seconds and kept % PROMPTS_OF_A_TABLE == 0:
+                lm, seconds = self.modes[0].lm, setting.profile_seconds / 4
+                self.tables.append(measure_cost(lm.stack, lm.plan, seconds=seconds))
             on_turn(kept, setting.limit)
 
     def _add(self, mode: Mode, decoded: Decoded, wanted: tuple[int, ...]) -> None:
@@ -217,8 +225,7 @@ class Workload:
         stats = DecodeStats.merge(r.stats for r in runs)
         rounds = [r for run in runs for r in run.rounds if r.index > 0]
         context = sum(self.lengths) / len(self.lengths) + self.setting.tokens / 2
-        cost = mode.lm.controller.cost if mode.lm.plan is not None else self.setting.cost
-        cost = cost.of(greedy=self.sampling.greedy)
+        costs = [cost.of(greedy=self.sampling.greedy) for cost in self.tables]
         spent, base = (total([r.after_first for r in of]) for of in (runs, plain))
         kind = "greedy" if self.sampling.greedy else "coupled"
         told = mode.lm.controller
@@ -230,7 +237,7 @@ class Workload:
             "draft_tokens_per_round": stats.num_draft_tokens / max(1, stats.num_rounds),
             "share_of_plain_rounds": stats.num_plain_rounds / max(1, stats.num_rounds),
             "share_of_lookup_rounds": stats.num_lookup_rounds / max(1, stats.num_rounds),
-            **prediction(rounds, stats, cost, context),
+            **typical_prediction(rounds, stats, costs, context),
             "measured_speedup": base.wall / spent.wall,
             "measured_cpu_speedup": base.cpu / spent.cpu,
             "calibration_error": told.calibration_error(kind) if learns else None,
@@ -354,7 +361,7 @@ def main() -> None:
         "--profile-seconds",
         type=float,
         default=0.0,
-        help="before each workload; 0: a load's table (0)",
+        help="before each workload, and again within it; 0: a load's table (0)",
     )
     parser.add_argument("--no-theirs", action="store_true", help="leave transformers' modes out")
     parser.add_argument("--out", type=Path, default=dated("workloads"))
@@ -417,6 +424,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
         options.repeats,
         options.max_repeated,
         not options.no_theirs,
+        options.profile_seconds,
     )
 
 

@@ -5,6 +5,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -121,6 +122,21 @@ def test_workloads_writes_every_mode_beside_plain(
         assert found["counted"] == pytest.approx(speeds["automatic"] / best)
     assert adversarial["automatic_to_best_fixed"]["counted_best"] == "plain"
     assert capsys.readouterr().out.count("automatic / ") == 2
+
+
+def test_workloads_measures_tables_among_the_prompts(
+    scripts: SimpleNamespace,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(
+        scripts.workloads, "measure_cost", lambda *_, seconds: asked.append(seconds) or COST
+    )
+    given = [*workload_arguments(arguments, tmp_path / "out.json"), "--profile-seconds", "8"]
+    run(scripts.workloads, [*given, "--workloads", "code", "--limit", "4"], monkeypatch)
+    assert asked == [4.0, 4.0, 2.0]  # drafts, look-ups; and after the third of four prompts
 
 
 def test_workloads_stops_at_another_token_and_keeps_what_it_had(
@@ -293,6 +309,9 @@ def test_prediction_is_the_formula_over_the_table(scripts: SimpleNamespace) -> N
     assert (found["c"], found["v"], found["beta"]) == pytest.approx((c, v, v - 1.0))
     assert found["draft_passes_per_round"] == pytest.approx(10 / 3)
     assert found["predicted_speedup"] == pytest.approx(7 / 3 / (10 / 3 * c + v))
+    dearer, dearest = (replace(COST, draft_layers=curve(x, x, x)) for x in (0.2, 9.0))
+    typical = scripts.figures.typical_prediction(rounds, stats, (dearest, COST, dearer), 0)
+    assert typical == scripts.figures.prediction(rounds, stats, dearer, 0)
 
 
 def test_copying_asks_for_the_same_function_again(scripts: SimpleNamespace) -> None:
