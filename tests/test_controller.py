@@ -482,6 +482,19 @@ def test_seconds_that_were_measured_correct_the_table(pace):
         assert verify == pytest.approx(1.0, rel=0.02)
 
 
+def test_a_machine_that_is_slower_than_its_table_has_no_dear_drafts():
+    """All that was seen since are drafted rounds: what they share is laid to the machine, or a
+    few of them would end drafting."""
+    controller = Controller(table())
+    said = beside_plain(controller)
+    run_rounds(controller, 8, pace=1.7)
+    draft, verify = (now / then for now, then in zip(beside_plain(controller), said, strict=True))
+    assert 1.0 < verify < draft < 1.2
+    assert controller.times.verify(5, CONTEXT) == pytest.approx(
+        1.7 * table().verify_pass(5, CONTEXT), rel=0.05
+    )
+
+
 def test_one_plain_pass_in_ten_tells_a_wrong_table_from_a_slow_machine():
     """Both have every pass of five tokens take 1.3 times what the table says."""
     for pace, verify in ((1.3, 1.0), (1.0, 1.3)):
