@@ -205,8 +205,9 @@ class SelfSpeculativeLM:
             packed=packed,
             exit_adapter=None if exit_adapter is None else ExitAdapter.load(exit_adapter, loaded),
         )
-        if lm.plan is None:
-            logger.warning("no draft plan is known for %s: only look-ups draft", model)
+        if lm.plan is None and wanted != 0:
+            drafting = "only look-ups draft" if lm._looks_up else "nothing drafts"
+            logger.warning("no draft plan is known for %s: %s", model, drafting)
         if wanted == AUTO:
             _ = lm.controller  # measured now, not in the first request
         return lm

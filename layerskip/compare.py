@@ -147,9 +147,14 @@ class Comparison:
         """Find transformers' best exit settings on a few prompts, before anything is timed."""
         exits = [e for e in (1, 2, 3) if e < self.lm.stack.num_layers]
         grid = [EarlyExitSettings(e, k, p) for e in exits for k in (2, 4, 6) for p in (0.0, 0.4)]
+        grid += [replace(DEFAULT_EARLY_EXIT, exit_layer=e) for e in exits]
+        if not grid:
+            raise ValueError("a model of one layer has no early exit: leave these modes out")
         times: dict[EarlyExitSettings, float] = {}
         for settings in grid:
             self.early_exit = settings
+            if not times:  # a process's first call allocates, and imports
+                self.run("hf-early-exit", prompts[0])
             runs = [self.run("hf-early-exit", ids) for ids in prompts]
             times[settings] = sum(r.seconds / len(r.token_ids) for r in runs)
         self.early_exit = min(grid, key=lambda s: times[s])
@@ -162,13 +167,16 @@ class Comparison:
         cache = stack.new_cache(num_rows=1, num_slots=context + rows)
         everything = tuple(range(stack.num_layers))
         draft_layers = stack.draft_layers(plan) if plan is not None else everything
-        draft_head = stack.draft_head(plan) if plan is not None else stack.logits
+        head = self.lm.draft_head
+        draft_head = stack.draft_head(plan, head) if plan is not None else stack.logits
 
         def bare(layers: Sequence[int], num_tokens: int, head: Head = stack.logits) -> float:
             began = time.perf_counter()
             hidden = stack.embed([1] * num_tokens)
             segment = Segment(0, context, num_tokens)
             head(stack.run_layers(hidden, layers, cache, [segment]))
+            if stack.device.type == "cuda":
+                torch.cuda.synchronize(stack.device)
             return time.perf_counter() - began
 
         with torch.inference_mode():
@@ -209,9 +217,12 @@ def compare(
     """
     if not examples:
         raise ValueError("there are no prompts to compare on")
+    unknown = [m for m in modes if m not in MODES]
+    if unknown:
+        raise ValueError(f"unknown mode {unknown[0]!r}; there are {', '.join(MODES)}")
     modes = tuple(dict.fromkeys(("plain", *modes)))
     prompts = [comparison.lm.encode(e.prompt) for e in examples]
-    if "hf-early-exit" in modes:
+    if any(m.startswith("hf-early-exit") for m in modes):
         comparison.tune_early_exit(prompts[:tuning_prompts])
     shuffle = random.Random(0)
     kept, shares = 0, []

@@ -206,11 +206,13 @@ class CostTable:
         got = content.get("version") if isinstance(content, Mapping) else content
         if not isinstance(content, Mapping) or got not in READABLE:
             raise ValueError(f"a cost table of version {COST_VERSION} was expected, got {got!r}")
-        newer = {  # than version 2, and than 3
-            name: None if content.get(name) is None else float(content[name])
-            for name in ("judging", "greedy_sampling", "greedy_judging")
-        }
         try:
+            newer = {  # than version 2, and than 3
+                name: None if content.get(name) is None else float(content[name])
+                for name in ("judging", "greedy_sampling", "greedy_judging")
+            }
+            if int(content["row_quantum"]) < 1:
+                raise ValueError(f"row_quantum must be 1 or more, got {content['row_quantum']}")
             return cls(
                 _curve(content["draft_layers"]),
                 _curve(content["draft_head"]),

@@ -61,7 +61,10 @@ def write_bytes(path: str | Path, content: bytes) -> None:
     """
     check_writable(path)
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".layerskip.")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)

@@ -87,7 +87,7 @@ class Call:
         mask = self.model_kwargs.get("attention_mask")
         if mask is None:
             return self.input_ids.tolist()
-        for row in mask.tolist():
+        for row in mask.bool().int().tolist():  # floats and booleans are masks, too
             if "".join(map(str, row)).strip("0").count("0"):
                 raise ValueError("attention_mask has a hole; padding can only be at the ends")
         return [ids[kept.bool()].tolist() for ids, kept in zip(self.input_ids, mask, strict=True)]

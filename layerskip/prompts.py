@@ -73,7 +73,7 @@ def example_of(row: Mapping[str, Any]) -> Example:
     """
     if "question" in row:
         question, answer = _text(row["question"]), _text(row.get("answer", ""))
-        return Example(f"Question: {question}\nAnswer:", " " + answer)
+        return Example(f"Question: {question}\nAnswer:", " " + answer if answer else "")
     if "turns" in row:
         if not isinstance(row["turns"], list):
             raise TypeError("'turns' must be a list")

@@ -33,7 +33,6 @@ REQUESTS_OF_A_USER = 10  # at least, where there are enough
 MOST_CONCURRENCY = 1024
 MOST_REQUESTS = 10_000_000
 
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 

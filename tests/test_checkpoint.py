@@ -69,6 +69,16 @@ def test_without_a_known_plan_only_look_ups_draft_and_it_says_so(saved, caplog):
     assert lm.generate([5, 6, 7], max_new_tokens=20).stats.num_draft_passes == 0
 
 
+def test_without_a_known_plan_and_look_ups_nothing_drafts_and_it_says_so(saved, caplog):
+    SelfSpeculativeLM.from_pretrained(saved, lookup=False, num_draft_tokens=2)
+    assert "nothing drafts" in caplog.text
+
+
+def test_who_asked_for_plain_decoding_is_not_told_that_nothing_drafts(saved, caplog):
+    SelfSpeculativeLM.from_pretrained(saved, num_draft_tokens=0)
+    assert "no draft plan is known" not in caplog.text
+
+
 BAD_ARGUMENTS = [
     ({"exit_layer": 0}, ValueError, "exit_layer must be between 1 and 5, got 0"),
     ({"exit_layer": -2}, ValueError, "exit_layer must be between 1 and 5, got -2"),

@@ -713,3 +713,9 @@ def test_generate_follows_a_policy(folder: Path, tmp_path: Path) -> None:
     )
     policy.write_text("[]")
     assert_refused(run(*argv, "--prompt", "x", "--policy", policy), "is not a policy")
+
+
+def test_a_number_of_draft_tokens_that_is_none_is_said_as_such():
+    got = run("generate", "--num-draft-tokens", "many", "--prompt", "a")
+    assert got.code == 2
+    assert "must be a number or 'auto', got 'many'" in got.err

@@ -1,6 +1,7 @@
 """The comparison: what it counts, what it predicts and what it leaves behind."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -188,6 +189,16 @@ def test_tuning_keeps_the_fastest_setting(
     comparison.tune_early_exit([PROMPT])
     assert comparison.early_exit == best
     assert {s.exit_layer for s in tried} == {1, 2, 3}
+    assert {s for s in tried if s.num_assistant_tokens == 20} == {
+        replace(DEFAULT_EARLY_EXIT, exit_layer=e) for e in (1, 2, 3)
+    }
+
+
+def test_what_has_no_exit_is_not_tuned() -> None:
+    lm = SimpleNamespace(stack=SimpleNamespace(num_layers=1))
+    made = Comparison(None, lm, sampling=SamplingParams(), max_new_tokens=NEW)
+    with pytest.raises(ValueError, match="a model of one layer has no early exit"):
+        made.tune_early_exit([PROMPT])
 
 
 class Clock:
@@ -203,7 +214,7 @@ class Clock:
 class TimedStack:
     """A stack of 8 layers: each costs 1 and 0.1 a token, the head 2."""
 
-    num_layers = 8
+    num_layers, device = 8, torch.device("cpu")
 
     def __init__(self, clock: Clock, context: int) -> None:
         self.clock, self.context = clock, context
@@ -230,14 +241,27 @@ class TimedStack:
     def draft_layers(self, plan: Any) -> Sequence[int]:
         return plan.layers
 
-    def draft_head(self, plan: Any) -> Any:
-        return self.logits
+    def draft_head(self, plan: Any, head: Any) -> Any:
+        return head or self.logits
 
 
-def predict(monkeypatch: pytest.MonkeyPatch, stats: DecodeStats, layers: Sequence[int]) -> Theory:
+def predict(
+    monkeypatch: pytest.MonkeyPatch,
+    stats: DecodeStats,
+    layers: Sequence[int],
+    head_seconds: int | None = None,
+) -> Theory:
     clock = Clock()
     monkeypatch.setattr(compare, "time", clock)
-    lm = SimpleNamespace(stack=TimedStack(clock, 300), plan=SimpleNamespace(layers=layers))
+
+    def head(hidden: int) -> None:
+        clock.now += head_seconds
+
+    lm = SimpleNamespace(
+        stack=TimedStack(clock, 300),
+        plan=SimpleNamespace(layers=layers),
+        draft_head=None if head_seconds is None else head,
+    )
     made = Comparison(None, lm, sampling=SamplingParams(), max_new_tokens=NEW)
     return made.theory(stats, context=300, repeats=4)
 
@@ -264,6 +288,11 @@ def test_theory_takes_the_draft_length_that_was_used(monkeypatch: pytest.MonkeyP
     assert theory.speedup == pytest.approx(1.5 / (2.5 * c + theory.v))
 
 
+def test_theory_prices_the_head_over_the_draft_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    theory = predict(monkeypatch, DecodeStats(num_rounds=10), (0, 1), head_seconds=1)
+    assert theory.c == pytest.approx((2 * 1.1 + 1) / (8 * 1.1 + 2))
+
+
 def test_theory_of_plain_decoding_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     theory = predict(monkeypatch, DecodeStats(num_rounds=10), range(8))
     assert (theory.v, theory.speedup) == pytest.approx((1.0, 1.0))
@@ -283,7 +312,7 @@ class Scripted:
         self.calls.append((mode, ids[0], count))
         tokens = self.outputs[mode][ids[0]]
         stats = DecodeStats(new_tokens=20, num_rounds=4, num_draft_tokens=16, num_accepted_tokens=8)
-        seconds = {"plain": 1.0, "layerskip": 0.5, "hf-early-exit": 2.0}[mode]
+        seconds = {"plain": 1.0, "layerskip": 0.5, "hf-early-exit": 2.0}.get(mode, 3.0)
         return Run(tokens, seconds, None if mode.startswith("hf") else stats, 30, 1000)
 
     def tune_early_exit(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -323,6 +352,17 @@ def test_the_document_is_made_of_the_runs() -> None:
     assert plain["speedup_vs_plain"] == plain["identical_to_plain"] == 1.0
     assert plain["acceptance_rate"] is None
     assert fake.tuned == 0
+
+
+def test_a_mode_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown mode 'hf-early'; there are plain, layerskip, hf"):
+        compare.compare(scripted(plain=[FRESH, OTHER]), EXAMPLES, modes=["hf-early"], repeats=1)
+
+
+def test_default_settings_are_tried_at_the_best_exit_too() -> None:
+    fake = scripted(plain=[FRESH, FRESH], hf_early_exit_default=[FRESH, FRESH])
+    compare.compare(fake, EXAMPLES, modes=["hf-early-exit-default"], repeats=1)
+    assert fake.tuned == 2
 
 
 def test_every_mode_is_timed_equally_often_after_one_warm_run() -> None:

@@ -132,6 +132,8 @@ def test_a_table_survives_json():
         ({"sampling": None}, "not complete"),
         ({"sampling": 10**400}, "not complete"),
         ({"tiles": 3}, "not complete"),
+        ({"judging": []}, "not complete"),
+        ({"row_quantum": 0}, "row_quantum must be 1 or more, got 0"),
     ],
 )
 def test_what_is_no_table_is_refused(change, message):

@@ -357,6 +357,22 @@ def test_a_hole_in_the_mask_is_refused(model, exit_lm):
         model.generate(**inputs, **GREEDY, custom_generate=exit_lm.custom_generate)
 
 
+def test_a_mask_of_booleans_may_have_no_hole_either(model, exit_lm):
+    inputs = one()
+    inputs["attention_mask"] = inputs["attention_mask"].bool()
+    inputs["attention_mask"][0, 3] = False
+    with pytest.raises(ValueError, match="attention_mask has a hole"):
+        model.generate(**inputs, **GREEDY, custom_generate=exit_lm.custom_generate)
+
+
+def test_a_mask_of_floats_says_where_padding_is(model, exit_lm):
+    inputs = padded((5, 8))
+    wanted = model.generate(**inputs, **GREEDY, custom_generate=exit_lm.custom_generate)
+    inputs["attention_mask"] = inputs["attention_mask"].float()
+    got = model.generate(**inputs, **GREEDY, custom_generate=exit_lm.custom_generate)
+    assert torch.equal(got, wanted)
+
+
 def test_prompts_are_checked(model, exit_lm):
     custom = {**GREEDY, "custom_generate": exit_lm.custom_generate}
     with pytest.raises(ValueError, match="the prompt has 700 tokens; the model has 600 positions"):

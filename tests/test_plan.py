@@ -90,6 +90,12 @@ def test_the_file_names_what_it_holds(tmp_path):
     assert content == {"version": 1, "num_layers": 6, "draft_layers": [0, 2]}
 
 
+def test_a_name_may_be_as_long_as_the_system_takes(tmp_path):
+    path = tmp_path / ("p" * 255)
+    FILE.save(path)
+    assert PlanFile.load(path) == FILE
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"{}", b"[]", b"3", b"\xff\xfe", b'{"version": 1, "num_layers": 6, "draft_layers": 3}'],

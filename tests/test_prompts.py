@@ -44,6 +44,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
         ({"prompt": "a", "completion": "b"}, Example("a", "b")),
         ({"prompt": "a", "canonical_solution": "b"}, Example("a", "b")),
         ({"question": "q", "answer": "7"}, Example("Question: q\nAnswer:", " 7")),
+        ({"question": "q"}, Example("Question: q\nAnswer:")),
         ({"turns": ["first", "second"], "category": "qa"}, Example("first")),
         ({"prompt": "one\u2028line", "id": 3}, Example("one\u2028line")),
     ],

@@ -14,6 +14,7 @@ from prometheus_client.exposition import generate_latest
 from layerskip import Round, SelfSpeculativeLM
 from layerskip.cost import CostTable, Curve
 from layerskip.outputs import GenerationOutput
+from layerskip.telemetry import runs
 from layerskip.telemetry.runs import JsonLines, read_lines
 from layerskip.telemetry.sinks import (
     EDGES,
@@ -93,6 +94,25 @@ def test_a_line_is_in_the_file_when_the_round_has_ended(tmp_path: Path) -> None:
     sink(ROUNDS[1])
     assert [e["num_accepted_tokens"] for e in read_lines(tmp_path / "rounds.jsonl")] == [3]
     sink.close()
+
+
+def test_a_line_that_another_process_adds_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, whole_lines = tmp_path / "rounds.jsonl", runs._whole_lines
+    path.write_bytes(b'{"n": 1}\n')
+
+    def others_go_on(of: Path) -> int:
+        size = whole_lines(of)
+        with of.open("ab") as file:
+            file.write(b'{"n": 2}\n')
+        return size
+
+    monkeypatch.setattr(runs, "_whole_lines", others_go_on)
+    file = JsonLines(path)
+    file.append([{"n": 3}])
+    file.close()
+    assert [entry["n"] for entry in read_lines(path)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("size", [10, 200_000])

@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from layerskip.params import AUTO
+from layerskip.params import AUTO, NumDraftTokens
 
 if TYPE_CHECKING:
     from layerskip.api import SelfSpeculativeLM
@@ -51,11 +51,18 @@ def model_options(command: argparse.ArgumentParser, *, drafts: bool = True) -> N
     command.add_argument("--json", action="store_true", help="one JSON document as last line")
 
 
+def _num_draft_tokens(text: str) -> NumDraftTokens:
+    try:
+        return AUTO if text == AUTO else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number or 'auto', got {text!r}") from None
+
+
 def draft_options(command: argparse.ArgumentParser) -> None:
     """How much is drafted, for commands that decode."""
     command.add_argument(
         "--num-draft-tokens",
-        type=lambda text: text if text == AUTO else int(text),
+        type=_num_draft_tokens,
         metavar="N",
         help="drafted per round; 0 is plain, 'auto' (the default) what pays",
     )

@@ -198,7 +198,7 @@ def _notes(report: "AcceptanceReport") -> list[str]:
     alarms = report.drift.alarms if report.drift is not None else ()
     notes += [f"drift: {alarm}" for alarm in alarms[:MOST_ALARMS]]
     if len(alarms) > MOST_ALARMS:
-        notes.append(f"drift: {len(alarms) - MOST_ALARMS} more alarms in --html and --json")
+        notes.append(f"drift: {len(alarms) - MOST_ALARMS} more alarms in --json")
     if report.num_ignored_rounds:
         notes.append(f"{report.num_ignored_rounds} rounds of unfinished requests left out")
     return notes

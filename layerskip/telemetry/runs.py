@@ -37,7 +37,10 @@ class JsonLines:
         self.path = Path(path)
         try:
             self._file = self.path.open("ab", buffering=0)
-            self.cut(_whole_lines(self.path))
+            size = self.path.stat().st_size
+            whole = _whole_lines(self.path)
+            if whole < size:  # others may have added whole lines since
+                self.cut(whole)
         except OSError as error:
             raise self._unwritable(error) from None
 

@@ -36,7 +36,7 @@ class LayerDropout:
         """``(num_layers, num_samples)`` bool on the CPU: who passes which layer by.
 
         Args:
-            step: micro-batch of the run, from 0.
+            step: of the optimiser, from 0.
             num_samples: of the batch; packed documents count as samples of their own.
             first_sample: place of the first of them among the step's samples of all processes, so
                 that two processes together drop what one would.
