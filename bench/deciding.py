@@ -48,7 +48,7 @@ def main() -> None:
     lm = SelfSpeculativeLM.from_pretrained(args.model)
     examples = examples_from(args.prompts, 8 * args.limit)
     encoded = [lm.tokenizer(e.prompt)["input_ids"] for e in examples]
-    prompts = spread([ids for ids in encoded if 0 < len(ids) <= LONGEST], args.limit)
+    prompts = spread([ids for ids in encoded if 0 < len(ids) <= LONGEST], args.limit)[: args.limit]
     settings = {"max_new_tokens": args.tokens, "sampling": sampling_at(args.temperature)}
     found = spent(lm, prompts, settings)
     print(f"{found['rounds']} rounds of {1e3 * found['round_seconds']:.2f} ms")

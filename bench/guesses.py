@@ -52,7 +52,7 @@ def main() -> None:
     cost = measure_cost(without.stack, without.plan, seconds=args.profile_seconds)
     encoded = [without.tokenizer(e.prompt)["input_ids"] for e in read_prompts(args.prompts)]
     fit = [ids for ids in encoded if 0 < len(ids) <= LONGEST]
-    prompts = spread(fit, args.limit * args.rows)
+    prompts = spread(fit, args.limit * args.rows)[: args.limit * args.rows]
     batches = [prompts[i : i + args.rows] for i in range(0, len(prompts), args.rows)]
     cases = []
     for temperature in args.temperatures:

@@ -124,13 +124,16 @@ def bad(accuracies: Sequence[float] | None, *, cold: bool = False) -> Case:
     def case(lab: Lab, chance: random.Random) -> Callable[[int], list[Pair]]:
         lm = lab.lm()
         drafter = install(lm, Random(lm) if accuracies is None else Corrupted(lm, 0.0))
+        waiting: list[float] = []
 
         def turn(i: int) -> list[Pair]:
             prompt = lab.prompts[i % len(lab.prompts)]
             wanted = decode(lm, prompt, 0, max_new_tokens=lab.tokens, sampling=GREEDY)
             drafter.text = (*prompt, *wanted.token_ids)
             if accuracies is not None:
-                drafter.accuracy = chance.choice(accuracies)
+                if not waiting:  # as many of each
+                    waiting.extend(chance.sample(accuracies, len(accuracies)))
+                drafter.accuracy = waiting.pop()
             if cold:
                 forget(lm)
             got = taking_turns(lm, prompt, lab.tokens, chance)

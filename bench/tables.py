@@ -205,7 +205,7 @@ def exactness(files: Files) -> str:
         base, comma, batch = mode.partition(", ")
         equal = entry["equal"] / entry["prompts"] if entry["prompts"] else None
         count = f"{entry['equal']} of {entry['prompts']}" if entry["prompts"] else entry["why_not"]
-        title = TITLES[base] + comma + batch
+        title = TITLES[base].removesuffix(", tuned") + comma + batch  # nothing is timed here
         if base in OURS:
             same.setdefault(f"{count} | {number(equal, '.1%')}", []).append(title)
         else:

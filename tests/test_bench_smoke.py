@@ -139,6 +139,12 @@ def test_workloads_measures_tables_among_the_prompts(
     assert asked == [4.0, 4.0, 2.0]  # drafts, look-ups; and after the third of four prompts
 
 
+def test_a_mode_that_writes_less_is_not_faster_for_it(scripts: SimpleNamespace) -> None:
+    clock = scripts.workloads.Clock
+    runs = [SimpleNamespace(token_ids=(1,) * n, whole=clock(n, 2.0 * n)) for n in (2, 8)]
+    assert {scripts.workloads.per_token(run) for run in runs} == {clock(1.0, 2.0)}
+
+
 def test_workloads_stops_at_another_token_and_keeps_what_it_had(
     scripts: SimpleNamespace,
     arguments: list[str],
