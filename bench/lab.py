@@ -12,7 +12,7 @@ import torch
 import transformers
 from cells import Cell
 from modes import FIXED, Theirs, Way
-from paired import quiet, sampling_at, wrapped
+from paired import commit, quiet, sampling_at, wrapped
 from tasks import Asked, asked, examples_of, spread
 from transformers import AutoModelForCausalLM
 
@@ -144,7 +144,7 @@ class Lab:
         return self.theirs(temperature, self.lm()).tune(mode, prompts, tokens)
 
     def subject(self) -> dict[str, str | int | float]:
-        """What a measurement is of, beside the cell."""
+        """What a measurement is of, beside the cell: what a run that goes on has to share."""
         options = self.options
         return {
             "model": options.model,
@@ -157,6 +157,10 @@ class Lab:
             "limit": options.limit,
             "seconds": options.seconds,
             "tokens": options.tokens or 0,
+            "max_repeated": options.max_repeated,
+            "exit_layer": options.exit_layer or 0,
+            "draft_model": options.draft_model,
+            "commit": commit(),
         }
 
 

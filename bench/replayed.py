@@ -19,6 +19,7 @@ import json
 import math
 import random
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -322,6 +323,8 @@ def main() -> None:
     if not options.drafts.is_file():
         loaded = SelfSpeculativeLM(*known[:3], num_draft_tokens=DEPTH, lookup=False)
         record_all(loaded, options)
+    else:
+        print(f"drafts of {options.drafts}: no option of the recording counts now", file=sys.stderr)
     texts = [t for t in read(options.drafts) if t.temperature or t.repeated <= MAX_REPEATED]
     acceptance = known[2].acceptance
     by_temperature = {

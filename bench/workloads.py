@@ -213,9 +213,13 @@ class Workload:
         }
         if mode.lm is None:
             best = self.comparison.early_exit
-            figures["settings"] = {"exit_layer": best.exit_layer}
+            if mode.name.startswith("hf-early-exit"):
+                figures["settings"] = {"assistant_early_exit": best.exit_layer}
             if mode.name == "hf-early-exit":
-                figures["settings"] |= {"k": best.num_assistant_tokens, "p": best.confidence}
+                figures["settings"] |= {
+                    "num_assistant_tokens": best.num_assistant_tokens,
+                    "assistant_confidence_threshold": best.confidence,
+                }
             return figures
         return figures | self._of_ours(mode, runs, plain)
 

@@ -139,7 +139,7 @@ class SelfSpeculativeLM:
         self._head, self.coverage_meter = self._trimmed(known)
         self._bench, self._rounds_choice = open_bench(self.stack, self.plan, self._head)
         by_itself = self._bench is not None and self.plan is not None
-        self._looks_up = lookup is not False and not (lookup is None and by_itself)
+        self.looks_up = lookup is not False and not (lookup is None and by_itself)
         self._controller: Controller | None = None
         self._lock = threading.Lock()
 
@@ -206,7 +206,7 @@ class SelfSpeculativeLM:
             exit_adapter=None if exit_adapter is None else ExitAdapter.load(exit_adapter, loaded),
         )
         if lm.plan is None and wanted != 0:
-            drafting = "only look-ups draft" if lm._looks_up else "nothing drafts"
+            drafting = "only look-ups draft" if lm.looks_up else "nothing drafts"
             logger.warning("no draft plan is known for %s: %s", model, drafting)
         if wanted == AUTO:
             _ = lm.controller  # measured now, not in the first request
@@ -454,7 +454,7 @@ class SelfSpeculativeLM:
             self._encoder,
             settings,
             controller=lambda: self.controller,
-            looks_up=self._looks_up,
+            looks_up=self.looks_up,
             store=self._store,
             head=self._head,
             bench=self._bench,

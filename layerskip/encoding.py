@@ -81,7 +81,7 @@ class PromptEncoder:
                 raise TypeError("this model has no tokenizer: give token ids instead of text")
             ids = self._tokenize(prompt, add_special_tokens=True)
         else:
-            ids = _as_list(prompt)
+            ids = as_ids(prompt)
             for token in ids:
                 check_integer("a token id", token, 0, self.vocab_size - 1)
         if not ids:
@@ -101,7 +101,8 @@ class PromptEncoder:
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
-def _as_list(prompt: object) -> list[int]:
+def as_ids(prompt: object) -> list[int]:
+    """A prompt of token ids, one tensor or sequence, as a list; what is in it is not checked."""
     if isinstance(prompt, torch.Tensor) and prompt.ndim == 1:
         return prompt.tolist()
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray | memoryview):

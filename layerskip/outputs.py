@@ -145,7 +145,7 @@ class Round:
 
 @dataclass(frozen=True)
 class DecodeStats:
-    """Counts and times of one or several generations; definitions as in vLLM.
+    """Counts and times of one generation, or of ``num_requests``; definitions as in vLLM.
 
     ``cached_tokens`` of the ``prompt_tokens`` were taken from a returned cache. Of ``num_rounds``,
     ``num_plain_rounds`` drafted nothing and ``num_lookup_rounds`` drafted looked-up tokens alone.
@@ -165,6 +165,7 @@ class DecodeStats:
     decode_seconds: float = 0.0
     kv_cache_bytes: int = 0
     positions_through_first_layer: int = 0
+    num_requests: int = 1
 
     @property
     def acceptance_rate(self) -> float:
@@ -178,8 +179,9 @@ class DecodeStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding speed: tokens after the first, over the time after the prefill."""
-        return (self.new_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
+        """Decoding speed: tokens after each request's first, over the time after the prefills."""
+        later = self.new_tokens - self.num_requests
+        return later / self.decode_seconds if self.decode_seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Fields and derived figures, ready for JSON."""
@@ -193,8 +195,10 @@ class DecodeStats:
     def merge(cls, parts: Iterable["DecodeStats"]) -> "DecodeStats":
         """Field-wise sums; cache bytes are the largest."""
         parts = list(parts)
+        if not parts:
+            return cls()
         sums = {f.name: sum(getattr(part, f.name) for part in parts) for f in fields(cls)}
-        sums["kv_cache_bytes"] = max((part.kv_cache_bytes for part in parts), default=0)
+        sums["kv_cache_bytes"] = max(part.kv_cache_bytes for part in parts)
         return cls(**sums)
 
     @classmethod

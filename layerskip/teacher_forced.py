@@ -24,7 +24,9 @@ def teacher_forced(
     """Acceptance of the first drafted token along each prompt's real continuation, by exit.
 
     At every position of the continuation the exit and the full model pick a token, with the same
-    noise when sampling; acceptance is the share of positions where they agree.
+    noise when sampling; acceptance is the share of positions where they agree. The overlap is the
+    mean of the sum over tokens of the smaller probability, 1 - TV, of both distributions as the
+    logits have them: before temperature, top-k, top-p and min-p.
 
     Returns:
         ``{"positions": n, "exits": {E: {"acceptance_rate": a, "overlap": 1 - TV}}}``.

@@ -48,6 +48,7 @@ STATS = {
     "tokens_per_second",
     "kv_cache_bytes",
     "positions_through_first_layer",  # beyond the list: what tells one prefill from two
+    "num_requests",
 }
 MODE_KEYS = {
     "tokens_per_second",
@@ -594,6 +595,17 @@ def test_compare_with_prompts_beyond_the_context(folder: Path, bad: Path) -> Non
     path.write_text(json.dumps({"prompt": "q" * MAX_POSITIONS}) + "\n", encoding="utf-8")
     result = run("compare", folder, "--prompts", path, "--modes", "plain")
     assert_refused(result, "prompt", "positions")
+
+
+def test_compare_says_how_many_prompts_are_too_long(folder: Path, bad: Path) -> None:
+    path = bad / "prompts.jsonl"
+    lines = [json.dumps({"prompt": text}) for text in (PROMPTS[0], "q" * MAX_POSITIONS)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    argv = ("compare", folder, "--prompts", path, "--modes", "plain", "--repeats", 1)
+    result = run(*argv, "--max-new-tokens", 4, "--json")
+    assert (result.document["prompts"], result.document["prompts_too_long"]) == (1, 1)
+    said = " ".join(run(*argv, "--max-new-tokens", 4).out.split())
+    assert "1 of 2 prompts left out: they leave no room for 4 new tokens" in said
 
 
 def test_compare_without_a_tokenizer(bad: Path) -> None:

@@ -24,6 +24,7 @@ from layerskip.cli import main
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.outputs import Round
+from layerskip.policy import Policy, Rule
 from layerskip.telemetry import measure as measuring
 from layerskip.telemetry import summary
 from layerskip.telemetry.measure import LeftOut, Measurement, MeasureSettings, measure
@@ -44,7 +45,8 @@ REQUEST_KEYS = {
 }
 RUN_KEYS = {
     *("version", "model", "arms", "label", "labels", "sampling", "seed", "max_new_tokens", "plan"),
-    *("exit_layer", "prompts", "cost", "versions", "machine", "threads"),
+    *("exit_layer", "exact", "lookup", "policy", "prompts", "cost", "versions", "machine"),
+    "threads",
 }
 
 
@@ -239,6 +241,22 @@ def test_other_settings_are_refused_in_one_sentence(
     with pytest.raises(ValueError, match=rf"was measured with other settings \({said}\); give"):
         measure(lm, traffic, folder, settings=replace(SETTINGS, **changes), model="toy")
     assert {f.name: f.read_bytes() for f in folder.iterdir()} == before
+
+
+def test_another_way_of_decoding_is_refused_in_one_sentence(
+    lm, toy, traffic, full, tmp_path
+) -> None:
+    """What the constructor was told counts as the settings do."""
+    policy = Policy((Rule("", (0, None), 2),))
+    for options, said in (
+        ({"lookup": False}, "lookup True, now False"),
+        ({"exact": False}, "exact True, now False"),
+        ({"policy": policy}, "policy None, now 1 rules, [0-9a-f]{8}"),
+    ):
+        other = SelfSpeculativeLM(toy(), lm.tokenizer, lm.plan, **options)
+        folder = shutil.copytree(full, tmp_path / next(iter(options)))
+        with pytest.raises(ValueError, match=rf"was measured with other settings \({said}\); give"):
+            measure(other, traffic, folder, settings=SETTINGS, model="toy")
 
 
 def test_other_prompts_and_machines_are_refused(lm, traffic, full, monkeypatch) -> None:

@@ -77,6 +77,8 @@ def test_merging_adds_up_all_but_the_cache():
     both = DecodeStats.merge(iter([one, two]))
     assert both.kv_cache_bytes == 640
     assert (both.prompt_tokens, both.new_tokens, both.num_rounds) == (14, 14, 4)
+    assert both.num_requests == 2
+    assert both.tokens_per_second == (14 - 2) / both.decode_seconds  # each has a first token
     assert both.acceptance_rate == 8 / 12
     assert DecodeStats.merge([]) == DecodeStats()
 

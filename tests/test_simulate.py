@@ -515,6 +515,15 @@ def test_what_rounds_tell_of_a_text(tmp_path):
     assert (known.num_requests, known.of_this_table) == (1, True)
 
 
+@pytest.mark.parametrize(("temperature", "sampling"), [(0.0, 0.125), (0.8, 0.5), (None, 0.5)])
+def test_passes_end_as_the_recorded_ones_did(tmp_path, temperature, sampling):
+    folder = runs(tmp_path / "r", EXITS)
+    run = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(run | {"sampling": {"temperature": temperature}}))
+    known = replay(folder, replace(flat(), sampling=0.5, greedy_sampling=0.125))
+    assert known.table.sampling == sampling
+
+
 def test_arms_with_the_same_output_complete_one_another(tmp_path):
     recorded = {
         "0/0": [PREFILL, *[(0, 0, 1, {})] * 4],

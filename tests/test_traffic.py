@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from layerskip.telemetry.traffic import MOST_KEPT, BadLine, Request, Traffic
 
@@ -171,5 +172,11 @@ def test_prompts_in_memory_are_traffic_too() -> None:
     assert Traffic.of(["a", "c"]).sha256 != Traffic.of(["a", "b"]).sha256
     with pytest.raises(ValueError, match="2 prompts came with 1 labels"):
         Traffic.of(["a", "b"], labels=[{}])
-    with pytest.raises(ValueError, match="prompts must be a list"):
-        Traffic.of("a")
+    for single in ("a", [1, 2, 3], torch.tensor([1, 2, 3])):
+        with pytest.raises(ValueError, match="prompts must be a list of them, got a single one"):
+            Traffic.of(single)
+    tensors = Traffic.of([torch.tensor([1, 2]), [1, 2]])
+    assert [r.prompt for r in tensors] == [(1, 2), (1, 2)]
+    assert tensors.sha256 == Traffic.of([[1, 2], (1, 2)]).sha256
+    with pytest.raises(TypeError, match="a prompt must be text or a list of token ids, got 5"):
+        Traffic.of([[1], 5])

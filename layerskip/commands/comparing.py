@@ -66,10 +66,10 @@ def add_parsers(commands: Any) -> None:
 
 
 def _check_counts(args: argparse.Namespace, *names: str) -> None:
+    from layerskip.params import check_integer
+
     for name in names:
-        value = getattr(args, name)
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        check_integer(f"--{name.replace('_', '-')}", getattr(args, name), 1)
 
 
 def _examples(args: argparse.Namespace) -> "list[Example]":
@@ -113,6 +113,13 @@ def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             f"no prompt leaves room for {args.max_new_tokens} new tokens in the model's "
             f"{comparison.lm.stack.max_positions} positions"
         )
+    too_long = len(examples) - len(fit)
+    if too_long:
+        console.print(
+            f"{too_long} of {len(examples)} prompts left out: they leave no room for "
+            f"{args.max_new_tokens} new tokens in the model's positions",
+            style="dim",
+        )
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("prompts", total=len(fit))
         document = compare(
@@ -123,7 +130,7 @@ def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             max_repeated=args.max_repeated,
             on_progress=lambda done, total: progress.update(task, completed=done),
         )
-    document = {"model": args.model, **document}
+    document = {"model": args.model, **document, "prompts_too_long": too_long}
     console.print(_mode_table(document))
     return document
 
@@ -198,7 +205,7 @@ def _mode_table(document: dict[str, Any], names: dict[str, str] | None = None) -
 
 def _exit_table(document: dict[str, Any]) -> Table:
     table = Table(title=f"teacher-forced, {document['positions']} positions")
-    for name in ("exit layer", "first draft token accepted", "1 - TV"):
+    for name in ("exit layer", "first draft token accepted", "overlap"):
         table.add_column(name, justify="right")
     for e, row in document["exits"].items():
         table.add_row(str(e), f"{row['acceptance_rate']:.3f}", f"{row['overlap']:.3f}")

@@ -94,7 +94,7 @@ def _source(args: argparse.Namespace, lm: "SelfSpeculativeLM") -> str:
     if args.exit_adapter:
         return "--exit-adapter"
     if lm.plan is None:
-        return "nowhere: only look-ups draft"
+        return "nowhere: only look-ups draft" if lm.looks_up else "nowhere: nothing drafts"
     folder = builtin_folder() if args.model == BUILTIN else Path(args.model)
     if (folder / PLAN_FILE).is_file():
         return f"{PLAN_FILE} of the checkpoint"

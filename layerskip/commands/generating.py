@@ -19,7 +19,8 @@ from layerskip.params import VERIFICATIONS
 if TYPE_CHECKING:
     from layerskip.api import SelfSpeculativeLM
     from layerskip.grammar import Grammar
-    from layerskip.outputs import GenerationOutput
+    from layerskip.outputs import GenerationOutput, Round
+    from layerskip.text import TextStream
 
 
 def add_parsers(commands: Any) -> None:
@@ -81,6 +82,7 @@ def run_generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """``layerskip generate``."""
     from layerskip.outputs import DecodeStats
     from layerskip.prompts import read_text
+    from layerskip.text import TextStream
 
     sampling, grammar = sampling_of(args), _grammar(args)
     prompt = read_text(args.prompt_file) if args.prompt_file else args.prompt
@@ -100,10 +102,11 @@ def run_generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     row = batch.add(messages=messages) if messages else batch.add(prompt)
     if prompt is not None:
         console.print(escape(prompt), style="dim", end="", highlight=False)
+    stream = TextStream(lm.tokenizer, args.stop) if lm.tokenizer is not None else None
     while batch.unfinished:
         for record in batch.step():
-            style = STYLES[record.origins[0]] or None
-            console.print(escape(record.text), style=style, end="", highlight=False)
+            if stream is not None:
+                _print_text(console, stream, record)
     out = batch.remove(row)
     console.print()
     _print_logprobs(console, lm, out)
@@ -116,6 +119,15 @@ def run_generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         style="dim",
     )
     return out.to_dict()
+
+
+def _print_text(console: Console, stream: "TextStream", record: "Round") -> None:
+    """A round's text, each token in the style of its origin."""
+    pieces = [(stream.push(t), o) for t, o in zip(record.token_ids, record.origins, strict=True)]
+    if record.finish_reason is not None:
+        pieces.append((stream.finish(), record.origins[-1]))
+    for text, origin in pieces:
+        console.print(escape(text), style=STYLES[origin] or None, end="", highlight=False)
 
 
 def _grammar(args: argparse.Namespace) -> "Grammar | None":

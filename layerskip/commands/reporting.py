@@ -150,6 +150,8 @@ def _latency_table(report: "AcceptanceReport") -> Table:
                 f"{times.tokens_per_second:.0f}",
                 *(ratios if last else ["", ""]),
             )
+    if len(report.routes) > MOST_ROWS:
+        table.caption = f"{len(report.routes) - MOST_ROWS} more buckets in --html and --json"
     return table
 
 

@@ -70,7 +70,7 @@ def run_simulate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         check_integer("--new-tokens", args.new_tokens, 1)
     concurrency = _integers("--concurrency", args.concurrency)
     table = CostTable.load(args.cost)
-    traffic, overhead, passes_per_token, machine, assumptions = _traffic(args, table)
+    table, traffic, overhead, passes_per_token, machine, assumptions = _traffic(args, table)
     if table.verify.rows[-1] < FINE_ROWS:
         assumptions.append(
             f"The cost table ends at {table.verify.rows[-1]} rows, and beyond them is a guess: "
@@ -119,9 +119,9 @@ def run_simulate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def _traffic(
     args: argparse.Namespace, table: "CostTable"
-) -> "tuple[Traffic, Overhead | None, float, MachineTime | None, list[str]]":
-    """Requests, what rounds take beside passes, draft passes of a token, the machine's pace, and
-    what to say of it."""
+) -> "tuple[CostTable, Traffic, Overhead | None, float, MachineTime | None, list[str]]":
+    """The table of such traffic, requests, what rounds take beside passes, draft passes of a token,
+    the machine's pace, and what to say of it."""
     if args.runs is None:
         from layerskip.params import check_integer
         from layerskip.workload import Synthetic
@@ -130,7 +130,7 @@ def _traffic(
         check_integer("--prompt-tokens", prompt_tokens, 1)
         acceptance = tuple(_numbers("--acceptance", args.acceptance))
         invented = Synthetic(acceptance, prompt_tokens, args.new_tokens or 128)
-        return invented, None, 1.0, None, [SYNTHETIC, BY_TABLE]
+        return table, invented, None, 1.0, None, [SYNTHETIC, BY_TABLE]
     if args.prompt_tokens is not None:
         raise ValueError("--prompt-tokens is for --acceptance; with --runs they are as recorded")
     from layerskip.telemetry.replay import replay
@@ -159,10 +159,13 @@ def _traffic(
             f"{known.machine.slowness:.2f} times as long as if no round had been slower or faster "
             "than usual."
         )
-    return known.recorded, extra, known.passes_per_token, known.machine, said
+    return known.table, known.recorded, extra, known.passes_per_token, known.machine, said
 
 
-SYNTHETIC = "Synthetic: acceptance and lengths are invented, not recorded."
+SYNTHETIC = (
+    "Synthetic: acceptance and lengths are invented, not recorded; tokens are drawn, as at a "
+    "temperature above 0."
+)
 BY_TABLE = (
     "Prefill by the table alone, which is too much for a small model; no engine time beside passes."
 )

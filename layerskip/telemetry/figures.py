@@ -51,7 +51,7 @@ class Figure:
 
 
 def acceptance(report: AcceptanceReport) -> Figure:
-    """Accepted tokens a round by bucket: the mean's interval, and how requests differ."""
+    """Accepted tokens a draft by bucket: the mean's interval, and how requests differ."""
     known = [b for b in report.buckets if b.mean_accepted and b.accepted_per_request]
     rows = [
         Row(
@@ -67,7 +67,7 @@ def acceptance(report: AcceptanceReport) -> Figure:
         f"quantile of requests. The mean goes {_extremes(rows)}."
     )
     legend = ("mean (thick: its 95 % interval)", "p10 of requests (thin: to p90)")
-    title, label = "Accepted tokens a round, by bucket", "accepted tokens a round"
+    title, label = "Accepted tokens a draft, by bucket", "accepted tokens a draft"
     chart = _rows(description, rows, label, legend)
     return Figure(title, chart, acceptance_table(report), _left_out(len(known)))
 

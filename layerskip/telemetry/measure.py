@@ -1,6 +1,7 @@
 """Decode traffic with drafts and without, and record what every round and request took."""
 
 import hashlib
+import json
 import os
 import platform
 import random
@@ -26,6 +27,7 @@ from layerskip.params import (
     check_num_draft_tokens,
     check_sampling,
 )
+from layerskip.policy import Policy
 from layerskip.telemetry.runs import RunsFolder
 from layerskip.telemetry.summary import MOST_TASKS, Summary, summarize
 from layerskip.telemetry.traffic import Request, Traffic
@@ -290,6 +292,12 @@ def tokens_digest(token_ids: Iterable[int]) -> str:
     return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
 
 
+def _described(policy: Policy) -> str:
+    """What tells it from another: its rules, whatever they were chosen by."""
+    rules = json.dumps(policy.to_dict() | {"measured": None})
+    return f"{len(policy.rules)} rules, {hashlib.sha256(rules.encode()).hexdigest()[:8]}"
+
+
 def _run(
     lm: "SelfSpeculativeLM", traffic: Traffic, settings: MeasureSettings, model: str
 ) -> dict[str, Any]:
@@ -305,6 +313,9 @@ def _run(
         "max_new_tokens": settings.max_new_tokens,
         "plan": None if plan is None else asdict(plan),
         "exit_layer": None if plan is None else plan.exit_layer,
+        "exact": lm.stack.exactness.wanted,
+        "lookup": lm.looks_up,
+        "policy": None if lm.policy is None else _described(lm.policy),
         "prompts": {"name": traffic.name, "sha256": traffic.sha256, "count": traffic.count},
         "cost": lm.controller.cost.to_dict(),
         "versions": {

@@ -32,6 +32,7 @@ class Replay:
             of one row.
         of_this_table: whether recorded times count.
         num_requests: that were read.
+        table: the cost table, its passes ending as the runs' did: in greedy sampling, or drawing.
     """
 
     recorded: Recorded
@@ -40,6 +41,7 @@ class Replay:
     machine: MachineTime | None
     of_this_table: bool
     num_requests: int
+    table: CostTable
 
 
 def replay(folder: str | Path, table: CostTable) -> Replay:
@@ -63,6 +65,7 @@ def replay(folder: str | Path, table: CostTable) -> Replay:
 
 def _replay(folder: str | Path, table: CostTable) -> Replay:
     run = read_run(folder)
+    table = table.of(greedy=(run.get("sampling") or {}).get("temperature") == 0.0)
     own = (run.get("cost") or {}).get("key", {})
     same = bool(own) and all(own.get(name) == table.key.get(name) for name in SAME_TIMES)
     requests = {
@@ -85,6 +88,7 @@ def _replay(folder: str | Path, table: CostTable) -> Replay:
         times.machine if same else None,
         same,
         len(requests),
+        table,
     )
 
 

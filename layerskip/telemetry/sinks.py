@@ -112,7 +112,8 @@ class PrometheusSink:
         registry: to be in; None: the library's own, which its ``start_http_server`` serves.
         prefix: of every name. With "vllm:spec_decode" the counters have vLLM's names.
         label: whose value is the bucket; None: all are one. Above 100 values the rest is one.
-        cost: table of passes, as ``lm.controller.cost``; without it, no c, beta and margin.
+        cost: table of passes, as ``lm.controller.cost``, or of greedy requests alone
+            ``lm.controller.cost.of(greedy=True)``; without it, no c, beta and margin.
         drift: a ``DriftMonitor``, which ``on_round`` has to call, too; adds its alarms,
             ``_drift_alarms_total{bucket,direction}``, and how near the next one is, ``_drift``.
 

@@ -64,7 +64,7 @@ def decision_table(report: AcceptanceReport, policy: Policy) -> Table:
         "drafting",
         "why",
         "measured",
-        "accepted a round, p10",
+        "accepted a draft, p10",
         "gain, p10",
         "time on / off, p90",
     )
@@ -74,7 +74,7 @@ def decision_table(report: AcceptanceReport, policy: Policy) -> Table:
 
 
 def acceptance_table(report: AcceptanceReport) -> Table:
-    """Accepted tokens a round, by draft and by request."""
+    """Accepted tokens a draft, of all drafts and by request."""
     rows = []
     for bucket in _with_total(report):
         mean = bucket.mean_accepted
@@ -88,10 +88,10 @@ def acceptance_table(report: AcceptanceReport) -> Table:
         "drafts",
         "rounds",
         "mean (95 % interval)",
-        *(f"rounds, p{p}" for p in QUANTILES),
+        *(f"drafts, p{p}" for p in QUANTILES),
         *(f"requests, p{p}" for p in QUANTILES),
     )
-    return _by_bucket("Accepted tokens a round", columns, rows, report)
+    return _by_bucket("Accepted tokens a draft", columns, rows, report)
 
 
 def position_table(sources: Sequence[tuple[str, Sequence[Position]]]) -> Table:

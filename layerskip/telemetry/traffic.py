@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from layerskip.encoding import Message, Prompt
+from layerskip.encoding import Message, Prompt, as_ids, is_single
 from layerskip.params import check_integer
 from layerskip.prompts import example_of
 
@@ -71,13 +71,15 @@ class Traffic:
         cls, prompts: Sequence[Prompt], labels: Sequence[Mapping[str, str]] | None = None
     ) -> "Traffic":
         """Prompts that are in memory: texts or token ids, and the labels of each."""
-        if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
+        if is_single(prompts):
+            raise ValueError(f"prompts must be a list of them, got a single one: {prompts!r}")
+        if not isinstance(prompts, Sequence) or not prompts:
             raise ValueError(f"prompts must be a list of texts or token ids, got {prompts!r}")
         each = [dict(one) for one in labels] if labels is not None else [{} for _ in prompts]
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts came with {len(each)} labels; give as many")
         requests = [
-            Request(i, p if isinstance(p, str) else tuple(p), None, own)
+            Request(i, p if isinstance(p, str) else tuple(as_ids(p)), None, own)
             for i, (p, own) in enumerate(zip(prompts, each, strict=True))
         ]
         content = json.dumps([[r.prompt, r.labels] for r in requests]).encode()
