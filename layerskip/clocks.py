@@ -69,11 +69,12 @@ class Clocks:
         bound = OUTLIER * math.sqrt(variance)
         surprise = told - sum(mean[i] * w for i, w in places)
         surprise = min(max(surprise, -bound), bound) / variance
-        for i, a in enumerate(along):
-            mean[i] += a * surprise
-            row = spread[i]
-            for j, b in enumerate(along):
-                row[j] -= a * b / variance
+        # New lists: of two threads' updates one may be lost, but none is made twice.
+        self._mean = mean = [m + a * surprise for m, a in zip(mean, along, strict=True)]
+        self._spread = [
+            [own - a * b / variance for own, b in zip(row, along, strict=True)]
+            for row, a in zip(spread, along, strict=True)
+        ]
         pace = mean[PACE]
         self.ratios = (math.exp(pace), *(math.exp(pace + error) for error in mean[DRAFT:]))
 

@@ -257,7 +257,8 @@ class Controller:
         return known[key]
 
     def observe_plain(self, state: RowState, choice: Choice, context: int) -> None:
-        """A round without a draft: it earns credit for probes."""
+        """A round without an early exit's draft: it earns credit for probes. What looked-up tokens
+        cost is weighed before, and charged to nobody."""
         plain = self.times.verify(1, context, greedy=state.greedy)
         earned = PROBE_SHARE * choice.plain_seconds / plain
         state.shared.credit += earned
@@ -347,7 +348,7 @@ def _may_probe(asks: Sequence[Ask], pace: Pace, left: float) -> bool:
             what is known a draft would pay: or one bad draft would end all for a long time.
     """
     rows = sum(a.room > 0 for a in asks)
-    if rows == 0:
+    if rows == 0 or any(a.state.probing for a in asks):  # a round ahead, one is not judged yet
         return False
     cost = _probe_cost(asks, pace)
     for shared in (a.state.shared for a in asks):  # of each kind of request, once or more

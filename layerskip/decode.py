@@ -84,9 +84,10 @@ class Decoder:
         slot_row = next(i for i in range(len(used) + 1) if i not in used)
         slots = len(spec.prompt) + spec.limit + most_draft_tokens(spec.num_draft_tokens)
         if slot_row >= self.cache.num_rows or slots > self.cache.num_slots:
-            self.cache = self.cache.grown(num_rows=slot_row + 1, num_slots=slots)
+            grown = self.cache.grown(num_rows=slot_row + 1, num_slots=slots)
             if self.rounds is not None:
-                self.rounds.move(self.cache)
+                self.rounds.move(grown)
+            self.cache = grown
         row = Row(self._next_id, slot_row, spec, spec.stream)
         if self._has_block and (spec.may_draft or spec.returns_cache):
             row.exit_states = ExitStates()
@@ -124,9 +125,10 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[Round]:
-        """One round for every unfinished row: its prefill if it is new, else draft and verify.
+        """A round of each unfinished row: its prefill if it is new, else draft and verify. A row
+        that the device takes over after its prefill may have none in the step between.
 
-        If it raises, no row has changed, and it can be called again.
+        If a pass or a verification raises, no row has changed, and it can be called again.
         """
         going = [row for row in self.rows.values() if row.finish_reason is None]
         new = [row for row in going if not row.token_ids]
@@ -178,14 +180,15 @@ class Decoder:
         """What the oldest round that the device ran by itself did for these rows; the one after it
         is on its way by then."""
         assert self.rounds is not None
-        began = time.perf_counter()
+        began, num_recorded = time.perf_counter(), self.rounds.num_recorded
         landings = self.rounds.advance(rows, self.speculator, ahead=ahead)
         if not landings:
             return []
         attempts = [self.speculator.attempted(one) for one in landings]
         read = time.perf_counter()
         seconds = max(read - began, landings[0].seconds)
-        draft = self.speculator.observe_round_seconds(attempts, seconds)
+        usual = self.rounds.num_recorded == num_recorded
+        draft = self.speculator.observe_round_seconds(attempts, seconds, learns=usual)
         times = Times(draft, read - (seconds - draft), 0.0, landings[0].num_rows)
         return [
             self._landed(landing, attempt, times)

@@ -100,7 +100,7 @@ class Calibration:
     """From a draft's confidence to the chance that its token is accepted, learnt on line.
 
     Attributes:
-        told: all chances that tokens were given.
+        told: the chances that judged tokens were given when they were drafted.
     """
 
     def __init__(self) -> None:
@@ -241,14 +241,16 @@ class RowState:
             self._positions[i].add(success, ROW_DISCOUNT)
             self.shared.positions[i].add(success, SHARED_DISCOUNT)
         calibration = self.shared.calibration
-        for success, confidence in zip(accepted, confidences, strict=False):
-            told = self.chance(confidence)
+        judged = list(zip(accepted, confidences, strict=False))
+        told = [self.chance(confidence) for _, confidence in judged]  # before any was judged
+        for (success, confidence), chance in zip(judged, told, strict=True):
             self._confidence_ratio.add(success, calibration.chance(confidence))
-            calibration.add(confidence, told, success)
+            calibration.add(confidence, chance, success)
 
     def add_lookup(self, match_length: int, hits: Sequence[bool], *, stored: bool) -> None:
         """Looked-up tokens beside the text: right ones, and the first that was not."""
         share = self.shared.lookup(match_length, stored)
+        prior = lookup_confidence(match_length, stored)
         for success in hits:
-            self._lookup_ratio.add(success, max(share.mean(0.5, SHARED_WEIGHT), 0.05))
+            self._lookup_ratio.add(success, share.mean(prior, SHARED_WEIGHT))
             share.add(success, SHARED_DISCOUNT)

@@ -29,7 +29,7 @@ class Guess:
     Attributes:
         tokens: the guess; empty if nothing matched.
         match_length: tokens of the suffix that matched, ``LONGEST_MATCH`` at most: the longer,
-            the likelier the guess.
+            the likelier the guess. ``FORCED_MATCH`` of tokens that a grammar forces.
         stored: it comes from a store: less likely than one of the own text at the same length.
     """
 

@@ -206,7 +206,9 @@ def _split(
     bias: float,
 ) -> Split:
     """With these offers taken."""
-    looked_up, tokens = [count for count, _ in offers], len(lines) + sum(gain for _, gain in offers)
+    looked_up = [count for count, _ in offers]
+    # Rows whose number is fixed emit a token each, whatever the others do.
+    tokens = pace.num_rows + sum(gain for _, gain in offers)
     gains = [[] if count else line for count, line in zip(looked_up, lines, strict=True)]
     drawing = pace.drawing * sum(looked_up)
     drafted, rate = fill(pace, gains, tokens, [*looked_up, *others], bias=bias, seconds=drawing)

@@ -82,7 +82,8 @@ class PassTimes:
         if tokens == 0:
             return 0.0
         key = (what, tokens, context // CONTEXT_STEP, rows, greedy)
-        if key not in self._seconds:
+        known = self._seconds.get(key)
+        if known is None:
             if len(self._seconds) >= MOST_REMEMBERED:
                 self._seconds.clear()
             middle = (context // CONTEXT_STEP + 0.5) * CONTEXT_STEP
@@ -91,8 +92,8 @@ class PassTimes:
                 seconds = table.draft_pass(tokens, middle, sequences=rows)
             else:
                 seconds = table.verify_pass(tokens, middle, sequences=rows)
-            self._seconds[key] = max(seconds, SHORTEST)
-        return self._seconds[key]
+            known = self._seconds[key] = max(seconds, SHORTEST)
+        return known
 
     def due(self, *, drafted: bool) -> bool:
         """Whether a round that is over is to be learnt from. That takes as long as choosing what a

@@ -63,6 +63,7 @@ class Rounds:
     Attributes:
         reason: why the last round asked for ran by the host; "" if it did not.
         recordings: rounds by shape.
+        num_recorded: rounds that were recorded so far; that takes far longer than to run one.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Rounds:
         self.stack = stack
         self._function = DeviceRound(stack, plan, vocab_ids)
         self.recordings, self.reason = Recordings(recorder), ""
+        self.num_recorded = 0
         self._flights: deque[Flight] = deque()
         self._seated: dict[int, Row] = {}
         self._most: dict[int, int] = {}
@@ -244,6 +246,7 @@ class Rounds:
 
     def _record(self, shape: Shape) -> None:
         """While no row takes part: a round of none changes nothing, however often it runs."""
+        self.num_recorded += 1
         left = self.seats.num_left.clone()
         self.seats.num_left.zero_()
         try:

@@ -102,7 +102,8 @@ class Row:
         stream: of ``spec``, after the tokens emitted so far.
         cached_tokens: slots that were filled when it joined.
         token_ids: emitted so far; the last one is pending.
-        length: committed slots; the same number as ``cache.lengths[slot_row]``.
+        length: committed slots; the same number as ``cache.lengths[slot_row]``, unless a round is
+            in flight on the device.
         state: the controller's, of a row that leaves the number of draft tokens to it.
         index: of prompt and output, for look-ups; made in the first round that drafts.
         own_ids: tokens of prompt and output that the draft vocabulary lacks, if there is one.

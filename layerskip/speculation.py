@@ -55,9 +55,9 @@ class Attempt:
         """Why the draft went no further."""
         if not self.draft.tokens:
             return ""
-        if self.stopper is not None and self.stopper.stopped:
-            return self.stopper.stopped
-        return "number" if len(self.draft.tokens) >= self.choice.num_draft_tokens else "end"
+        if len(self.draft.tokens) >= self.choice.num_draft_tokens:
+            return "number"
+        return self.stopper.stopped or "end" if self.stopper is not None else "end"
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class Landing:
     """What a round did for one row, as the host reads it.
 
     Attributes:
-        row: as it was when the round was launched.
+        row: that it was launched for; a round further on, if another was in flight before it.
         choice: that asked for the draft.
         draft: drafted tokens.
         tokens: confirmed ones and the one after them, before any cut.
@@ -307,8 +307,13 @@ class Speculator:
         size = _num_tokens(attempts), len(attempts)
         self.controller.times.observe_verify(verify_seconds, verify, *size)
 
-    def observe_round_seconds(self, attempts: Sequence[Attempt], seconds: float) -> float:
+    def observe_round_seconds(
+        self, attempts: Sequence[Attempt], seconds: float, *, learns: bool = True
+    ) -> float:
         """The same of a round whose phases no clock could tell apart.
+
+        Args:
+            learns: whether the cost table does: not from a round that was recorded meanwhile.
 
         Returns:
             What its draft is thought to have taken of it: by the cost table, or where there is
@@ -320,8 +325,9 @@ class Speculator:
             run = longest * len(plan.layers) if plan is not None else 0
             return seconds * run / (run + plan.num_layers) if plan is not None else 0.0
         draft, verify = self._expected(attempts, self.controller)
-        size = _num_tokens(attempts), len(attempts)
-        self.controller.times.observe_round(seconds, draft, verify, *size)
+        if learns:
+            size = _num_tokens(attempts), len(attempts)
+            self.controller.times.observe_round(seconds, draft, verify, *size)
         return seconds * draft / (draft + verify)
 
     def _expected(self, attempts: Sequence[Attempt], controller: Controller) -> tuple[float, float]:
@@ -364,10 +370,12 @@ class Speculator:
         right = judged(guess.tokens, emitted)
         row.state.add_lookup(guess.match_length, right, stored=guess.stored)
         drafted = len(attempt.draft.tokens)
-        if attempt.source != "early_exit":
+        if attempt.source != "early_exit" and not attempt.draft.num_passes:
             self.controller.observe_plain(row.state, attempt.choice, row.length)
             return
-        accepted = [True] * num_matches + [False] * (num_matches < drafted)
+        # Behind the text's end nobody knows what is right.
+        known, wrong = min(num_matches, len(emitted)), num_matches < min(drafted, len(emitted))
+        accepted = [True] * known + [False] * wrong
         # A round that is on its way already may be of another kind than the one that is judged.
         latest, row.state.probing = row.state.probing, attempt.probing
         self.controller.observe_draft(

@@ -82,7 +82,7 @@ def _draw(
     """Number of accepted tokens and the token after them."""
     p, count = scores.double().softmax(-1), len(draft)
     if count:
-        stacked = torch.stack(list(q))
+        stacked = torch.stack(list(q)).to(p.device)  # a look-up's are made by the host
         chances = acceptance_chances(sampler.verification, p, stacked, draft)
         uniforms = sampler.uniforms(position, count)
         num_accepted = count_accepted(sampler.verification, chances, uniforms)

@@ -1,15 +1,25 @@
 """The controller on paper: counted passes times a cost table, so every bound is deterministic."""
 
+import math
 import statistics
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from controlling import CONTEXT, Paper, Request, paper, steady, table
 
+from layerskip.clocks import Clocks
 from layerskip.controller import Ask, Choice, Controller, Stopper
 from layerskip.cost import Curve
-from layerskip.estimates import LARGEST, Calibration, Experience, RowState, ToldChances
+from layerskip.estimates import (
+    LARGEST,
+    Calibration,
+    Experience,
+    RowState,
+    ToldChances,
+    lookup_confidence,
+)
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import ALL_OF, ONE_IN
 
@@ -441,6 +451,43 @@ def test_estimates_start_from_what_requests_have_in_common_and_depart_from_it():
     assert 0.9 < other.acceptance(2) <= LARGEST
 
 
+def test_look_ups_as_good_as_others_say_nothing_of_a_request():
+    state, poor = RowState(Experience((0.6,))), lookup_confidence(1, True)
+    for i in range(40):
+        state.add_lookup(1, [i % 20 in (3, 10, 16)], stored=True)
+    assert poor == pytest.approx(3 / 20)
+    assert state.lookup_acceptance(20, False) == pytest.approx(lookup_confidence(20, False), 0.1)
+
+
+def test_told_chances_are_those_before_any_token_of_the_draft_was_judged():
+    state = RowState(Experience((0.6,)))
+    given = [state.chance(confidence) for confidence in (0.3, 0.3, 0.35)]
+    state.add_draft([True] * 3, (0.3, 0.3, 0.35))
+    assert state.shared.calibration.told.error == pytest.approx(1.0 - statistics.mean(given))
+
+
+@pytest.mark.parametrize(("fixed", "drafted"), [((), 1), ((0,), 0)])
+def test_a_row_that_drafts_nothing_emits_a_token_all_the_same(fixed, drafted):
+    """Half a token for 0.3 of a pass gains where it is one row's, and loses where it is two's."""
+    controller = Controller(table(0.3, slope=0.0), (0.5, 0.01), follows_clock=False)
+    ask = Ask(controller.row("text"), CONTEXT, 8)
+    (choice,) = controller.choose([ask], drafts=True, fixed=fixed)
+    assert (choice.source == "early_exit") == bool(drafted)
+    assert ask.state.last == drafted
+
+
+def test_no_probe_follows_one_that_is_not_judged():
+    controller = Controller(table(0.2), (0.01,), follows_clock=False)
+    state = controller.row("text")
+    state.shared.credit = 1.0
+    ask = Ask(state, CONTEXT, 8)
+    probes = []
+    for _ in range(3):  # as where the device is a round ahead: nothing is observed between
+        controller.choose([ask], drafts=True)
+        probes.append(state.probing)
+    assert probes == [True, False, True]
+
+
 def run_rounds(controller, count, *, pace=1.0, drafts=1.0, verify=1.0, tokens=5, rows=1):
     """Rounds whose passes take the table's seconds times these; ``tokens`` == ``rows``: plain."""
     cost, drafted = controller.cost, tokens > rows
@@ -600,6 +647,25 @@ def test_one_stalled_round_changes_little():
         assert beside_plain(controller) == pytest.approx(before, rel=0.1)
         run_rounds(controller, 10)
         assert beside_plain(controller) == pytest.approx(before, rel=0.03)
+
+
+def test_threads_that_learn_at_once_leave_a_clock_that_learns(monkeypatch):
+    """One comes between what another read and what it writes."""
+    clocks, waiting = Clocks(), [1]
+
+    def interrupted(variance):
+        if waiting:
+            waiting.pop()
+            clocks.observe(1.5, [])
+        return math.sqrt(variance)
+
+    known = {name: getattr(math, name) for name in ("log", "exp", "inf")}
+    monkeypatch.setattr("layerskip.clocks.math", SimpleNamespace(**known, sqrt=interrupted))
+    clocks.observe(1.5, [])
+    for _ in range(3):
+        clocks.pass_time()
+        clocks.observe(1.5, [])  # a negative variance has no root
+    assert 1.2 < clocks.ratios[0] < 1.5
 
 
 def test_a_round_that_took_no_time_or_forever_says_nothing():

@@ -241,6 +241,41 @@ def test_the_controller_learns_a_round_behind(stack, bench):
     assert row.rounds[1].draft_seconds > 0
 
 
+def test_no_round_that_was_recorded_meanwhile_is_learnt_from(stack):
+    bench = Workbench(stack, EXIT, RepeatingRecorder)
+    learnt, texts = [], []
+    for _ in range(2):  # the second time all is recorded
+        controller, seen = Scripted(3, 1), []
+        controller.times.observe_round = lambda *_, seen=seen: seen.append(1)
+        decoder = decoder_of(stack, bench, controller=controller)
+        (row,) = decode(decoder, spec(PROMPTS[0], k="auto"))
+        decoder.leave(row.id)
+        bench.give_back(decoder.rounds)
+        learnt.append(len(seen))
+        texts.append(row.token_ids)
+        rounds = len(row.rounds) - 1
+    assert 0 < learnt[0] < learnt[1] == rounds
+    assert texts[0] == texts[1]
+
+
+def test_a_row_that_finds_no_room_leaves_the_others_theirs(stack, bench, monkeypatch):
+    decoder = decoder_of(stack, bench, num_rows=1, num_slots=30)
+    row = decoder.join(spec(PROMPTS[0], limit=18))
+    decoder.step()
+    before, move = decoder.cache, decoder.rounds.move
+
+    def no_room(cache):
+        raise MemoryError("none is left")
+
+    monkeypatch.setattr(decoder.rounds, "move", no_room)
+    with pytest.raises(MemoryError):
+        decoder.join(spec(random_ids(90)))
+    assert decoder.cache is before is decoder.rounds.cache
+    monkeypatch.setattr(decoder.rounds, "move", move)
+    finish(decoder)
+    assert row.token_ids == decode(decoder_of(stack), spec(PROMPTS[0], limit=18))[0].token_ids
+
+
 def test_the_host_reads_a_round_behind(stack, bench):
     decoder = decoder_of(stack, bench)
     row = decoder.join(spec(PROMPTS[0], limit=12))
@@ -463,4 +498,4 @@ def test_look_ups_give_way_unless_they_are_asked_for(tokenizer):
     pack_model(model)
     for lookup, plan, expected in ((None, EXIT, False), (True, EXIT, True), (None, None, True)):
         lm = SelfSpeculativeLM(model, tokenizer, plan, lookup=lookup, packed=True)
-        assert lm._looks_up is expected
+        assert lm.looks_up is expected

@@ -216,6 +216,54 @@ def test_a_dear_draft_is_given_up_and_the_response_says_so(toy):
     assert out.stats.num_plain_rounds == out.stats.num_rounds == NEW - 1
 
 
+def test_passes_that_draft_nothing_are_charged(toy, plain, monkeypatch):
+    """As where a grammar allows no token of the draft vocabulary."""
+    lm = with_controller(toy, Controller(cost_of(0.1), follows_clock=False), lookup=False)
+    draft = lm._drafter.draft
+
+    def in_vain(*arguments):
+        return [replace(d, tokens=(), shared=(), confidences=()) for d in draft(*arguments)]
+
+    monkeypatch.setattr(lm._drafter, "draft", in_vain)
+    out = run(lm)
+    assert out.token_ids == run(plain).token_ids
+    assert 0 < out.stats.num_draft_passes < 12  # of more than a hundred
+    (kind,) = lm.controller._experiences.values()
+    assert kind.ledger < 0.0
+
+
+def test_nothing_is_learnt_behind_the_end_of_a_text(toy, plain, monkeypatch):
+    """A drafter that is always right drafts on, and the text has ended."""
+    text = run(plain).token_ids
+    whole = (*REPEATING, *text)
+    fits = (i for i in range(1, NEW) if i % 5 in (1, 2, 3) and text[i] not in text[:i])
+    last = max(fits)  # not the last token of its round
+    lm = with_controller(toy, Scripted(Choice("early_exit", 4)), lookup=False)
+    draft, learnt = lm._drafter.draft, []
+
+    def right(requests, *rest):
+        return [
+            replace(d, tokens=whole[r.length + 1 :][: len(d.tokens)], shared=())
+            for r, d in zip(requests, draft(requests, *rest), strict=True)
+        ]
+
+    monkeypatch.setattr(lm._drafter, "draft", right)
+    monkeypatch.setattr(lm, "_eos_ids", frozenset({text[last]}))
+    monkeypatch.setattr(lm.controller, "observe_draft", lambda *given, **_: learnt.append(given[3]))
+    out = run(lm)
+    assert out.token_ids == text[: last + 1]
+    assert learnt == [*[[True] * 4] * (len(learnt) - 1), [True] * (last % 5)]
+
+
+@pytest.mark.parametrize(("wanted", "said"), [(1, "number"), (3, "confidence")])
+def test_a_draft_that_has_all_its_tokens_was_stopped_by_their_number(toy, wanted, said):
+    """However sure its last one was."""
+    hopeless = Choice("early_exit", wanted, 1e9, (1.0,) * 16)
+    out = run(with_controller(toy, Scripted(hopeless), lookup=False))
+    drafted = [r for r in out.rounds[1:-1] if r.num_draft_tokens]
+    assert {(r.num_draft_tokens, r.stopped) for r in drafted} == {(1, said)}
+
+
 def test_confidence_stops_drafts_and_chances_are_told(lm):
     out = run(lm, PROMPT)
     drafted = [r for r in out.rounds if r.drafter == "early_exit"]
