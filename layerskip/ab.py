@@ -94,7 +94,7 @@ def ab(
     The arms of a prompt come one right after the other, in random order; the first prompt is
     decoded once more before, to warm up. Interrupted (Ctrl-C), it gives what it has, if both arms
     have decoded a prompt. A ``LookupStore`` would show one arm what the other wrote: wrap the model
-    without.
+    without. Arms that leave drafting to the controller share it, and what it has learnt.
 
     Args:
         lm: the model, wrapped. Its own policy and number of draft tokens do not count.
@@ -126,7 +126,7 @@ def ab(
     settings = _Settings(sampling, max_new_tokens, seed)
     decoders = {side: _decoder(lm, arms[side], settings) for side in SIDES}
     pairs, interrupted = run_in_turn(tasks, decoders, repeats, seed, on_progress)
-    inexact = "" if lm.stack.exactness.holds else lm.exactness
+    inexact = "" if lm.stack.exactness.wanted else lm.exactness
     return ABResult(arms["a"].name, arms["b"].name, pairs, left_out, interrupted, inexact)
 
 

@@ -81,11 +81,15 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def _place_of_layers(model: PreTrainedModel) -> str:
     depth = model.config.num_hidden_layers
-    return next(
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth
-    )
+    lists = {n: len(m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    place = next((name for name, count in lists.items() if count == depth), None)
+    if place is None:
+        raise UnsupportedModelError(
+            f"the config says num_hidden_layers={depth}, and no list of modules in "
+            f"{type(model).__name__} has as many (there are {lists or 'none'}); set it to the "
+            "number of layers that the model has"
+        )
+    return place
 
 
 def _around_layers(model: PreTrainedModel) -> list[nn.Module]:

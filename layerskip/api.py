@@ -75,9 +75,9 @@ class SelfSpeculativeLM:
         plan: which layers draft, or a plan file with what is known of them; None drafts by
             look-ups alone.
         num_draft_tokens: default for requests that do not say. "auto": from round to round what
-            pays, by the acceptance seen so far and the time of passes, which are measured for a
-            second at the first use unless the plan file brings them. 0: plain decoding. A number:
-            so many tokens a round.
+            pays, by the acceptance seen so far and the time of passes, which are measured for about
+            half a second at the first use unless the plan file brings them. 0: plain decoding. A
+            number: so many tokens a round.
         lookup: whether tokens are looked up in a row's prompt and output, to draft them or to save
             draft passes; a ``LookupStore`` is searched, too, and gets every finished text. The host
             does that between a round's passes. None: unless there is a plan to draft by and the

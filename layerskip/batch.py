@@ -1,5 +1,6 @@
 """Rows that decode together, as users hold them: ``add``, ``step``, ``remove``."""
 
+import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -129,13 +130,17 @@ class Batch:
         return self.join(self.check(ids, settings=settings, request_id=request_id))
 
     def step(self) -> list[Round]:
-        """One round of every unfinished row; for a new row that is its prefill."""
+        """One round of every unfinished row; for a new row that is its prefill.
+
+        ``on_round`` gets every record, whatever it raises for one; that is raised then.
+        """
         records = self._rows.step() if self._rows is not None else []
         if self._meter is not None:
             self._watch_coverage(self._meter, records)
         if self._on_round is not None:
-            for record in records:
-                self._on_round(record)
+            with contextlib.ExitStack() as telling:  # of all: none of these rounds comes again
+                for record in reversed(records):
+                    telling.callback(self._on_round, record)
         return records
 
     def _watch_coverage(self, meter: CoverageMeter, records: Sequence[Round]) -> None:

@@ -107,7 +107,9 @@ class KVCache:
         roomy = _doubled(self.num_rows, num_rows), _doubled(self.num_slots, num_slots)
         try:
             larger = self._resized(*roomy)
-        except torch.OutOfMemoryError:
+        except RuntimeError:  # out of memory; a CPU has no kind of its own for it
+            larger = None
+        if larger is None:  # out of there: the error holds what the first try has got
             larger = self._resized(*asked)
         held = slice(0, max(0, int(self.lengths.max())))
         larger.keys[:, : self.num_rows, held] = self.keys[:, :, held]

@@ -103,6 +103,18 @@ class CostTable:
     greedy_judging: float | None = None
     slot_block: int = 0
 
+    def __post_init__(self) -> None:
+        kinds = ("sampling", "judging", "greedy_sampling", "greedy_judging")
+        for name in (*kinds, "draft_sequence", "verify_sequence"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 <= value < float("inf"):
+                raise ValueError(f"a cost table's {name} must be finite and not negative: {value}")
+        for name, least in (("row_quantum", 1), ("pass_rows", 0), ("slot_block", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
+        if list(self.tiles) != sorted(set(self.tiles)) or any(t < 1 for t in self.tiles):
+            raise ValueError(f"a cost table's tiles must ascend from 1 on, got {self.tiles}")
+
     def of(self, *, greedy: bool) -> "CostTable":
         """The table whose passes end in greedy sampling, or in drawing from a distribution."""
         if not greedy or self.greedy_sampling is None:
@@ -211,8 +223,6 @@ class CostTable:
                 name: None if content.get(name) is None else float(content[name])
                 for name in ("judging", "greedy_sampling", "greedy_judging")
             }
-            if int(content["row_quantum"]) < 1:
-                raise ValueError(f"row_quantum must be 1 or more, got {content['row_quantum']}")
             return cls(
                 _curve(content["draft_layers"]),
                 _curve(content["draft_head"]),

@@ -125,8 +125,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[Round]:
-        """A round of each unfinished row: its prefill if it is new, else draft and verify. A row
-        that the device takes over after its prefill may have none in the step between.
+        """One round for every unfinished row: its prefill if it is new, else draft and verify.
 
         If a pass or a verification raises, no row has changed, and it can be called again.
         """

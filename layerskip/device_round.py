@@ -66,7 +66,7 @@ class DeviceRound:
 
         Args:
             at: ``(k + 1, rows)`` int32, the slot of each row's next token; -1: it drafts no more.
-            slots: ``(rows, k + 1)`` int32, the same for all rows.
+            slots: ``(rows, k + 1)`` int32, the same of every row, whether it drafts or rests.
         """
         k, token = shape.num_draft_tokens, seats.pending[: shape.num_rows]
         tokens, states = [], []

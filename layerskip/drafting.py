@@ -1,5 +1,6 @@
 """Drafting: guess the next tokens with a subset of the layers."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -88,8 +89,9 @@ class EarlyExitDrafter:
     as its look-up guessed right.
 
     The stack's adapter, if it is of the plan's exit, runs after them. Its block may not have seen
-    the last committed tokens: those of plain rounds, the last one of a draft that was accepted as a
-    whole, and before the first draft the prompt. It sees them in the pass that goes on from them.
+    the last committed tokens: those of plain rounds and of look-ups, the last one of a draft that
+    was accepted as a whole, and before the first draft the prompt, if no cache brought its states.
+    It sees them in the pass that goes on from them.
     """
 
     def __init__(self, stack: DecoderStack, plan: DraftPlan) -> None:
@@ -105,7 +107,8 @@ class EarlyExitDrafter:
         head: DraftHead | None = None,
         pays: Callable[[Sequence[int]], bool] | None = None,
     ) -> list[Draft]:
-        """One draft per request. Writes scratch slots only.
+        """One draft per request. Writes scratch slots only, and of an adapter's block the committed
+        slots that it lags behind in.
 
         Args:
             head: over the draft vocabulary and all requests' ``own_ids``; None: the model's own.
@@ -254,6 +257,9 @@ class _Growing:
         """Tokens of a greedy row: ``tokens[i]`` follows ``inputs[i]``."""
         for i, token in enumerate(tokens):
             self.shared.append(states[i])
+            if likeliest and math.isnan(likeliest[i]):
+                self.ended = True
+                return
             self.tokens.append(token)
             if not self._follows(inputs, i, likeliest[i] if likeliest else 1.0):
                 return

@@ -195,6 +195,7 @@ class Recordings:
         """Drop all recordings: the memory that they know is not in use any more."""
         self._kept.clear()
         self._unrecorded.clear()
+        self.reason = ""
 
     def _give_up(self, key: Hashable, reason: str) -> None:
         self._unrecorded.add(key)

@@ -134,7 +134,8 @@ class HostedRow:
         return cast(LongTensor, row.expand(len(ids), -1))
 
     def keep(self, logits: Tensor, scores: Tensor) -> None:
-        self.kept.append((logits, scores))
+        # Copied: of a float32 model they are views of all rows of the pass.
+        self.kept.append((logits.clone(), scores.clone()))
 
     def settings(
         self,

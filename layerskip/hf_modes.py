@@ -11,6 +11,7 @@ from layerskip.admission import decoder_layers
 from layerskip.params import SamplingParams
 
 PROMPT_LOOKUP_TOKENS = 10
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,11 @@ def generate_arguments(sampling: SamplingParams) -> dict[str, Any]:
 @contextmanager
 def configured(model: PreTrainedModel, settings: EarlyExitSettings) -> Iterator[None]:
     """Within it, transformers drafts by these settings, which it reads from the model's own
-    generation config only."""
+    generation config only. Of that nothing else counts but which tokens end a text: a repetition
+    penalty there would give another text than ours, which has none."""
     before = model.generation_config
-    config: GenerationConfig = GenerationConfig.from_dict(before.to_dict())
+    ids = {name: getattr(before, name) for name in SPECIAL}
+    config = GenerationConfig(**ids)
     config.num_assistant_tokens = settings.num_assistant_tokens
     config.num_assistant_tokens_schedule = "constant"
     config.assistant_confidence_threshold = settings.confidence

@@ -113,7 +113,8 @@ class PassLayout:
         positions: ``(1, num_rows)`` int64; spare rows repeat or follow legal positions.
         start: first position where they are consecutive (one row's), else None.
         num_visible: slots that the pass attends to, masked.
-        padded: True: all passes that hold a token run it among as many rows, or a multiple.
+        padded: True: where bits are wanted, all passes that hold a token run it among as many rows,
+            or a multiple.
         calls: of attention; a long segment takes several.
         product_rows: rows that a linear map takes at once, where it is ours.
 

@@ -156,7 +156,8 @@ class DecoderStack:
     @property
     def free_rows(self) -> int:
         """Rows of a decode pass that cost no more than one."""
-        return 1 if self.exactness.by_token else self.exactness.row_quantum
+        exactness = self.exactness
+        return exactness.row_quantum if exactness.holds and not exactness.by_token else 1
 
     @property
     def divides_products(self) -> bool:

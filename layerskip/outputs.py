@@ -52,10 +52,11 @@ class Round:
         num_draft_passes: that the row took part in; fewer than its drafted tokens where looked-up
             tokens were right.
         chances: what each drafted token's chance of acceptance was thought to be, if every token
-            before it was accepted; with ``num_draft_tokens="auto"`` and an early exit only.
+            before it was accepted; with ``num_draft_tokens="auto"`` and an early exit only, and
+            where the host drives rounds.
         confidences: what spoke for each drafted token when it was drafted, 0 to 1: the draft's own
-            confidence (with a fixed number, where ``on_round`` listens and the host drives
-            rounds), or of looked-up tokens the length of their match.
+            confidence (where the host drives rounds; with a fixed number, where ``on_round``
+            listens), or of looked-up tokens the length of their match.
         stopped: why the draft went no further: it had the "number" of tokens that was to be
             drafted, the next one's "confidence" was too low, its draft pass would have had more
             "cost" than gain for the rows that went on, or nothing can follow ("end"). "" where
@@ -193,7 +194,8 @@ class DecodeStats:
 
     @classmethod
     def merge(cls, parts: Iterable["DecodeStats"]) -> "DecodeStats":
-        """Field-wise sums; cache bytes are the largest."""
+        """Field-wise sums, of requests decoded one after another: rows of a batch share their
+        rounds' seconds. Cache bytes are the largest."""
         parts = list(parts)
         if not parts:
             return cls()

@@ -165,6 +165,7 @@ class Passes:
     def _sample(self, kind: str) -> None:
         self.drawn += 1  # its noise is new
         self.samplers[kind].pick(self.logits[:1], self.drawn)
+        self.samplers[kind].forget_before(self.drawn)
 
     def _timed(self, run: Callable[[], object], times: int = 1) -> Timing:
         self._wait()

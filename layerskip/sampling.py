@@ -1,6 +1,7 @@
 """From logits to the next token: greedy, or sampled with noise that depends on nothing but
 (seed, absolute position, token id)."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -236,15 +237,15 @@ class Sampler:
 
         Returns:
             None if the distribution is not finite, or a trimmed draft vocabulary has nothing that
-            the grammar allows. Nothing was drawn then, so ending the draft here leaves token and
-            block verification exact.
+            the grammar and the processors allow. Nothing was drawn then, so ending the draft here
+            leaves token and block verification exact.
         """
         if self.verification == "coupled":
             scores = self.scores(logits, context)
-            if self.constraint is not None and not scores.isfinite().any():
-                return None
             noisy = self._noisy(scores, position)
             token = int(noisy[0].argmax())
+            if not math.isfinite(float(noisy[0, token])):  # NaN, or nothing is allowed
+                return None
             if not with_confidence:
                 return Drawn(token)
             # By how much its token is preferred; a normaliser would cancel.

@@ -102,20 +102,25 @@ class Ring:
             torch.zeros(width, dtype=torch.int64, pin_memory=on_gpu) for _ in range(ON_THEIR_WAY)
         ]
         self._events = [_event_pair() for _ in range(ON_THEIR_WAY)] if on_gpu else []
+        self._device = device
         self._next = 0
 
     def begin(self) -> None:
         """Start the clock of the next packet's round."""
         if self._events:
-            self._events[self._next][0].record()
+            self._events[self._next][0].record(self._stream())
 
     def send(self, packet: Tensor) -> int:
         """Start the copy of a packet, ``(any,)``; returns its place."""
         turn, self._next = self._next, (self._next + 1) % len(self._host)
         self._host[turn][: len(packet)].copy_(packet, non_blocking=True)
         if self._events:
-            self._events[turn][1].record()
+            self._events[turn][1].record(self._stream())
         return turn
+
+    def _stream(self) -> torch.cuda.Stream:
+        """Of the packets' device, which need not be the current one."""
+        return torch.cuda.current_stream(self._device)
 
     def receive(self, turn: int, shape: Shape) -> tuple[list[list[int]], float]:
         """Wait for a packet: its numbers, row by row, and the seconds since ``begin`` on the

@@ -351,6 +351,12 @@ class Speculator:
         """After a row's prefill: its draft may take the tokens of its prompt, and the first one."""
         if self._base is not None:
             row.own_ids = frozenset(row.context) - self._kept
+        self._ended(row)
+
+    def _ended(self, row: Row) -> None:
+        """A finished text is looked up in by later ones."""
+        if row.finish_reason is not None and self.store is not None:
+            self.store.add(row.context)
 
     def observe(self, row: Row, attempt: Attempt, emitted: Sequence[int], num_matches: int) -> None:
         """What became of a row's draft; the row has ``emitted`` already.
@@ -362,8 +368,7 @@ class Speculator:
             row.index.extend(emitted)
         if self._base is not None:
             row.own_ids |= frozenset(emitted) - self._kept
-        if row.finish_reason is not None and self.store is not None:
-            self.store.add(row.context)
+        self._ended(row)
         if row.state is None or self.controller is None:
             return
         guess = attempt.guess

@@ -50,7 +50,7 @@ def judge(
         position: absolute position of the first drafted token.
         draft: drafted ids.
         q: for token-level and block verification, ``(vocab,)`` of each drafted token.
-        context: all tokens before ``position``; read by processors only.
+        context: all tokens before ``position``; read by processors and grammars only.
 
     Raises:
         ValueError: a needed score is NaN, or every token is ruled out.

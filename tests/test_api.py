@@ -315,6 +315,21 @@ def test_times_of_a_round_lie_within_those_of_its_request(wrap):
     assert {(r.mode, r.exit_layer, r.stopped) for r in drafting} == {("early_exit", 2, "number")}
 
 
+def test_what_on_round_raises_of_one_row_takes_no_record_of_another(wrap):
+    told = []
+
+    def refuse(record):
+        told.append(record.row)
+        if record.row == 0:
+            raise OSError("disk full")
+
+    batch = wrap("exit").open_batch(max_new_tokens=9, on_round=refuse)
+    rows = [batch.add(random_ids(5)) for _ in range(3)]
+    with pytest.raises(OSError, match="disk full"):
+        batch.step()
+    assert told == rows
+
+
 def test_what_on_round_raises_comes_through_and_the_batch_goes_on(wrap):
     def refuse(record):
         if record.index == 1:

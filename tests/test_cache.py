@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -104,12 +105,14 @@ def test_rows_that_join_one_by_one_copy_their_history_about_once(longer):
     assert cache.num_rows == 32
 
 
-def test_without_room_to_double_a_cache_grows_as_far_as_asked(monkeypatch):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])  # a GPU's, a CPU's
+def test_without_room_to_double_a_cache_grows_as_far_as_asked(monkeypatch, error):
     cache, resized = make_cache(num_rows=4, num_slots=64, attended_block=64), KVCache._resized
 
     def limited(self, num_rows, num_slots):
         if num_rows * num_slots > 5 * 64:
-            raise torch.OutOfMemoryError
+            raise error
+        assert sys.exception() is None, "the error still holds the memory of the first try"
         return resized(self, num_rows, num_slots)
 
     monkeypatch.setattr(KVCache, "_resized", limited)

@@ -156,6 +156,18 @@ def test_early_exit_settings_are_lent_and_given_back(
     assert before.to_dict() == snapshot
 
 
+def test_processors_of_the_model_s_own_config_do_not_count(
+    comparison: Comparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours has none: beside it transformers would write another text."""
+    expected = comparison.run("hf", PROMPT).token_ids
+    config = comparison.model.generation_config
+    monkeypatch.setattr(config, "repetition_penalty", 50.0)
+    monkeypatch.setattr(config, "no_repeat_ngram_size", 1)
+    assert comparison.run("hf", PROMPT).token_ids == expected
+    assert comparison.model.generation_config.repetition_penalty == 50.0
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_exception_leaves_nothing_on_the_model(
     comparison: Comparison, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]

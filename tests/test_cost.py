@@ -134,6 +134,11 @@ def test_a_table_survives_json():
         ({"tiles": 3}, "not complete"),
         ({"judging": []}, "not complete"),
         ({"row_quantum": 0}, "row_quantum must be 1 or more, got 0"),
+        ({"sampling": float("nan")}, "sampling must be finite and not negative"),
+        ({"greedy_judging": -1.0}, "greedy_judging must be finite and not negative"),
+        ({"verify_sequence": float("inf")}, "verify_sequence must be finite and not negative"),
+        ({"pass_rows": -4}, "pass_rows must be 0 or more, got -4"),
+        ({"tiles": [4, 1]}, "tiles must ascend from 1 on"),
     ],
 )
 def test_what_is_no_table_is_refused(change, message):

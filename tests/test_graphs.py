@@ -137,6 +137,15 @@ def test_without_a_recording_the_function_runs_and_says_why():
     assert len(recordings) == 1
 
 
+def test_what_could_not_be_recorded_over_other_memory_is_tried_again():
+    recordings = Recordings(Sized(10, unfit=(print,)), limit_bytes=100)
+    recordings.prepare("u", print)
+    recordings.clear()
+    assert recordings.reason == ""
+    recordings.prepare("u", lambda: None)
+    assert "u" in recordings
+
+
 def test_a_recording_that_is_too_large_is_not_kept():
     played = []
     recordings = Recordings(Sized(500), limit_bytes=100)

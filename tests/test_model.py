@@ -106,6 +106,12 @@ def dynamic_rope() -> torch.nn.Module:
     return make_model(rope_parameters=rope)
 
 
+def cut() -> torch.nn.Module:
+    model = make_model()
+    del model.model.layers[-1]
+    return model
+
+
 def quantised() -> torch.nn.Module:
     model = make_model()
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
@@ -119,6 +125,7 @@ REFUSALS = [
     (classifier, r"LlamaForSequenceClassification has no language-model head"),
     (dynamic_rope, r"rope type 'dynamic' changes with the length of the text"),
     (quantised, r"quantised weights are not supported"),
+    (cut, r"num_hidden_layers=\d+, and no list of modules in LlamaForCausalLM has as many"),
     (lambda: torch.nn.Linear(2, 2), r"must be a transformers causal language model, got Linear"),
     (lambda: "llama", r"must be a transformers causal language model, got str"),
 ]

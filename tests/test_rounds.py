@@ -258,7 +258,8 @@ def test_no_round_that_was_recorded_meanwhile_is_learnt_from(stack):
     assert texts[0] == texts[1]
 
 
-def test_a_row_that_finds_no_room_leaves_the_others_theirs(stack, bench, monkeypatch):
+def test_a_row_that_finds_no_room_leaves_the_others_theirs(stack, monkeypatch):
+    bench = Workbench(stack, EXIT, RepeatingRecorder)
     decoder = decoder_of(stack, bench, num_rows=1, num_slots=30)
     row = decoder.join(spec(PROMPTS[0], limit=18))
     decoder.step()

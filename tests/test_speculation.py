@@ -232,6 +232,35 @@ def test_passes_that_draft_nothing_are_charged(toy, plain, monkeypatch):
     assert kind.ledger < 0.0
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "0.8"])
+def test_a_draft_ends_where_a_processor_allows_nothing_of_its_vocabulary(toy, sampling):
+    """Its scores are all -inf: there is no token, and no confidence in one."""
+    known = PlanFile(PLANS["exit"], draft_vocabulary=(3, 50, 99))
+
+    new = [t for t in range(VOCAB_SIZE) if t not in (3, 50, 99, *PROMPT)]
+
+    def unheard_of(ids, scores):
+        allowed = torch.full_like(scores, float("-inf"))
+        only = new[ids.shape[1]]
+        allowed[:, only] = scores[:, only]
+        return allowed
+
+    heard, rules = [], [unheard_of]
+    settings = {"sampling": sampling, "logits_processor": rules, "max_new_tokens": 8}
+    lm = SelfSpeculativeLM(toy(), None, known, num_draft_tokens=3, lookup=False)
+    out = lm.generate(PROMPT, **settings, on_round=heard.append)
+    plain = lm.generate(PROMPT, **settings, num_draft_tokens=0)
+    assert out.token_ids == plain.token_ids
+    assert [(r.num_draft_tokens, r.confidences) for r in heard] == [(0, ())] * 8
+    assert all(r.num_draft_passes == 1 for r in heard[1:-1])
+
+
+def test_a_text_that_ends_with_its_first_token_is_looked_up_too(toy):
+    store = LookupStore()
+    run(SelfSpeculativeLM(toy(), None, num_draft_tokens=6, lookup=store), max_new_tokens=1)
+    assert len(store) >= len(REPEATING) + 1
+
+
 def test_nothing_is_learnt_behind_the_end_of_a_text(toy, plain, monkeypatch):
     """A drafter that is always right drafts on, and the text has ended."""
     text = run(plain).token_ids

@@ -224,7 +224,7 @@ def stack_facts(lm: SelfSpeculativeLM) -> dict[str, Any]:
         "stack": type(lm.stack).__name__,
         "why": getattr(lm, "stack_choice", "there is only this stack"),
         "backend": lm.stack.backend,
-        "bit_identical": lm.stack.exactness.holds,
+        "bit_identical": lm.stack.exactness.wanted,
         "exactness": lm.exactness,
         "exit_layer": lm.plan.exit_layer if lm.plan is not None else None,
     }

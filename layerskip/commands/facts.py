@@ -52,7 +52,7 @@ def run_info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "device": str(stack.device),
         "threads": torch.get_num_threads(),
         "kv_cache_bytes_per_token": stack.kv_bytes_per_token,
-        "bit_identical": stack.exactness.holds,
+        "bit_identical": stack.exactness.wanted,
         "exactness": lm.exactness,
         "stack": lm.stack_choice,
         "rounds": lm.rounds_choice,
@@ -134,6 +134,6 @@ def _cost(lm: "SelfSpeculativeLM") -> str:
 
     saved = lm.plan_file.cost
     if saved is None:
-        return "none saved: measured for a second at the first use"
+        return "none saved: measured for about half a second at the first use"
     difference = mismatch(saved, lm.stack, lm.plan, lm.plan_file.draft_vocabulary)
     return "saved, and of this machine" if difference is None else f"not used: {difference}"
