@@ -1,6 +1,5 @@
 """Drafting: guess the next tokens with a subset of the layers."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -140,7 +139,8 @@ class EarlyExitDrafter:
         bare = [g for g in asking if g.request.sampler.is_argmax]
         tokens = [] if not bare else _greedy(logits, head)
         sure = any(g.request.with_confidence for g in bare)
-        likeliest = logits.float().softmax(-1).amax(-1).tolist() if sure else []
+        # What is no number speaks for nothing.
+        likeliest = logits.float().softmax(-1).amax(-1).nan_to_num(0.0).tolist() if sure else []
         done = 0
         for g, given in zip(asking, inputs, strict=True):
             at = slice(done, done + len(given))
@@ -257,9 +257,6 @@ class _Growing:
         """Tokens of a greedy row: ``tokens[i]`` follows ``inputs[i]``."""
         for i, token in enumerate(tokens):
             self.shared.append(states[i])
-            if likeliest and math.isnan(likeliest[i]):
-                self.ended = True
-                return
             self.tokens.append(token)
             if not self._follows(inputs, i, likeliest[i] if likeliest else 1.0):
                 return

@@ -25,7 +25,7 @@ class Drawn:
         q: the distribution that it was drawn from, ``(vocab,)`` float64, where verification asks.
         confidence: what speaks for the token, 0 to 1: its probability, or where the noise is the
             target's as well, by how much it won: the largest softmax of scores and noise together.
-            1 if it was not asked for.
+            1 if it was not asked for, 0 of what is no number.
     """
 
     token: int
@@ -236,20 +236,20 @@ class Sampler:
             with_confidence: fill in ``Drawn.confidence``.
 
         Returns:
-            None if the distribution is not finite, or a trimmed draft vocabulary has nothing that
-            the grammar and the processors allow. Nothing was drawn then, so ending the draft here
-            leaves token and block verification exact.
+            None if a trimmed draft vocabulary has nothing that the grammar and the processors
+            allow, or for token and block verification if the distribution is not finite. Nothing
+            was drawn then, so ending the draft here leaves both exact.
         """
         if self.verification == "coupled":
             scores = self.scores(logits, context)
             noisy = self._noisy(scores, position)
             token = int(noisy[0].argmax())
-            if not math.isfinite(float(noisy[0, token])):  # NaN, or nothing is allowed
+            if float(noisy[0, token]) == -math.inf:  # nothing is allowed
                 return None
             if not with_confidence:
                 return Drawn(token)
             # By how much its token is preferred; a normaliser would cancel.
-            return Drawn(token, None, float(noisy.float().softmax(-1).amax()))
+            return Drawn(token, None, float(noisy.float().softmax(-1).amax().nan_to_num(0.0)))
         q = self.scores(logits, context)[0].double().softmax(-1)
         if not q.isfinite().all():
             return None
