@@ -15,12 +15,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from layerskip import Round, SamplingParams, SelfSpeculativeLM
 from layerskip.hf_modes import (
-    DEFAULT_EARLY_EXIT,
     PROMPT_LOOKUP_TOKENS,
     EarlyExitSettings,
     configured,
     counted,
     generate_arguments,
+    settings_to_try,
 )
 from layerskip.params import NumDraftTokens
 
@@ -226,15 +226,12 @@ class Theirs:
         return min(times, key=lambda s: times[s])
 
     def grid(self, mode: str) -> list[EarlyExitSettings]:
-        """Settings to try: exits up to a quarter of the layers, drafts of 2, 4 and 6 tokens, with
-        and without a threshold of confidence, and transformers' own default."""
+        """Settings to try, at exits up to a quarter of the layers."""
         depth, plan = self.lm.stack.num_layers, self.lm.plan
         exits = {round(depth * share / 16) for share in (1, 2, 3, 4)}
         exits |= {plan.exit_layer} if plan is not None and plan.exit_layer else set()
         exits = {e for e in exits if 0 < e < depth} if mode == "hf-early-exit" else {1}
-        tried = [(k, p) for k in (2, 4, 6) for p in (0.0, 0.4)]
-        tried += [(DEFAULT_EARLY_EXIT.num_assistant_tokens, DEFAULT_EARLY_EXIT.confidence)]
-        return [EarlyExitSettings(e, k, p) for e in sorted(exits) for k, p in tried]
+        return settings_to_try(sorted(exits))
 
     def described(self, mode: str) -> dict[str, Any]:
         """What was found for it, in transformers' names."""

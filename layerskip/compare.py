@@ -20,6 +20,7 @@ from layerskip.hf_modes import (
     configured,
     counted,
     generate_arguments,
+    settings_to_try,
 )
 from layerskip.model import Head
 from layerskip.outputs import DecodeStats, GenerationOutput
@@ -145,9 +146,7 @@ class Comparison:
 
     def tune_early_exit(self, prompts: Sequence[Sequence[int]]) -> None:
         """Find transformers' best exit settings on a few prompts, before anything is timed."""
-        exits = [e for e in (1, 2, 3) if e < self.lm.stack.num_layers]
-        grid = [EarlyExitSettings(e, k, p) for e in exits for k in (2, 4, 6) for p in (0.0, 0.4)]
-        grid += [replace(DEFAULT_EARLY_EXIT, exit_layer=e) for e in exits]
+        grid = settings_to_try(e for e in (1, 2, 3) if e < self.lm.stack.num_layers)
         if not grid:
             raise ValueError("a model of one layer has no early exit: leave these modes out")
         times: dict[EarlyExitSettings, float] = {}

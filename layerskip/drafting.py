@@ -1,5 +1,6 @@
 """Drafting: guess the next tokens with a subset of the layers."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -139,8 +140,7 @@ class EarlyExitDrafter:
         bare = [g for g in asking if g.request.sampler.is_argmax]
         tokens = [] if not bare else _greedy(logits, head)
         sure = any(g.request.with_confidence for g in bare)
-        # What is no number speaks for nothing.
-        likeliest = logits.float().softmax(-1).amax(-1).nan_to_num(0.0).tolist() if sure else []
+        likeliest = logits.float().softmax(-1).amax(-1).tolist() if sure else []
         done = 0
         for g, given in zip(asking, inputs, strict=True):
             at = slice(done, done + len(given))
@@ -296,6 +296,8 @@ class _Growing:
     def _follows(self, inputs: Sequence[int], i: int, confidence: float) -> bool:
         """Whether the token just drafted is the next one that went through the layers."""
         goes_on = self.request.goes_on
+        if math.isnan(confidence):  # what is no number speaks for nothing
+            confidence = 0.0
         if self.request.with_confidence:
             self.confidences.append(confidence)
         if goes_on is not None and not goes_on(confidence):

@@ -61,6 +61,12 @@ class Exactness:
         """Whether products take tokens one by one, so that spare rows are left out of them."""
         return self.wanted and self.product_rows == 1
 
+    @property
+    def free_rows(self) -> int:
+        """Rows of a pass that cost no more than one: one where tokens are multiplied, or run, by
+        one, or come as they are."""
+        return self.row_quantum if self.holds and not self.by_token else 1
+
     def tile(self, longest: int) -> int:
         """Positions that attention takes at once in a pass whose longest segment is this long."""
         if not self.wanted:

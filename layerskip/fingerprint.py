@@ -92,9 +92,8 @@ def device_name(device: torch.device) -> str:
 
 
 def row_quantum(stack: "DecoderStack") -> int:
-    """Rows by which the time of a pass grows: one where tokens are multiplied, or run, by one."""
-    exactness = stack.exactness
-    return exactness.row_quantum if exactness.holds and not exactness.by_token else 1
+    """Rows by which the time of a pass grows."""
+    return stack.exactness.free_rows
 
 
 def cost_key(

@@ -153,7 +153,7 @@ class Recordings:
         # The least recently used first.
         self._kept: OrderedDict[Hashable, Recording] = OrderedDict()
         self._unrecorded: set[Hashable] = set()
-        self.reason = ""
+        self.reason = self._warned = ""
 
     def __contains__(self, key: Hashable) -> bool:
         """Whether ``key`` runs without being recorded first."""
@@ -199,9 +199,9 @@ class Recordings:
 
     def _give_up(self, key: Hashable, reason: str) -> None:
         self._unrecorded.add(key)
-        if not self.reason:
+        if reason != self._warned:  # not again for every memory that they are tried over
             logger.warning("rounds run without a graph: %s", reason)
-        self.reason = reason
+        self.reason = self._warned = reason
 
 
 def taped(function: Function) -> Tape:

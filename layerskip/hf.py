@@ -135,7 +135,8 @@ class HostedRow:
 
     def keep(self, logits: Tensor, scores: Tensor) -> None:
         # Copied: of a float32 model they are views of all rows of the pass.
-        self.kept.append((logits.clone(), scores.clone()))
+        kept = logits.clone()
+        self.kept.append((kept, kept if scores is logits else scores.clone()))
 
     def settings(
         self,

@@ -1,6 +1,6 @@
 """How transformers is run beside us: its arguments, the settings it is lent, and what it took."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from layerskip.admission import decoder_layers
 from layerskip.params import SamplingParams
 
 PROMPT_LOOKUP_TOKENS = 10
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,14 @@ class EarlyExitSettings:
 
 
 DEFAULT_EARLY_EXIT = EarlyExitSettings(2, 20, 0.4)  # transformers' defaults but for the exit
+
+
+def settings_to_try(exits: Iterable[int]) -> list[EarlyExitSettings]:
+    """With each exit drafts of 2, 4 and 6 tokens, with and without a threshold of confidence, and
+    transformers' own default."""
+    tried = [(k, p) for k in (2, 4, 6) for p in (0.0, 0.4)]
+    tried += [(DEFAULT_EARLY_EXIT.num_assistant_tokens, DEFAULT_EARLY_EXIT.confidence)]
+    return [EarlyExitSettings(e, k, p) for e in exits for k, p in tried]
 
 
 def generate_arguments(sampling: SamplingParams) -> dict[str, Any]:

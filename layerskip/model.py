@@ -156,8 +156,7 @@ class DecoderStack:
     @property
     def free_rows(self) -> int:
         """Rows of a decode pass that cost no more than one."""
-        exactness = self.exactness
-        return exactness.row_quantum if exactness.holds and not exactness.by_token else 1
+        return self.exactness.free_rows
 
     @property
     def divides_products(self) -> bool:

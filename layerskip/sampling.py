@@ -25,7 +25,7 @@ class Drawn:
         q: the distribution that it was drawn from, ``(vocab,)`` float64, where verification asks.
         confidence: what speaks for the token, 0 to 1: its probability, or where the noise is the
             target's as well, by how much it won: the largest softmax of scores and noise together.
-            1 if it was not asked for, 0 of what is no number.
+            1 if it was not asked for, NaN of scores that are no numbers.
     """
 
     token: int
@@ -244,12 +244,12 @@ class Sampler:
             scores = self.scores(logits, context)
             noisy = self._noisy(scores, position)
             token = int(noisy[0].argmax())
-            if float(noisy[0, token]) == -math.inf:  # nothing is allowed
+            if self.reads_context and float(noisy[0, token]) == -math.inf:  # nothing is allowed
                 return None
             if not with_confidence:
                 return Drawn(token)
             # By how much its token is preferred; a normaliser would cancel.
-            return Drawn(token, None, float(noisy.float().softmax(-1).amax().nan_to_num(0.0)))
+            return Drawn(token, None, float(noisy.float().softmax(-1).amax()))
         q = self.scores(logits, context)[0].double().softmax(-1)
         if not q.isfinite().all():
             return None

@@ -57,7 +57,8 @@ class Attempt:
             return ""
         if len(self.draft.tokens) >= self.choice.num_draft_tokens:
             return "number"
-        return self.stopper.stopped or "end" if self.stopper is not None else "end"
+        told = self.stopper.stopped if self.stopper is not None else ""
+        return told or "end"
 
 
 @dataclass(frozen=True, eq=False)

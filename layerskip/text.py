@@ -66,6 +66,18 @@ class TextStream:
         return piece
 
 
+def by_origin(
+    stream: TextStream, token_ids: Sequence[int], origins: Sequence[str], *, ended: bool
+) -> list[tuple[str, str]]:
+    """The text that each of a round's tokens makes final, with the token's origin.
+
+    Args:
+        ended: whether the text ends with them: then what was held back is the last one's, too.
+    """
+    pieces = [(stream.push(t), origin) for t, origin in zip(token_ids, origins, strict=True)]
+    return [*pieces, (stream.finish(), origins[-1])] if ended else pieces
+
+
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that ``stop`` begins with."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):

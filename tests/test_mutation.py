@@ -204,6 +204,20 @@ def test_nothing_is_drafted_from_what_is_no_distribution(wrap, plain, lie, verif
     assert all(r.num_draft_tokens == 0 for row, *_ in rows for r in row.rounds)
 
 
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.8, seed=3)])
+@pytest.mark.parametrize("lie", ["nan", "inf"])
+def test_nothing_speaks_for_a_draft_from_what_is_no_number(wrap, monkeypatch, lie, sampling):
+    """It may be drafted, as verification decides; its confidence would be taken for a number."""
+    lm, heard = wrap("exit"), []
+    vandal = Vandal(lm.stack, PLANS["exit"], LOGITS[lie])
+    monkeypatch.setattr(lm, "_drafter", vandal)
+    settings = {"max_new_tokens": 12, "sampling": sampling, "num_draft_tokens": 3}
+    lm.generate(PROMPTS[1], **settings, on_round=heard.append)
+    told = [confidence for r in heard for confidence in r.confidences]
+    assert told
+    assert set(told) == {0.0}
+
+
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_a_draft_ends_before_what_is_no_distribution(wrap, verification):
     stack, plan, calls = wrap("exit").stack, PLANS["exit"], []

@@ -160,12 +160,3 @@ def test_restricted_sampling_follows_the_renormalised_softmax():
     assert set(picked.tolist()) == set(best.tolist())
     probabilities = (logits[best] / 0.7).softmax(-1)
     assert chi_square(picked.bincount(minlength=20)[best], probabilities) < 38.0  # 5 degrees
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_nothing_speaks_for_a_draft_from_what_is_no_number(bad):
-    """It may be drafted, as verification decides; its confidence would be taken for a number."""
-    sampler, logits = Sampler(SamplingParams(temperature=0.8), 3, 20), torch.zeros(1, 20)
-    logits[0, 7] = bad
-    drawn = sampler.draft(logits, 9, 9, with_confidence=True)
-    assert (drawn.token, drawn.confidence) == (7, 0.0)

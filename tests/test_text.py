@@ -3,7 +3,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from toys import VOCAB_SIZE, make_tokenizer
 
-from layerskip.text import TextStream
+from layerskip.text import TextStream, by_origin
 
 TOKENIZER = make_tokenizer()
 IDS = st.lists(st.integers(2, VOCAB_SIZE - 1), max_size=24)  # mostly broken UTF-8
@@ -50,6 +50,17 @@ def cut_at_stop(ids: list[int], stops: tuple[str, ...]) -> str:
         if found:
             return text[: min(found)]
     return decode(ids)
+
+
+@given(IDS.filter(bool), st.integers(0, 24))
+@example(ENDS_INSIDE, 1)
+def test_text_by_origin_is_the_text_of_its_tokens(ids, cut):
+    stream, origins = TextStream(TOKENIZER, ()), [str(i) for i in range(len(ids))]
+    first, rest = slice(0, min(cut, len(ids) - 1)), slice(min(cut, len(ids) - 1), None)
+    pieces = by_origin(stream, ids[first], origins[first], ended=False)
+    pieces += by_origin(stream, ids[rest], origins[rest], ended=True)
+    assert "".join(text for text, _ in pieces) == decode(ids)
+    assert [origin for _, origin in pieces] == [*origins, origins[-1]]  # what was held back
 
 
 @given(IDS)

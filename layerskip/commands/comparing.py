@@ -14,10 +14,12 @@ from layerskip.commands.options import (
     draft_options,
     load,
     model_options,
+    print_round,
     quiet,
     sampling_of,
     sampling_options,
 )
+from layerskip.text import TextStream
 
 if TYPE_CHECKING:
     from layerskip.api import SelfSpeculativeLM
@@ -230,16 +232,11 @@ def run_demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     for example in examples:
         tail = "\n".join(example.prompt.rstrip("\n").split("\n")[-4:]) + "\n"
         console.print(escape(tail), style="dim", end="", highlight=False)
+        stream = TextStream(comparison.lm.tokenizer, ())
         for step in comparison.lm.stream(example.prompt, max_new_tokens=args.max_new_tokens):
-            _print_tokens(console, comparison.lm, step.round)
+            print_round(console, stream, step.round)
         console.print("\n")
     with console.status("timing four decoders in turn"):
         document = compare(comparison, examples, modes=DEMO_MODES, repeats=2, tuning_prompts=1)
     console.print(_mode_table(document, DEMO_NAMES))
     return {"model": args.model, **document}
-
-
-def _print_tokens(console: Console, lm: "SelfSpeculativeLM", record: Any) -> None:
-    for token, origin in zip(record.token_ids, record.origins, strict=True):
-        text = lm.tokenizer.decode([token], skip_special_tokens=True)
-        console.print(escape(text), style=STYLES[origin] or None, end="", highlight=False)

@@ -7,20 +7,20 @@ from rich.console import Console
 from rich.markup import escape
 
 from layerskip.commands.options import (
-    STYLES,
     draft_options,
     load,
     model_options,
+    print_round,
     sampling_of,
     sampling_options,
 )
 from layerskip.params import VERIFICATIONS
+from layerskip.text import TextStream
 
 if TYPE_CHECKING:
     from layerskip.api import SelfSpeculativeLM
     from layerskip.grammar import Grammar
-    from layerskip.outputs import GenerationOutput, Round
-    from layerskip.text import TextStream
+    from layerskip.outputs import GenerationOutput
 
 
 def add_parsers(commands: Any) -> None:
@@ -82,7 +82,6 @@ def run_generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """``layerskip generate``."""
     from layerskip.outputs import DecodeStats
     from layerskip.prompts import read_text
-    from layerskip.text import TextStream
 
     sampling, grammar = sampling_of(args), _grammar(args)
     prompt = read_text(args.prompt_file) if args.prompt_file else args.prompt
@@ -106,7 +105,7 @@ def run_generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     while batch.unfinished:
         for record in batch.step():
             if stream is not None:
-                _print_text(console, stream, record)
+                print_round(console, stream, record)
     out = batch.remove(row)
     console.print()
     _print_logprobs(console, lm, out)
@@ -119,15 +118,6 @@ def run_generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         style="dim",
     )
     return out.to_dict()
-
-
-def _print_text(console: Console, stream: "TextStream", record: "Round") -> None:
-    """A round's text, each token in the style of its origin."""
-    pieces = [(stream.push(t), o) for t, o in zip(record.token_ids, record.origins, strict=True)]
-    if record.finish_reason is not None:
-        pieces.append((stream.finish(), record.origins[-1]))
-    for text, origin in pieces:
-        console.print(escape(text), style=STYLES[origin] or None, end="", highlight=False)
 
 
 def _grammar(args: argparse.Namespace) -> "Grammar | None":

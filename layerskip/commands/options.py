@@ -3,10 +3,16 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
+
 from layerskip.params import AUTO, NumDraftTokens
+from layerskip.text import TextStream, by_origin
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from layerskip.api import SelfSpeculativeLM
+    from layerskip.outputs import Round
     from layerskip.params import SamplingParams
     from layerskip.plan import PlanFile
     from layerskip.policy import Policy
@@ -19,6 +25,13 @@ STYLES = {
     "recovered": "yellow",
     "bonus": "cyan",
 }
+
+
+def print_round(console: "Console", stream: TextStream, record: "Round") -> None:
+    """A round's text, each token in the style of its origin."""
+    ended = record.finish_reason is not None
+    for text, origin in by_origin(stream, record.token_ids, record.origins, ended=ended):
+        console.print(escape(text), style=STYLES[origin] or None, end="", highlight=False)
 
 
 def model_options(command: argparse.ArgumentParser, *, drafts: bool = True) -> None:

@@ -31,7 +31,7 @@ from layerskip.policy import Policy
 from layerskip.telemetry.runs import RunsFolder
 from layerskip.telemetry.summary import MOST_TASKS, Summary, summarize
 from layerskip.telemetry.traffic import Request, Traffic
-from layerskip.text import TextStream
+from layerskip.text import TextStream, by_origin
 
 if TYPE_CHECKING:
     from layerskip.api import SelfSpeculativeLM
@@ -248,9 +248,9 @@ def _pieces(tokenizer: Any, output: GenerationOutput) -> list[dict[str, str]]:
             pieces.append({"text": text, "origin": origin})
 
     for record in output.rounds:
-        for token, origin in zip(record.token_ids, record.origins, strict=True):
-            add(stream.push(token), origin)
-    add(stream.finish(), pieces[-1]["origin"])
+        ended = record.finish_reason is not None
+        for text, origin in by_origin(stream, record.token_ids, record.origins, ended=ended):
+            add(text, origin)
     return pieces
 
 
