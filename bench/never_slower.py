@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python bench/never_slower.py
     OMP_NUM_THREADS=1 python bench/never_slower.py --prompts prompts.jsonl --cases 'short; ramp'
 
-Each turn decodes the same work plainly and otherwise, in random order; a figure is the median of
-the turns' ratios less one, with a bootstrap 95 % interval, by the wall and by the process's own CPU
-time; "counted" are the passes after the first token times the cost table, summed over all turns.
+Each turn decodes the same work plainly and otherwise, round by round in alternation, whichever has
+emitted less; a figure is the median of the turns' ratios less one, with a bootstrap 95 % interval,
+by the wall and by the process's own CPU time; "counted" are the passes after the first token times
+the cost table, summed over all turns.
 Every mode must emit plain decoding's tokens, or the script stops.
 
 - adversarial, random: no drafted token is right, or hardly any, yet the model is as sure of them as
@@ -22,7 +23,7 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,15 @@ from bad_drafters import Corrupted, Random, install
 from paired import (
     Clock,
     Decoded,
+    by_turns,
     circumstances,
     dated,
     decode,
+    decode_together,
     forget,
     quiet,
     ratios,
+    total,
     wrapped,
     write,
 )
@@ -94,13 +98,11 @@ Case = Callable[[Lab, random.Random], Callable[[int], list[Pair]]]
 def taking_turns(
     lm: SelfSpeculativeLM, prompt: Sequence[int], tokens: int, chance: random.Random
 ) -> tuple[Decoded, Decoded]:
-    """Plain and automatic, in random order."""
-    got = {
-        k: decode(lm, prompt, k, max_new_tokens=tokens, sampling=GREEDY)
-        for k in chance.sample((0, "auto"), 2)
-    }
-    same(got["auto"].token_ids, got[0].token_ids)
-    return got[0], got["auto"]
+    """Plain and automatic, side by side."""
+    ways = {"plain": (lm, 0), "auto": (lm, "auto")}
+    got = decode_together(prompt, ways, chance, max_new_tokens=tokens, sampling=GREEDY)
+    same(got["auto"].token_ids, got["plain"].token_ids)
+    return got["plain"], got["auto"]
 
 
 def pair(got: tuple[Decoded, Decoded], cost: CostTable, kind: str = "") -> Pair:
@@ -192,36 +194,44 @@ def ramp(lab: Lab, chance: random.Random) -> Callable[[int], list[Pair]]:
 
     def turn(i: int) -> list[Pair]:
         some = [lab.prompts[(i * lab.rows + n) % len(lab.prompts)] for n in range(lab.rows)]
-        found = {k: ramped(lm, some, lab, k) for k in chance.sample((0, "auto"), 2)}
-        same(found["auto"][1], found[0][1])
-        assert found[0][2] == lab.rows, f"{found[0][2]} rows at most, not {lab.rows}"
-        return [Pair(found[0][0], found["auto"][0])]
+        texts: dict[str, dict[int, tuple[int, ...]]] = {"plain": {}, "auto": {}}
+        works = {
+            name: ramped(lm, some, lab, 0 if name == "plain" else "auto", texts[name])
+            for name in texts
+        }
+        spent = {name: total(laps) for name, laps in by_turns(works, chance).items()}
+        same(texts["auto"], texts["plain"])
+        return [Pair(spent["plain"], spent["auto"])]
 
     return turn
 
 
 def ramped(
-    lm: SelfSpeculativeLM, prompts: Sequence[list[int]], lab: Lab, num_draft_tokens: Any
-) -> tuple[Clock, dict[int, tuple[int, ...]], int]:
-    """Time, texts and the most rows at once. All rows have joined by the time that the first one
-    has emitted half of its text; then they end one after another."""
+    lm: SelfSpeculativeLM,
+    prompts: Sequence[list[int]],
+    lab: Lab,
+    num_draft_tokens: Any,
+    texts: dict[int, tuple[int, ...]],
+) -> Iterator[int]:
+    """Tokens that all rows have emitted, step by step; ``texts`` gets theirs. All rows have joined
+    by the time that the first one has emitted half of its text; then they end one after another."""
     batch = lm.open_batch(
         max_new_tokens=lab.tokens, num_draft_tokens=num_draft_tokens, ignore_eos=True
     )
     joins = [lab.tokens // 2 * n // len(prompts) for n in range(len(prompts))]
     waiting = list(zip(joins, prompts, strict=True))[::-1]
-    texts: dict[int, tuple[int, ...]] = {}
-    first = most = 0  # tokens of the row that joined first
-    began = Clock.now()
+    emitted = first = most = 0  # tokens: of all, of the row that joined first; rows
     while waiting or batch.unfinished:
         while waiting and waiting[-1][0] <= first:
             batch.add(waiting.pop()[1])
         most = max(most, len(batch.unfinished))
         for record in batch.step():
+            emitted += len(record.token_ids)
             first += len(record.token_ids) if record.row == 0 else 0
             if record.finish_reason is not None:
                 texts[record.row] = batch.remove(record.row).token_ids
-    return Clock.now() - began, texts, most
+        yield emitted
+    assert most == lab.rows, f"{most} rows at most, not {lab.rows}"
 
 
 def short(lab: Lab, chance: random.Random) -> Callable[[int], list[Pair]]:

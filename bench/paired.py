@@ -1,14 +1,19 @@
-"""What the wall-clock measurements share: one decoding and its clocks, ratios to plain, reports."""
+"""What the wall-clock measurements share: decodings and their clocks, ratios to plain, reports.
+
+A machine that others use, too, is 1.5 times slower for seconds, so works that are compared take
+turns within a prompt: round by round, each on its own clock (``decode_together``).
+"""
 
 import datetime
 import json
 import math
 import os
 import platform
+import random
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +77,64 @@ class Decoded:
         return DecodeStats.from_rounds(self.rounds, prompt_tokens=0, kv_cache_bytes=0)
 
 
+def by_turns(works: Mapping[str, Iterator[int]], chance: random.Random) -> dict[str, list[Clock]]:
+    """Works that tell after each step how far they are; what each step took.
+
+    Next is the one that is least far, any of those at random: all see the same machine.
+    """
+    laps: dict[str, list[Clock]] = {name: [] for name in works}
+    far = dict.fromkeys(works, 0)
+    while far:
+        name = min(far, key=lambda n: (far[n], chance.random()))
+        began = Clock.now()
+        reached = next(works[name], None)
+        laps[name].append(Clock.now() - began)
+        if reached is None:
+            del far[name]
+        else:
+            far[name] = reached
+    return laps
+
+
+class _Decoding:
+    """One prompt through the public stream."""
+
+    def __init__(self, lm: SelfSpeculativeLM, arguments: Mapping[str, Any]) -> None:
+        self.lm, self.arguments = lm, arguments
+        self.rounds: list[Round] = []
+
+    def __iter__(self) -> Iterator[int]:
+        far = 0
+        for step in self.lm.stream(**self.arguments):
+            self.rounds.append(step.round)
+            far += len(step.token_ids)
+            yield far
+
+    def decoded(self, laps: Sequence[Clock]) -> Decoded:
+        tokens = tuple(token for r in self.rounds for token in r.token_ids)
+        return Decoded(tokens, total(laps), laps[0], tuple(self.rounds))
+
+
+def decode_together(
+    prompt: Sequence[int],
+    ways: Mapping[str, tuple[SelfSpeculativeLM, NumDraftTokens]],
+    chance: random.Random,
+    *,
+    max_new_tokens: int,
+    sampling: SamplingParams,
+    grammar: Grammar | None = None,
+) -> dict[str, Decoded]:
+    """One prompt in several ways at once, by turns, with the clocks at their first tokens."""
+    shared = {"prompt": prompt, "max_new_tokens": max_new_tokens, "sampling": sampling}
+    shared["grammar"] = grammar
+    works = {
+        name: _Decoding(lm, {**shared, "num_draft_tokens": count})
+        for name, (lm, count) in ways.items()
+    }
+    laps = by_turns({name: iter(work) for name, work in works.items()}, chance)
+    return {name: work.decoded(laps[name]) for name, work in works.items()}
+
+
 def decode(
     lm: SelfSpeculativeLM,
     prompt: Sequence[int],
@@ -81,21 +144,16 @@ def decode(
     sampling: SamplingParams,
     grammar: Grammar | None = None,
 ) -> Decoded:
-    """One prompt through the public stream, with the clock at its first token."""
-    began, first, rounds = Clock.now(), None, []
-    steps = lm.stream(
+    """One prompt in one way."""
+    found = decode_together(
         prompt,
+        {"": (lm, num_draft_tokens)},
+        random.Random(0),
         max_new_tokens=max_new_tokens,
         sampling=sampling,
-        num_draft_tokens=num_draft_tokens,
         grammar=grammar,
     )
-    for step in steps:
-        first = first or Clock.now() - began
-        rounds.append(step.round)
-    whole = Clock.now() - began
-    tokens = tuple(token for r in rounds for token in r.token_ids)
-    return Decoded(tokens, whole, first or whole, tuple(rounds))
+    return found[""]
 
 
 def sampling_at(temperature: float) -> SamplingParams:

@@ -4,10 +4,11 @@
     OMP_NUM_THREADS=1 python bench/workloads.py --prompts math=math.jsonl --prompts chat=chat.jsonl
 
 Code, copying and adversarial come from this Python's library; other workloads are JSON lines, taken
-evenly from the whole file. Modes decode each prompt in random order; a ratio is one prompt's, by
-the wall and by the process's own CPU time, and its figure is the median with a bootstrap 95 %
-interval. Greedy prompts whose plain output loops are left out. Our modes must emit what plain
-decoding does, or the script stops; for transformers' the share of prompts is given.
+evenly from the whole file. Our modes decode each prompt round by round in alternation, whichever
+has emitted least; transformers' then do, one after another in random order. A ratio is one
+prompt's, by the wall and by the process's own CPU time, and its figure is the median with a
+bootstrap 95 % interval. Greedy prompts whose plain output loops are left out. Our modes must emit
+what plain decoding does, or the script stops; for transformers' the share of prompts is given.
 
 The prediction is ``mean_accepted_length / (passes c + v)`` from the cost table, for what follows
 the first token; what was measured of that stands beside it. Predictions compare modes without a
@@ -34,7 +35,7 @@ from paired import (
     Decoded,
     circumstances,
     dated,
-    decode,
+    decode_together,
     geometric_mean,
     quiet,
     ratios,
@@ -130,29 +131,33 @@ class Workload:
         self.left_out, self.lengths, self.repeated = 0, [], []
         self.tables = [setting.cost]
 
-    def decode(self, mode: Mode, prompt: Sequence[int]) -> Decoded:
-        setting = self.setting
-        if mode.lm is None:
-            run = self.comparison.run(mode.name, prompt)
-            return Decoded(run.token_ids, Clock(run.seconds, run.cpu_seconds))
-        return decode(
-            mode.lm,
+    def decode(
+        self, modes: Sequence[Mode], prompt: Sequence[int], chance: random.Random
+    ) -> dict[str, Decoded]:
+        """Ours by turns, transformers' one after another."""
+        found = decode_together(
             prompt,
-            mode.num_draft_tokens,
-            max_new_tokens=setting.tokens,
+            {m.name: (m.lm, m.num_draft_tokens) for m in modes if m.lm is not None},
+            chance,
+            max_new_tokens=self.setting.tokens,
             sampling=self.sampling,
         )
+        theirs = [m.name for m in modes if m.lm is None]
+        for name in chance.sample(theirs, len(theirs)):
+            run = self.comparison.run(name, prompt)
+            found[name] = Decoded(run.token_ids, Clock(run.seconds, run.cpu_seconds))
+        return found
 
     def run(self, prompts: Sequence[list[int]], on_turn: Callable[[int, int], None]) -> None:
         """Every mode on ``limit`` prompts that do not loop."""
-        shuffle, setting = random.Random(0), self.setting
+        chance, setting = random.Random(0), self.setting
         if setting.theirs and self.name != "adversarial":
             self.comparison.tune_early_exit(prompts[-2:])
         kept = 0
         for prompt in prompts:
             if kept == setting.limit:
                 break
-            plain = self.decode(self.modes[0], prompt)
+            plain = self.decode(self.modes[:1], prompt, chance)["plain"]
             share = repeated_share([plain.token_ids])
             if len(plain.token_ids) < 2 or (self.sampling.greedy and share > setting.max_repeated):
                 self.left_out += 1
@@ -160,14 +165,14 @@ class Workload:
             for drafter in self.bad:
                 drafter.text = (*prompt, *plain.token_ids)
             if not kept:  # each mode's first call allocates, and imports
-                for mode in self.modes:
-                    self.decode(mode, prompt)
+                self.decode(self.modes, prompt, chance)
             kept += 1
             self.lengths.append(len(prompt))
             self.repeated.append(share)
             for _ in range(setting.repeats):
-                for mode in shuffle.sample(self.modes, len(self.modes)):
-                    self._add(mode, self.decode(mode, prompt), plain.token_ids)
+                found = self.decode(self.modes, prompt, chance)
+                for mode in self.modes:
+                    self._add(mode, found[mode.name], plain.token_ids)
             if setting.profile_seconds and kept % PROMPTS_OF_A_TABLE == 0:
                 lm, seconds = self.modes[0].lm, setting.profile_seconds / 4
                 self.tables.append(measure_cost(lm.stack, lm.plan, seconds=seconds))

@@ -139,6 +139,39 @@ def test_workloads_measures_tables_among_the_prompts(
     assert asked == [4.0, 4.0, 2.0]  # drafts, look-ups; and after the third of four prompts
 
 
+def test_works_take_turns_by_how_far_they_are(scripts: SimpleNamespace) -> None:
+    told: list[tuple[str, int]] = []
+
+    def work(name: str, steps: Sequence[int]) -> Iterator[int]:
+        for step in steps:
+            told.append((name, step))
+            yield step
+
+    steps = {"slow": (1, 2, 3, 4, 5), "fast": (3, 6), "none": ()}
+    works = {name: work(name, some) for name, some in steps.items()}
+    laps = scripts.paired.by_turns(works, random.Random(0))
+    assert {name: len(taken) for name, taken in laps.items()} == {"slow": 6, "fast": 3, "none": 1}
+    assert [step for name, step in told if name == "slow"] == [1, 2, 3, 4, 5]
+    second = told.index(("fast", 6))  # once the other is as far as its first step went
+    assert ("slow", 3) in told[:second]
+    assert ("slow", 5) not in told[:second]
+
+
+def test_decoding_together_is_decoding_alone(scripts: SimpleNamespace) -> None:
+    paired = scripts.paired
+    lm = SelfSpeculativeLM(make_model(), None, PlanFile(PLANS["exit"], cost=COST), lookup=False)
+    settings = {"max_new_tokens": 12, "sampling": paired.sampling_at(0.8)}
+    ways = {"plain": (lm, 0), "k=3": (lm, 3)}
+    found = paired.decode_together([5, 6, 7], ways, random.Random(0), **settings)
+    for name, (_, k) in ways.items():
+        alone = paired.decode(lm, [5, 6, 7], k, **settings)
+        assert found[name].token_ids == alone.token_ids == found["plain"].token_ids
+        assert [r.num_draft_tokens for r in found[name].rounds] == [
+            r.num_draft_tokens for r in alone.rounds
+        ]
+        assert 0.0 < found[name].first.wall < found[name].whole.wall
+
+
 def test_a_mode_that_writes_less_is_not_faster_for_it(scripts: SimpleNamespace) -> None:
     clock = scripts.workloads.Clock
     runs = [SimpleNamespace(token_ids=(1,) * n, whole=clock(n, 2.0 * n)) for n in (2, 8)]
@@ -151,14 +184,16 @@ def test_workloads_stops_at_another_token_and_keeps_what_it_had(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    out, right = tmp_path / "out.json", scripts.workloads.decode
+    out, right = tmp_path / "out.json", scripts.workloads.decode_together
 
-    def wrong(lm: SelfSpeculativeLM, prompt: Any, k: Any, **settings: Any) -> Any:
-        got = right(lm, prompt, k, **settings)
-        spoilt = k == 3 and isinstance(lm._drafter, scripts.bad_drafters.Corrupted)
-        return scripts.paired.Decoded((0,), got.whole, got.first, got.rounds) if spoilt else got
+    def wrong(prompt: Any, ways: Any, chance: Any, **settings: Any) -> Any:
+        found = right(prompt, ways, chance, **settings)
+        for name, (lm, k) in ways.items():
+            if k == 3 and isinstance(lm._drafter, scripts.bad_drafters.Corrupted):
+                found[name] = replace(found[name], token_ids=(0,))
+        return found
 
-    monkeypatch.setattr(scripts.workloads, "decode", wrong)
+    monkeypatch.setattr(scripts.workloads, "decode_together", wrong)
     with pytest.raises(AssertionError, match="adversarial, k=3: other tokens"):
         run(scripts.workloads, workload_arguments(arguments, out), monkeypatch)
     (code,) = json.loads(out.read_text(encoding="utf-8"))["workloads"]
