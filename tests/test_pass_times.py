@@ -1,0 +1,214 @@
+"""What rounds' clocks make of a cost table: made-up seconds, so that every figure is exact."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+from controlling import CONTEXT, table
+
+from layerskip.clocks import Clocks
+from layerskip.controller import Controller
+from layerskip.params import MAX_AUTO_DRAFT_TOKENS
+from layerskip.pass_times import ALL_OF, ONE_IN
+
+
+def run_rounds(controller, count, *, pace=1.0, drafts=1.0, verify=1.0, tokens=5, rows=1):
+    """Rounds whose passes take the table's seconds times these; ``tokens`` == ``rows``: plain."""
+    cost, drafted = controller.cost, tokens > rows
+    draft = cost.draft_pass(rows, CONTEXT, sequences=rows)
+    full = cost.verify_pass(tokens, CONTEXT, sequences=rows)
+    for _ in range(count):
+        if drafted:
+            expected = controller.times.draft(rows, CONTEXT)
+            controller.times.observe_draft(pace * drafts * draft, expected)
+        expected = controller.times.verify(tokens, CONTEXT, rows=rows)
+        took = pace * full * (verify if drafted else 1.0)
+        controller.times.observe_verify(took, expected, tokens, rows)
+
+
+def beside_plain(controller) -> tuple[float, float]:
+    """A draft and a pass of five tokens, in plain passes."""
+    plain = controller.times.verify(1, CONTEXT)
+    return (
+        controller.times.draft(1, CONTEXT) / plain,
+        controller.times.verify(5, CONTEXT) / plain,
+    )
+
+
+@pytest.mark.parametrize("pace", [1.0, 3.0])
+def test_seconds_that_were_measured_correct_the_table(pace):
+    """Drafts take twice what the table says of them; all of it three times as long where others
+    work."""
+    cost = table()
+    said = beside_plain(Controller(cost))
+    for follows in (True, False):
+        controller = Controller(cost, follows_clock=follows)
+        for _ in range(60):
+            run_rounds(controller, 9, pace=pace, drafts=2.0)
+            run_rounds(controller, 1, pace=pace, tokens=1)
+        draft, verify = (
+            now / then for now, then in zip(beside_plain(controller), said, strict=True)
+        )
+        assert draft == pytest.approx(2.0 if follows else 1.0, rel=0.02)
+        assert verify == pytest.approx(1.0, rel=0.02)
+
+
+def test_a_machine_that_is_slower_than_its_table_has_no_dear_drafts():
+    """All that was seen since are drafted rounds: what they share is laid to the machine, or a
+    few of them would end drafting."""
+    controller = Controller(table())
+    said = beside_plain(controller)
+    run_rounds(controller, 8, pace=1.7)
+    draft, verify = (now / then for now, then in zip(beside_plain(controller), said, strict=True))
+    assert 1.0 < verify < draft < 1.2
+    assert controller.times.verify(5, CONTEXT) == pytest.approx(
+        1.7 * table().verify_pass(5, CONTEXT), rel=0.05
+    )
+
+
+def test_one_plain_pass_in_ten_tells_a_wrong_table_from_a_slow_machine():
+    """Both have every pass of five tokens take 1.3 times what the table says."""
+    for pace, verify in ((1.3, 1.0), (1.0, 1.3)):
+        controller = Controller(table())
+        run_rounds(controller, 30, pace=pace, verify=verify)
+        told = controller.times.verify(5, CONTEXT) / table().verify_pass(5, CONTEXT)
+        assert told == pytest.approx(1.3, rel=0.01)
+        for _ in range(12):
+            run_rounds(controller, 1, pace=pace, tokens=1)
+            run_rounds(controller, 9, pace=pace, verify=verify)
+        assert beside_plain(controller)[1] == pytest.approx(
+            verify * beside_plain(Controller(table()))[1], rel=0.03
+        )
+
+
+def test_a_machine_that_gets_slower_while_nothing_is_drafted_changes_no_ratio():
+    controller = Controller(table())
+    run_rounds(controller, 50, drafts=1.5, verify=0.9)
+    before = beside_plain(controller)
+    run_rounds(controller, 300, pace=2.0, tokens=1)
+    assert controller.times.verify(1, CONTEXT) == pytest.approx(
+        2.0 * table().verify_pass(1, CONTEXT), rel=0.01
+    )
+    # Nor is what was learnt while drafting lost; the share of it that was the machine's comes out.
+    draft, verify = beside_plain(controller)
+    assert draft / verify == pytest.approx(before[0] / before[1], rel=0.005)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_all_of_the_first_rounds_are_learnt_from_and_then_one_in_four(drafted):
+    """Of either kind by itself, so that none is missed for the others' number."""
+    times = Controller(table()).times
+    assert all(times.due(drafted=drafted) for _ in range(ALL_OF))
+    told = [(times.due(drafted=drafted), times.due(drafted=not drafted)) for _ in range(16)]
+    assert [mine for mine, _ in told] == [False, False, False, True] * 4
+    assert all(other for _, other in told)
+
+
+def test_prices_are_the_same_objects_until_something_is_learnt():
+    """So that rounds between cost little."""
+    controller = Controller(table())
+    known = controller._pace(CONTEXT, 1, greedy=False)
+    assert controller._pace(CONTEXT, 1, greedy=False) is known
+    run_rounds(controller, 4, pace=1.5, tokens=1)
+    assert controller._pace(CONTEXT, 1, greedy=False).plain > 1.1 * known.plain
+
+
+def test_a_round_after_others_that_nobody_learnt_from_says_more():
+    """The machine had so much longer to become another."""
+    after = []
+    for count in (1, ONE_IN):
+        controller = Controller(table())
+        run_rounds(controller, 100, tokens=1)
+        for _ in range(count):
+            controller.times.due(drafted=False)
+        run_rounds(controller, 1, tokens=1)  # which counts what went by
+        run_rounds(controller, 1, pace=1.1, tokens=1)
+        after.append(controller.times.verify(1, CONTEXT) / table().verify_pass(1, CONTEXT) - 1.0)
+    assert after[1] > 1.3 * after[0] > 0.0
+
+
+def test_what_one_size_of_pass_shows_is_thought_of_the_next_ones():
+    controller = Controller(table(quantum=8))
+    before = [controller.times.verify(n, CONTEXT) for n in (8, 16, 64)]
+    for _ in range(20):
+        run_rounds(controller, 1, tokens=1)
+        run_rounds(controller, 1, verify=0.7, tokens=8)
+    sizes = [controller.times.verify(n, CONTEXT) for n in (8, 16, 64)]
+    near, next_one, far = (now / then for now, then in zip(sizes, before, strict=True))
+    assert 0.7 < near < 0.73 < next_one < far < 0.95
+
+
+def test_no_clock_makes_a_longer_pass_cheaper_than_a_plain_one():
+    """A step below nothing would be drafts that a stake is not charged for."""
+    controller = Controller(table())
+    for _ in range(20):
+        run_rounds(controller, 1, tokens=1)
+        run_rounds(controller, 1, verify=0.7, tokens=8)
+    alone = controller.times.alone(CONTEXT)
+    assert min(alone) < 0.8 * alone[0]  # so it is believed
+    pace = controller._pace(CONTEXT, 1, greedy=False)
+    assert min(pace.steps) == 0.0
+    assert pace.verify(1) == alone[0] == pace.verify(8)
+
+
+def test_passes_of_one_row_are_known_all_at_once():
+    controller = Controller(table(slope=0.03, far=0.5))
+    for _ in range(2):  # as the table has them, and corrected
+        for context in (CONTEXT, 700):
+            each = [
+                controller.times.verify(n, context) for n in range(1, MAX_AUTO_DRAFT_TOKENS + 2)
+            ]
+            assert controller.times.alone(context) == each
+        run_rounds(controller, 5, verify=0.8, tokens=12)
+
+
+def test_one_stalled_round_changes_little():
+    stalled, controller = 1000.0, Controller(table())
+    for _ in range(2):
+        run_rounds(controller, 10)
+        before = beside_plain(controller)
+        run_rounds(controller, 1, pace=stalled)
+        assert beside_plain(controller) == pytest.approx(before, rel=0.1)
+        run_rounds(controller, 10)
+        assert beside_plain(controller) == pytest.approx(before, rel=0.03)
+
+
+def test_threads_that_learn_at_once_leave_a_clock_that_learns(monkeypatch):
+    """One comes between what another read and what it writes."""
+    clocks, waiting = Clocks(), [1]
+
+    def interrupted(variance):
+        if waiting:
+            waiting.pop()
+            clocks.observe(1.5, [])
+        return math.sqrt(variance)
+
+    known = {name: getattr(math, name) for name in ("log", "exp", "inf")}
+    monkeypatch.setattr("layerskip.clocks.math", SimpleNamespace(**known, sqrt=interrupted))
+    clocks.observe(1.5, [])
+    for _ in range(3):
+        clocks.pass_time()
+        clocks.observe(1.5, [])  # a negative variance has no root
+    assert 1.2 < clocks.ratios[0] < 1.5
+
+
+def test_a_round_that_took_no_time_or_forever_says_nothing():
+    controller = Controller(table())
+    for seconds in (0.0, float("inf"), float("nan")):
+        controller.times.observe_verify(seconds, 1.0, 1, 1)
+        controller.times.observe_draft(seconds, 1.0)
+        controller.times.observe_round(seconds, 1.0, 1.0, 5, 1)
+    assert beside_plain(controller) == beside_plain(Controller(table()))
+
+
+def test_rounds_whose_phases_no_clock_tells_apart_are_learnt_from_as_a_whole():
+    controller, cost = Controller(table(0.2)), table(0.2)
+    draft, verify = (3 * cost.draft_pass(1, CONTEXT), cost.verify_pass(4, CONTEXT))
+    for _ in range(30):
+        run_rounds(controller, 2, tokens=1)
+        expected = (3 * controller.times.draft(1, CONTEXT), controller.times.verify(4, CONTEXT))
+        controller.times.observe_round(2.0 * draft + verify, *expected, 4, 1)
+    told = 3 * controller.times.draft(1, CONTEXT) + controller.times.verify(4, CONTEXT)
+    assert told == pytest.approx(2.0 * draft + verify, rel=0.02)
+    plain = cost.verify_pass(1, CONTEXT)
+    assert controller.times.verify(1, CONTEXT) == pytest.approx(plain, rel=0.01)
