@@ -42,7 +42,7 @@ def decoded(
     if mode in source.unsupported:
         return source.unsupported[mode]
     try:
-        turns: list[Turn] = [source.decode(mode, group, tokens=tokens) for group in groups]
+        turns: list[Turn] = [source.decode([mode], group, tokens=tokens)[mode] for group in groups]
     except REFUSALS as error:
         return reason(error)
     return [text for turn in turns for text in turn.texts]

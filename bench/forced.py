@@ -7,7 +7,8 @@ token possible, the draft passes are real, and of the drafted tokens as many are
 counted. The processor runs once for each token drafted and verified, which counts against drafts.
 """
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -84,16 +85,24 @@ def runs_of(
     return runs
 
 
-def along(way: Way, told: Told, text: Text, runs: tuple[int, ...]) -> Turn:
+def along(
+    ways: Mapping[str, Way],
+    told: Told,
+    text: Text,
+    runs: tuple[int, ...],
+    chance: random.Random,
+) -> dict[str, Turn]:
     """The text decoded, with drafts that are right as often as counted."""
     told.text, told.runs = text.ids, runs
-    turn = ours(
-        way,
+    turns = ours(
+        ways,
         [text.ids[: text.start]],
+        chance,
         sampling=SamplingParams(),
         max_new_tokens=len(text.ids) - text.start,
-        processor=[only(text.ids)],
+        logits_processor=[only(text.ids)],
         ignore_eos=True,
     )
-    assert turn.texts[0] == text.ids[text.start :], "another text than the known one"
-    return turn
+    wanted = text.ids[text.start :]
+    assert all(turn.texts[0] == wanted for turn in turns.values()), "another text than the known"
+    return turns

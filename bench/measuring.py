@@ -1,4 +1,9 @@
-"""One cell measured: every mode on the same prompts in random order, then its figures."""
+"""One cell measured: every mode on the same prompts, then its figures.
+
+On a CPU ours go on round by round in alternation (``paired.by_turns``), so that all see the same
+machine; before or after that, in random order, each of transformers' modes. A device that works
+ahead of its host would do one's work in the other's time: there all modes take turns by texts.
+"""
 
 import random
 import statistics
@@ -8,6 +13,7 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any, Protocol
 
+import torch
 from cells import Cell
 from figures import drafting, handed_out, sameness, speeds
 from forced import Told, along, runs_of, texts_of
@@ -46,8 +52,10 @@ class Source(Protocol):
         """Before anything is timed."""
         ...
 
-    def decode(self, mode: str, group: Any, *, tokens: int, count: bool = False) -> Turn:
-        """One group, once."""
+    def decode(
+        self, modes: Sequence[str], group: Any, *, tokens: int, count: bool = False
+    ) -> dict[str, Turn]:
+        """One group, once in each of these modes."""
         ...
 
     def settings(self, mode: str) -> dict[str, Any]:
@@ -59,7 +67,7 @@ class Written:
     """What the model writes, greedily or sampled."""
 
     def __init__(self, lab: Lab, cell: Cell) -> None:
-        self.lab, self.cell = lab, cell
+        self.lab, self.cell, self.chance = lab, cell, random.Random(0)
         self.sampling, self.tokens = lab.sampling(cell.temperature), lab.tokens(cell)
         self.ways, self.unsupported = lab.ours(), {}
         self.theirs = lab.theirs(cell.temperature, self.ways[BASE].lm)
@@ -81,10 +89,19 @@ class Written:
                 except REFUSALS as error:
                     self.unsupported[mode] = reason(error)
 
-    def decode(self, mode: str, group: Any, *, tokens: int, count: bool = False) -> Turn:
-        if mode in OURS:
-            return ours(self.ways[mode], group, sampling=self.sampling, max_new_tokens=tokens)
-        return self.theirs.decode(mode, group, max_new_tokens=tokens, count=count)
+    def decode(
+        self, modes: Sequence[str], group: Any, *, tokens: int, count: bool = False
+    ) -> dict[str, Turn]:
+        settings = {"sampling": self.sampling, "max_new_tokens": tokens}
+        turns: dict[str, Turn] = {}
+        for party in parties(modes, self.lab.model.device, self.chance):
+            if party[0] in OURS:
+                ways = {mode: self.ways[mode] for mode in party}
+                turns |= ours(ways, group, self.chance, **settings)
+            else:
+                (mode,) = party
+                turns[mode] = self.theirs.decode(mode, group, max_new_tokens=tokens, count=count)
+        return turns
 
     def settings(self, mode: str) -> dict[str, Any]:
         return {"num_draft_tokens": FIXED} if mode == "fixed" else self.theirs.described(mode)
@@ -94,7 +111,7 @@ class Known:
     """The text that is known to follow a prompt."""
 
     def __init__(self, lab: Lab, cell: Cell) -> None:
-        self.lab, self.unsupported = lab, {}
+        self.lab, self.unsupported, self.chance = lab, {}, random.Random(0)
         self.groups: list[Text] = []
         if lab.known.plan is None:
             return
@@ -107,11 +124,27 @@ class Known:
     def prepare(self) -> None:
         pass
 
-    def decode(self, mode: str, group: Text, *, tokens: int, count: bool = False) -> Turn:
-        return along(self.ways[mode], self.told, group, self._runs(group))
+    def decode(
+        self, modes: Sequence[str], group: Text, *, tokens: int, count: bool = False
+    ) -> dict[str, Turn]:
+        turns: dict[str, Turn] = {}
+        for party in parties(modes, self.lab.model.device, self.chance):
+            ways = {mode: self.ways[mode] for mode in party}
+            turns |= along(ways, self.told, group, self._runs(group), self.chance)
+        return turns
 
     def settings(self, mode: str) -> dict[str, Any]:
         return {"num_draft_tokens": FIXED} if mode == "fixed" else {}
+
+
+def parties(
+    modes: Sequence[str], device: torch.device, chance: random.Random
+) -> list[Sequence[str]]:
+    """Modes in random order, those together that decode by turns."""
+    mine = [mode for mode in modes if mode in OURS]
+    others = [[mode] for mode in modes if mode not in OURS]
+    found = [*others, *([mine] if mine and device.type == "cpu" else [[mode] for mode in mine])]
+    return chance.sample(found, len(found))
 
 
 def reason(error: Exception) -> str:
@@ -133,7 +166,7 @@ class Measured:
 
     def run(self, seconds: float, limit: int) -> None:
         """Up to ``limit`` groups of prompts that do not loop, or as many as ``seconds`` allow."""
-        shuffle, longest = random.Random(0), 0.0
+        longest = 0.0
         if not self.source.groups:
             return
         self.source.prepare()
@@ -147,7 +180,7 @@ class Measured:
             late = now + longest - began > seconds
             if kept == limit or (late and (kept >= LEAST or self.left_out >= limit)):
                 break
-            plain = self.source.decode(BASE, group, tokens=self.tokens)
+            plain = self.source.decode([BASE], group, tokens=self.tokens)[BASE]
             share = repeated_share(plain.texts)
             loops = self.cell.kind == "greedy" and share > self.lab.options.max_repeated
             if loops or min(map(len, plain.texts)) < 2:
@@ -157,8 +190,8 @@ class Measured:
                 self._warm_up(group)
             self.repeated.append(share)
             self.lengths.append(length_of(group))
-            for mode in shuffle.sample(list(self.runs), len(self.runs)):
-                turn = self.source.decode(mode, group, tokens=self.tokens)
+            turns = self.source.decode(list(self.runs), group, tokens=self.tokens)
+            for mode, turn in turns.items():
                 if mode in OURS and turn.texts != plain.texts:
                     raise AssertionError(f"{self.cell.name}, {mode}: other tokens than plain")
                 self.runs[mode].append(turn)
@@ -170,17 +203,18 @@ class Measured:
             if mode in self.source.unsupported:
                 continue
             try:
-                turn = self.source.decode(mode, group, tokens=self.tokens, count=True)
+                turns = self.source.decode([mode], group, tokens=self.tokens, count=True)
                 few = min(MEMORY_TOKENS, self.tokens)
                 with peak_memory(device) as peak:
-                    self.source.decode(mode, group, tokens=few)
+                    self.source.decode([mode], group, tokens=few)
             except REFUSALS as error:
                 if mode in (*OURS, THEIR_BASE):
                     raise
                 self.source.unsupported[mode] = reason(error)
                 continue
             self.runs[mode] = []
-            self.counted[mode] = {"kv_cache_bytes": turn.cache_bytes, "peak_memory_bytes": peak[0]}
+            cache = turns[mode].cache_bytes
+            self.counted[mode] = {"kv_cache_bytes": cache, "peak_memory_bytes": peak[0]}
 
     def document(self) -> dict[str, Any]:
         """Ready for JSON."""

@@ -1,19 +1,21 @@
 """Every way of decoding that the benchmarks compare: transformers' own, and ours."""
 
+import itertools
+import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from paired import Clock
+from paired import Clock, by_turns, total
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from layerskip import Round, SamplingParams, SelfSpeculativeLM
+from layerskip import GenerationOutput, Round, SamplingParams, SelfSpeculativeLM
 from layerskip.hf_modes import (
     PROMPT_LOOKUP_TOKENS,
     EarlyExitSettings,
@@ -86,37 +88,53 @@ class Way:
     num_draft_tokens: NumDraftTokens
 
 
+class _Decoding:
+    """Prompts through an open batch, as a service would decode them."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], way: Way, settings: Any) -> None:
+        self.prompts, self.way, self.settings = prompts, way, settings
+        self.counts: list[int] = []
+        self.rounds: list[Round] = []
+        self.outputs: list[GenerationOutput] = []
+
+    def __iter__(self) -> Iterator[int]:
+        batch = self.way.lm.open_batch(num_draft_tokens=self.way.num_draft_tokens, **self.settings)
+        rows = [batch.add(prompt) for prompt in self.prompts]
+        while batch.unfinished:
+            records = batch.step()
+            self.counts.append(sum(len(r.token_ids) for r in records))
+            self.rounds += records
+            yield sum(self.counts)
+        self.outputs += (batch.remove(row) for row in rows)
+
+    def turn(self, laps: Sequence[Clock]) -> Turn:
+        times = itertools.accumulate(lap.wall for lap in laps[:-1])
+        texts = tuple(out.token_ids for out in self.outputs)
+        arrivals = tuple(zip(times, self.counts, strict=True))
+        cache = self.outputs[0].stats.kv_cache_bytes
+        return Turn(texts, total(laps), arrivals, tuple(self.rounds), cache)
+
+
 def ours(
-    way: Way,
+    ways: Mapping[str, Way],
     prompts: Sequence[Sequence[int]],
+    chance: random.Random,
     *,
     sampling: SamplingParams,
     max_new_tokens: int,
-    processor: Sequence[Callable[[Tensor, Tensor], Tensor]] = (),
+    logits_processor: Sequence[Callable[[Tensor, Tensor], Tensor]] = (),
     ignore_eos: bool = False,
-) -> Turn:
-    """Prompts through an open batch, as a service would decode them."""
-    arrivals: list[tuple[float, int]] = []
-    rounds: list[Round] = []
-    began = Clock.now()
-    batch = way.lm.open_batch(
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        num_draft_tokens=way.num_draft_tokens,
-        logits_processor=processor,
-        ignore_eos=ignore_eos,
-    )
-    rows = [batch.add(prompt) for prompt in prompts]
-    while batch.unfinished:
-        records = batch.step()
-        count = sum(len(r.token_ids) for r in records)
-        arrivals.append((time.perf_counter() - began.wall, count))
-        rounds += records
-    outputs = [batch.remove(row) for row in rows]
-    whole = Clock.now() - began
-    texts = tuple(out.token_ids for out in outputs)
-    cache = outputs[0].stats.kv_cache_bytes
-    return Turn(texts, whole, tuple(arrivals), tuple(rounds), cache)
+) -> dict[str, Turn]:
+    """The same prompts in several ways, round by round in alternation (``paired.by_turns``)."""
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "sampling": sampling,
+        "logits_processor": logits_processor,
+        "ignore_eos": ignore_eos,
+    }
+    works = {name: _Decoding(prompts, way, settings) for name, way in ways.items()}
+    laps = by_turns({name: iter(work) for name, work in works.items()}, chance)
+    return {name: work.turn(laps[name]) for name, work in works.items()}
 
 
 class _Arrivals(BaseStreamer):

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -173,7 +174,9 @@ def test_times_of_a_call_are_kept_token_by_token(bench: SimpleNamespace, lab: An
     prompts = [random_ids(9), random_ids(5)]
     sampling = SamplingParams(temperature=0.8, seed=1)
     for turn in (
-        bench.modes.ours(ways["fixed"], prompts, sampling=sampling, max_new_tokens=7),
+        *bench.modes.ours(
+            ways, prompts, random.Random(0), sampling=sampling, max_new_tokens=7
+        ).values(),
         bench.modes.Theirs(lab.model, ways["fixed"].lm, None, sampling=sampling).decode(
             "hf", prompts, max_new_tokens=7
         ),
@@ -182,6 +185,18 @@ def test_times_of_a_call_are_kept_token_by_token(bench: SimpleNamespace, lab: An
         assert 0.0 < turn.first < turn.arrivals[-1][0] <= turn.whole.wall
         spent = sum(seconds * count / 2 for seconds, count in turn.gaps())
         assert spent == pytest.approx(turn.arrivals[-1][0] - turn.first)
+
+
+def test_our_modes_take_turns_where_no_device_works_ahead(bench: SimpleNamespace) -> None:
+    parties, modes = bench.measuring.parties, ["hf", "fixed", "hf-static", "automatic"]
+    orders = set()
+    for seed in range(20):
+        found = parties(modes, torch.device("cpu"), random.Random(seed))
+        assert sorted(found) == [["fixed", "automatic"], ["hf"], ["hf-static"]]
+        orders.add(tuple(map(tuple, found)))
+    assert len(orders) == 6
+    alone = parties(modes, torch.device("cuda"), random.Random(0))
+    assert sorted(alone) == [["automatic"], ["fixed"], ["hf"], ["hf-static"]]
 
 
 def test_a_padded_batch_gives_transformers_each_prompt_as_it_is(
@@ -199,10 +214,13 @@ def test_another_token_stops_the_cell_and_is_measured_once(
 ) -> None:
     right, calls = bench.measuring.ours, []
 
-    def wrong(way: Any, group: Any, **settings: Any) -> Any:
-        turn = right(way, group, **settings)
-        calls.append(way.num_draft_tokens)
-        return replace(turn, texts=((1,),)) if way.num_draft_tokens == "auto" else turn
+    def wrong(ways: Any, *given: Any, **settings: Any) -> Any:
+        calls.extend(ways)
+        turns = right(ways, *given, **settings)
+        return {
+            name: replace(turn, texts=((1,),)) if ways[name].num_draft_tokens == "auto" else turn
+            for name, turn in turns.items()
+        }
 
     monkeypatch.setattr(bench.measuring, "ours", wrong)
     monkeypatch.setattr(bench.measuring, "THEIR_BASE", "")
@@ -246,7 +264,7 @@ def test_a_known_text_is_followed_with_the_drafts_that_were_counted(
     for text in source.groups:
         runs = source._runs(text)
         assert len(runs) == text.window
-        turn = source.decode("fixed", text, tokens=8)
+        turn = source.decode(["fixed"], text, tokens=8)["fixed"]
         assert turn.texts[0] == text.ids[text.start :]
         whole = [r for r in turn.rounds if r.index and r.finish_reason is None]
         counted = walk(runs, bench.modes.FIXED)
