@@ -264,6 +264,17 @@ def test_a_quick_table_has_more_than_one_timing_of_what_decides(stack, machine):
     assert noisy.verify != calm.verify  # the others have one
 
 
+@pytest.mark.parametrize("first", [0.1, 0.6])
+def test_a_first_sweep_that_takes_all_the_time_is_not_the_only_one(stack, machine, first):
+    """Prices of one timing each are off by a quarter, and nothing may be drafted for long then."""
+    waited = iter([first])  # as where thousands of positions are proven, on a busy machine
+    machine.interruption = lambda: next(waited, 0.0)
+    measure_cost(stack, PLAN, quick=True)
+    plain = [p for p in machine.passes if p == (NUM_LAYERS, 1, 0, 1)]
+    assert len(plain) >= 2 * (1 + 5)  # each after another one
+    assert machine.now < first + 0.5
+
+
 @pytest.mark.parametrize(("speed", "seconds"), [(0.1, 0.5), (1.0, 0.5), (10.0, 2.0)])
 def test_a_quick_table_takes_no_longer(stack, machine, speed, seconds):
     machine.speed = speed
