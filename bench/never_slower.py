@@ -12,14 +12,15 @@ Every mode must emit plain decoding's tokens, or the script stops.
 - adversarial, random: no drafted token is right, or hardly any, yet the model is as sure of them as
   ever (bench/bad_drafters.py); in a stream of requests, and with a controller that knows nothing.
 - bimodal: requests of 0.95 and 0.05 acceptance in random order, one controller; the latter alone.
-- switching: rounds of 0 and k drafted tokens in blocks of one kind and in blocks that alternate,
-  all in the same generation. The overhead is that of the alternating rounds over as many of both
-  kinds among their own: what it costs to change, beyond the passes.
+- switching: the same text with 0 drafted tokens in every round, with k, and with both in turn. The
+  overhead is that of the alternating rounds over as many of both kinds among their own, by their
+  medians: what it costs to change, beyond the passes.
 - ramp: requests that join once so much has been emitted: batches of 1 to 32 rows and back.
 - short: outputs of 16 tokens by the default setting; and what comes before their first token.
 """
 
 import argparse
+import itertools
 import random
 import statistics
 import time
@@ -49,12 +50,11 @@ from rich.progress import Progress
 from rich.table import Table
 from tasks import examples_from
 
-from layerskip import SamplingParams, SelfSpeculativeLM
+from layerskip import Round, SamplingParams, SelfSpeculativeLM
 from layerskip.cost import CostTable
 
 ROWS = 32
 SWITCHED = 5  # draft tokens
-BLOCK = 6  # rounds
 SHORT = 16
 CONTEXT = 200  # of the cost table, for what is counted
 GREEDY = SamplingParams()
@@ -153,34 +153,51 @@ def switching(lab: Lab, chance: random.Random) -> Callable[[int], list[Pair]]:
 
     def turn(i: int) -> list[Pair]:
         prompt = lab.prompts[i % len(lab.prompts)]
-        most = lm.stack.max_positions - len(prompt) - SWITCHED
-        times: dict[tuple[str, int], list[Clock]] = {}
-        batch = lm.open_batch(max_new_tokens=most, num_draft_tokens=SWITCHED, ignore_eos=True)
-        row, text = batch.add(prompt), []
-        text += batch.step()[0].token_ids
-        for kind in chance.sample(["0", "k", "alternating", "alternating"] * 2, 8):
-            for n in range(BLOCK + 1):
-                count = {"0": 0, "k": SWITCHED}.get(kind, SWITCHED * (n % 2))
-                force(batch, row, count)
-                began = Clock.now()
-                record = batch.step()[0]
-                spent = Clock.now() - began
-                assert record.num_draft_tokens == count
-                text += record.token_ids
-                if n > 0:  # the first round of a block is a change itself
-                    times.setdefault((kind[:1], count), []).append(spent)
-        wanted = decode(lm, prompt, 0, max_new_tokens=len(text), sampling=GREEDY).token_ids
-        same(tuple(text[: len(wanted)]), wanted)
-        return [Pair(both(times, "0", "k"), both(times, "a", "a"))]
+        counts = {"0": (0,), "k": (SWITCHED,), "both": (0, SWITCHED)}
+        rounds: dict[str, list[Round]] = {name: [] for name in counts}
+        works = {
+            name: switched(lm, prompt, lab.tokens, itertools.cycle(counts[name]), rounds[name])
+            for name in counts
+        }
+        laps = by_turns(works, chance)
+        texts = [[t for r in some for t in r.token_ids] for some in rounds.values()]
+        assert texts[0] == texts[1] == texts[2], "other tokens than plain decoding's"
+
+        def clock(plain: str, drafting: str) -> Clock:
+            """A plain round and one with drafts, of these: medians."""
+            parts = [
+                [t for r, t in zip(rounds[name], laps[name], strict=False) if asked(r, count)]
+                for name, count in ((plain, 0), (drafting, SWITCHED))
+            ]
+            wall = sum(statistics.median(c.wall for c in part) for part in parts)
+            return Clock(wall, sum(statistics.median(c.cpu for c in part) for part in parts))
+
+        return [Pair(clock("0", "k"), clock("both", "both"))]
 
     return turn
 
 
-def both(times: dict[tuple[str, int], list[Clock]], plain: str, drafting: str) -> Clock:
-    """A plain round and one with drafts, of blocks of these kinds: medians."""
-    parts = times[plain, 0], times[drafting, SWITCHED]
-    wall = sum(statistics.median(c.wall for c in part) for part in parts)
-    return Clock(wall, sum(statistics.median(c.cpu for c in part) for part in parts))
+def asked(record: Round, num_draft_tokens: int) -> bool:
+    """Not the prefill, nor a round that the text's end cut."""
+    return record.index > 0 and record.num_draft_tokens == num_draft_tokens
+
+
+def switched(
+    lm: SelfSpeculativeLM,
+    prompt: Sequence[int],
+    tokens: int,
+    counts: Iterator[int],
+    rounds: list[Round],
+) -> Iterator[int]:
+    """Tokens emitted, round by round; each drafts the next of ``counts``."""
+    batch = lm.open_batch(max_new_tokens=tokens, num_draft_tokens=SWITCHED, ignore_eos=True)
+    row, emitted = batch.add(prompt), 0
+    while batch.unfinished:
+        if rounds:  # the first is the prefill
+            force(batch, row, next(counts))
+        rounds += batch.step()
+        emitted += len(rounds[-1].token_ids)
+        yield emitted
 
 
 def force(batch: Any, row: int, num_draft_tokens: int) -> None:

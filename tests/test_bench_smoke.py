@@ -207,7 +207,6 @@ def test_never_slower_measures_every_bound(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "out.json"
-    monkeypatch.setattr(scripts.never_slower, "BLOCK", 2)
     # The table is made up, and passes are counted by it: what the toy's really take says nothing.
     monkeypatch.setattr(Clocks, "observe", lambda *_: None)
     size = ["--turns", "4", "--ramp-turns", "1", "--rows", "3", "--tokens", "14"]
