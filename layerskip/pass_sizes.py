@@ -93,8 +93,18 @@ class PassSizes:
             self.num_proofs += 1
             self._proven[key] = self._prove(size)
             if not self._proven[key]:
-                logger.info("passes of %d rows change bits; smaller ones are used", size)
+                self._tell(size)
         return self._proven[key]
+
+    def _tell(self, size: int) -> None:
+        if size > self._stack.exactness.row_quantum:
+            logger.info("passes of %d rows change bits; smaller ones are used", size)
+            return
+        logger.warning(
+            "with %d threads rows influence each other in every pass: tokens run one by one, which "
+            "is slow; set the number of threads before the model is loaded, or pass exact=False",
+            torch.get_num_threads(),
+        )
 
     def _reference(self, size: int) -> int:
         """Rows of the passes that a larger one is held against: the more, the fewer passes.

@@ -272,14 +272,19 @@ def test_the_probe_sees_values_summed_in_another_order(monkeypatch, dtype, shape
     assert "run one by one" in stack.exactness.reason
 
 
-def test_what_was_proven_of_attention_is_proven_again_with_other_threads(monkeypatch):
+def test_what_was_proven_of_attention_is_proven_again_with_other_threads(monkeypatch, caplog):
     stack = DecoderStack(make_model("llama", "bfloat16"))
     quantum = stack.exactness.row_quantum
     assert stack.pass_sizes.largest(quantum) == quantum
     monkeypatch.setattr(pass_sizes, "attention_agrees", lambda _: False)
     assert stack.pass_sizes.largest(quantum) == quantum
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
+    assert not caplog.records
     assert stack.pass_sizes.largest(quantum) == stack.pass_sizes.largest(2 * quantum) == 1
+    (told,) = (r.getMessage() for r in caplog.records)
+    assert "with 1000 threads" in told
+    assert "run one by one" in told
+    assert "exact=False" in told
 
 
 def test_a_stack_that_nobody_holds_is_freed_at_once():
