@@ -270,6 +270,7 @@ class Controller:
         context: int,
         accepted: Sequence[bool],
         confidences: Sequence[float] = (),
+        chances: Sequence[float] = (),
         *,
         num_passes: int,
         num_drafted: int | None = None,
@@ -281,6 +282,7 @@ class Controller:
             choice: that asked for it.
             accepted: of the judged tokens: those that were accepted, and the first that was not.
             confidences: of the drafted tokens, if they are known.
+            chances: that a ``Stopper`` gave them, if one was asked.
             num_passes: that drafted them.
             num_drafted: tokens; None: as many as ``confidences``.
             num_positions: tokens that the passes ran, guesses among them; 0: one each.
@@ -295,7 +297,7 @@ class Controller:
         if choice.plain_seconds > 0.0:
             plain = self.times.verify(1, context, greedy=state.greedy)
             state.settle(seconds / choice.plain_seconds, seconds / plain)
-        state.add_draft(accepted, confidences)
+        state.add_draft(accepted, confidences, chances)
 
 
 def _weighed(

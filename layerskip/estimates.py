@@ -234,16 +234,26 @@ class RowState:
         self._rests -= 1
         return self._token
 
-    def add_draft(self, accepted: Sequence[bool], confidences: Sequence[float]) -> None:
-        """Judged tokens of an early exit's draft: accepted ones, and the first that was not."""
+    def add_draft(
+        self,
+        accepted: Sequence[bool],
+        confidences: Sequence[float],
+        chances: Sequence[float] = (),
+    ) -> None:
+        """Judged tokens of an early exit's draft: accepted ones, and the first that was not.
+
+        Args:
+            chances: that the tokens were given when they were drafted; empty: nobody asked, and
+                they are what they would be given now.
+        """
         for i, success in enumerate(accepted[:MAX_AUTO_DRAFT_TOKENS]):
             self._ratio.add(success, self.shared.acceptance(i))
             self._positions[i].add(success, ROW_DISCOUNT)
             self.shared.positions[i].add(success, SHARED_DISCOUNT)
         calibration = self.shared.calibration
         judged = list(zip(accepted, confidences, strict=False))
-        told = [self.chance(confidence) for _, confidence in judged]  # before any was judged
-        for (success, confidence), chance in zip(judged, told, strict=True):
+        told = chances or [self.chance(confidence) for _, confidence in judged]
+        for (success, confidence), chance in zip(judged, told, strict=False):
             self._confidence_ratio.add(success, calibration.chance(confidence))
             calibration.add(confidence, chance, success)
 

@@ -390,6 +390,7 @@ class Speculator:
             row.length,
             accepted,
             attempt.draft.confidences,
+            attempt.stopper.chances if attempt.stopper is not None else (),
             num_passes=attempt.draft.num_passes,
             num_drafted=drafted,
             num_positions=attempt.draft.num_positions,

@@ -409,6 +409,17 @@ def test_calibration_learns_what_confidence_means():
     assert 0.5 < calibration.chance(0.35) < 0.75 + 0.1  # between what is known
 
 
+def test_the_calibration_error_is_of_the_chances_that_were_told():
+    """In a batch other rows are judged between a row's draft and its own judgement."""
+    controller = Controller(table(c=0.2), [0.8])
+    state = controller.row("greedy", greedy=True)
+    choice = Choice("early_exit", 2, 1.0, (0.1,) * 16, 0.2, 1.0)
+    controller.observe_draft(
+        state, choice, CONTEXT, [True, False], [0.9, 0.9], [0.75, 0.65], num_passes=2
+    )
+    assert controller.calibration_error("greedy") == pytest.approx((0.25 + 0.65) / 2)
+
+
 def test_calibration_error_is_the_gap_between_told_and_true():
     told = ToldChances()
     for i in range(100):
