@@ -32,7 +32,6 @@ MAX_CONTEXT, QUICK_CONTEXT = 4096, 1024
 MAX_CACHE_BYTES = 2**29
 NUM_SEQUENCES = 8
 DRAFTS_IN_A_ROW = 4  # as in a round: those after the first find their weights in the caches
-TOKENS_IN_A_ROW = 4  # sampled, as for the rows of a batch
 JUDGED = 8  # tokens of one sequence
 RESERVE = 0.85  # of the time, for passes; the rest is for what comes before and after them
 UNDISTURBED, BUSY = 0.95, 0.7
@@ -144,8 +143,11 @@ class Passes:
             hidden = self.stack.embed(self.ids[:rows])
             return self._timed(lambda: self._draft_head(hidden, rows), self.drafts_in_a_row)
         if of == "judging":
+            self.samplers[kind].pick(self.logits, 0)  # its noise is made: by a draft, in a round
             return self._timed(lambda: self.samplers[kind].pick(self.logits, 0))
-        return self._timed(lambda: self._sample(kind), TOKENS_IN_A_ROW)
+        if self.led_in:  # a pass's weights leave little else in the caches: four in a row take half
+            self._verify(1, [Segment(0, 0, 1)])
+        return self._timed(lambda: self._sample(kind))
 
     def _verify(self, rows: int, segments: Sequence[Segment]) -> None:
         stack = self.stack

@@ -32,6 +32,8 @@ class Machine:
 
     def __init__(self, stack: DecoderStack, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.speed, self.passes = 0.0, 1.0, []
+        self.judged: set[int] = set()  # positions whose noise is made
+        self.before: set[tuple[int, ...]] = set()  # passes that a sampled token came after
         self.delay: Callable[[], float] = lambda: 0.0
         self.interruption: Callable[[], float] = lambda: 0.0
         self.pace: Callable[[float], float] = lambda now: 1.0
@@ -67,10 +69,16 @@ class Machine:
 
     def pick(self, sampler, count, position):
         if count > 1:
+            made = range(position, position + count)
+            if not sampler.is_argmax and not self.judged.issuperset(made):
+                self.judged.update(made)  # it took as long as to sample them
+                self.work(count * SAMPLE)
             self.work(count * (JUDGE_LIKELIEST if sampler.is_argmax else JUDGE))
             return [0] * count
         assert position not in self.__dict__.setdefault("picked", set()), "its noise is known"
         self.picked.add(position)
+        self.judged.clear()  # old noise is forgotten
+        self.before.add(self.passes[-1])
         self.work(LIKELIEST if sampler.is_argmax else SAMPLE)
         return [0]
 
@@ -101,6 +109,12 @@ def quick(toy: Callable) -> tuple[DecoderStack, CostTable]:
     """A table by the real clock."""
     stack = DecoderStack(toy())
     return stack, measure_cost(stack, PLAN, quick=True)
+
+
+def test_tokens_are_sampled_after_plain_passes_as_in_rounds(stack, machine):
+    """Their weights have driven what sampling needs from the caches."""
+    measure_cost(stack, PLAN)
+    assert machine.before == {(NUM_LAYERS, 1, 0, 1)}
 
 
 def test_the_table_says_what_passes_take(stack, machine):
