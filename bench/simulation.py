@@ -45,7 +45,7 @@ from tasks import examples_from
 import layerskip.decode
 from layerskip import GenerationOutput, Round, SelfSpeculativeLM
 from layerskip.controller import Controller
-from layerskip.cost import CostTable, Curve
+from layerskip.cost import OF_SAMPLING, CostTable, Curve
 from layerskip.profiling import measure_cost
 from layerskip.simulate import Cell, most_drafted, simulate
 from layerskip.telemetry.replay import Replay, replay
@@ -216,7 +216,7 @@ def median_table(tables: Sequence[CostTable]) -> CostTable:
         seconds = np.median([c.seconds for c in curves], axis=0)
         return Curve(curves[0].rows, curves[0].contexts, tuple(map(tuple, seconds.tolist())))
 
-    single = ("sampling", "judging", "draft_sequence", "verify_sequence")
+    single = (*OF_SAMPLING, "draft_sequence", "verify_sequence")
     return replace(
         tables[0],
         **{name: curve(name) for name in ("draft_layers", "draft_head", "verify")},

@@ -12,7 +12,8 @@ from typing import Any
 
 from layerskip.files import read_json, write_json
 
-COST_VERSION, READABLE = 4, (2, 3, 4)
+COST_VERSION, READABLE = 5, (2, 3, 4, 5)
+OF_SAMPLING = ("sampling", "judging", "draft_sampling")
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class CostTable:
         draft_head: final norm and head, over the draft's vocabulary, and the draft's confidence;
             one context.
         verify: embedding, all layers and the full head.
-        sampling: of one token of a sequence, draft or target, the making of its noise included.
+        sampling: of the first token that a verify pass gives a sequence, the making of its noise
+            included.
         row_quantum: passes are padded to a multiple of this many rows.
         key: what the table is of: fingerprint of the model, plan, device, dtype, threads, versions.
         tiles: positions of a sequence that attention takes at once, where fewer rows than a
@@ -82,8 +84,10 @@ class CostTable:
         pass_rows: most rows of one pass; more go through several. 0: any number go through one.
         judging: of each further token of a sequence in a verify pass, whose noise its draft made;
             None: as much as ``sampling``.
-        greedy_sampling, greedy_judging: the same where a row takes the likeliest token; None: no
-            other.
+        draft_sampling: of a drafted token, the making of its noise included, which a draft pass
+            leaves more of in the processor's caches; None: as much as ``sampling``.
+        greedy_sampling, greedy_judging, greedy_draft_sampling: the same where a row takes the
+            likeliest token; None: no other.
         slot_block: passes attend to whole blocks of this many slots, so that contexts within one
             cost the same; the curves' contexts are where blocks begin. 0: to what there is.
     """
@@ -102,9 +106,11 @@ class CostTable:
     greedy_sampling: float | None = None
     greedy_judging: float | None = None
     slot_block: int = 0
+    draft_sampling: float | None = None
+    greedy_draft_sampling: float | None = None
 
     def __post_init__(self) -> None:
-        kinds = ("sampling", "judging", "greedy_sampling", "greedy_judging")
+        kinds = (*OF_SAMPLING, *(f"greedy_{name}" for name in OF_SAMPLING))
         for name in (*kinds, "draft_sequence", "verify_sequence"):
             value = getattr(self, name)
             if value is not None and not 0.0 <= value < float("inf"):
@@ -119,12 +125,17 @@ class CostTable:
         """The table whose passes end in greedy sampling, or in drawing from a distribution."""
         if not greedy or self.greedy_sampling is None:
             return self
-        return replace(self, sampling=self.greedy_sampling, judging=self.greedy_judging)
+        return replace(self, **{name: getattr(self, f"greedy_{name}") for name in OF_SAMPLING})
 
     @property
     def further(self) -> float:
         """Seconds of sampling that a drafted token adds to a verify pass."""
         return self.sampling if self.judging is None else self.judging
+
+    @property
+    def drawing(self) -> float:
+        """Seconds of sampling a drafted token."""
+        return self.sampling if self.draft_sampling is None else self.draft_sampling
 
     def draft_pass(self, rows: int, context: float, *, sequences: int = 1) -> float:
         """One draft pass over ``rows`` tokens, with its head, and the sampling of a token of each
@@ -137,7 +148,7 @@ class CostTable:
             sequences: that the tokens are of, equally many each.
         """
         layers = self._layers(self.draft_layers, rows, context, sequences, self.draft_sequence)
-        return layers + self._summed(self.draft_head, rows, 0) + sequences * self.sampling
+        return layers + self._summed(self.draft_head, rows, 0) + sequences * self.drawing
 
     def verify_pass(self, rows: int, context: float, *, sequences: int = 1) -> float:
         """One full-depth pass over ``rows`` tokens, with sampling; of one row: a plain pass.
@@ -219,9 +230,9 @@ class CostTable:
         if not isinstance(content, Mapping) or got not in READABLE:
             raise ValueError(f"a cost table of version {COST_VERSION} was expected, got {got!r}")
         try:
-            newer = {  # than version 2, and than 3
+            newer = {  # than version 2, than 3, and than 4
                 name: None if content.get(name) is None else float(content[name])
-                for name in ("judging", "greedy_sampling", "greedy_judging")
+                for name in (*OF_SAMPLING[1:], *(f"greedy_{name}" for name in OF_SAMPLING))
             }
             return cls(
                 _curve(content["draft_layers"]),

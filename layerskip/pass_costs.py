@@ -38,10 +38,10 @@ class Overhead:
     judging: float | None = None
 
     def applied(self, table: CostTable) -> CostTable:
-        """The table, with this sampling."""
+        """The table, with this sampling, of drafted tokens as well."""
         if self.sampling is None:
             return table
-        return replace(table, sampling=self.sampling, judging=self.judging)
+        return replace(table, sampling=self.sampling, judging=self.judging, draft_sampling=None)
 
 
 class PassCosts:
@@ -86,7 +86,7 @@ class PassCosts:
             contexts,
             most_tokens=rows,
             longest=1,
-            another=table.draft_sequence + table.sampling,
+            another=table.draft_sequence + table.drawing,
             ratio=self.overhead.draft_ratio,
         )
 

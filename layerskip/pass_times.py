@@ -72,7 +72,7 @@ class PassTimes:
     def drawing(self, *, greedy: bool = False) -> float:
         """Of judging a looked-up token beside a drafted one, whose noise is made."""
         table = self._tables[greedy]
-        return self._clocks.ratios[PACE] * max(0.0, table.sampling - table.further)
+        return self._clocks.ratios[PACE] * max(0.0, table.drawing - table.further)
 
     def _verify_clock(self, tokens: int, rows: int) -> int:
         """Whose error a verify pass has: that of plain ones, or of its size."""

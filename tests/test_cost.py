@@ -80,6 +80,7 @@ def test_more_rows_than_a_pass_takes_go_through_several():
 def test_a_table_is_saved_and_read_back(tmp_path):
     table = replace(TABLE, tiles=(1, 2, 4), draft_sequence=0.1, verify_sequence=0.2, pass_rows=64)
     table = replace(table, judging=0.002, greedy_sampling=0.003, greedy_judging=0.001)
+    table = replace(table, draft_sampling=0.004, greedy_draft_sampling=0.005)
     table.save(tmp_path / "cost.json")
     assert CostTable.load(tmp_path / "cost.json") == table
     assert [f.name for f in tmp_path.iterdir()] == ["cost.json"]
@@ -92,6 +93,10 @@ def test_greedy_tokens_have_a_price_of_their_own():
     assert greedy.draft_pass(2, 100) == pytest.approx(3.0 + 0.5 + 0.001)
     assert table.of(greedy=False) == table
     assert TABLE.of(greedy=True) == TABLE  # of version 2: one price
+    drawn = replace(table, draft_sampling=0.2, greedy_draft_sampling=0.0002)
+    assert drawn.draft_pass(2, 100) == pytest.approx(3.0 + 0.5 + 0.2)
+    assert drawn.of(greedy=True).draft_pass(2, 100) == pytest.approx(3.0 + 0.5 + 0.0002)
+    assert drawn.verify_pass(8, 0) == table.verify_pass(8, 0)
 
 
 def test_drafted_tokens_are_judged_for_less_than_they_are_drawn():
@@ -104,7 +109,11 @@ def test_drafted_tokens_are_judged_for_less_than_they_are_drawn():
 
 @pytest.mark.parametrize(
     ("version", "lacks"),
-    [(2, ("judging", "greedy_sampling", "greedy_judging")), (3, ("judging", "greedy_judging"))],
+    [
+        (2, ("judging", "greedy_sampling", "greedy_judging")),
+        (3, ("judging", "greedy_judging")),
+        (4, ("draft_sampling", "greedy_draft_sampling")),
+    ],
 )
 def test_an_older_table_is_read(version, lacks):
     content = TABLE.to_dict() | {"version": version}
@@ -127,7 +136,7 @@ def test_a_table_survives_json():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "version 4 was expected, got 1"),
+        ({"version": 1}, "version 5 was expected, got 1"),
         ({"verify": {"rows": [8]}}, "not complete"),
         ({"sampling": None}, "not complete"),
         ({"sampling": 10**400}, "not complete"),

@@ -284,6 +284,7 @@ def test_cost_of_passes_is_the_table_s():
         verify_sequence=0.02,
         sampling=0.003,
         judging=0.001,
+        draft_sampling=0.002,
         tiles=(1, 2, 4),
     )
     costs = PassCosts(cost, rows=4, most_drafted=5, longest=300)
@@ -312,6 +313,14 @@ def test_overhead_is_of_phases_and_of_rows():
     assert cell.first_token.p50 == pytest.approx(1.125)
     saved = one_cell(flat(), Synthetic((1.0,), 10, 9), "fixed:3", passes_per_token=0.5)
     assert saved.token.p50 == pytest.approx(2 * (1.0 + 0.5 * 0.75) / 8)
+
+
+def test_recorded_sampling_is_of_drafted_tokens_as_well():
+    cost = replace(table(0.2), sampling=0.3, judging=0.1, draft_sampling=0.2)
+    recorded = Overhead(sampling=0.03, judging=0.01).applied(cost)
+    assert recorded.draft_pass(1, 0) == pytest.approx(cost.draft_pass(1, 0) - 0.2 + 0.03)
+    assert recorded.verify_pass(2, 0) == pytest.approx(cost.verify_pass(2, 0) - 0.4 + 0.04)
+    assert Overhead().applied(cost) == cost
 
 
 def test_runs_of_right_drafts_end_with_their_request():
