@@ -12,6 +12,7 @@ import pytest
 import torch
 from toys import NUM_LAYERS, PLANS, VOCAB_SIZE, make_model
 
+import layerskip.bare_passes as bare_passes
 import layerskip.profiling as profiling
 from layerskip.cost import CostTable
 from layerskip.exactness import SWITCHED_OFF, Exactness
@@ -44,10 +45,11 @@ class Machine:
         def pick(sampler, logits, position):  # not a bound method: it is called with the sampler
             return self.pick(sampler, len(logits), position)
 
-        monkeypatch.setattr(profiling.Sampler, "pick", pick)
+        monkeypatch.setattr(bare_passes.Sampler, "pick", pick)
         self.worked = -5.0
         clock = SimpleNamespace(perf_counter=lambda: self.now, thread_time=lambda: self.worked)
-        monkeypatch.setattr(profiling, "time", clock)
+        for module in (profiling, bare_passes):
+            monkeypatch.setattr(module, "time", clock)
 
     def run_layers(self, hidden, layers, cache, segments):
         rows, count = sum(s.count for s in segments), len(tuple(layers))
@@ -159,9 +161,9 @@ def test_no_time_is_refused(stack, seconds):
 
 
 def test_passes_are_interleaved_and_small_ones_are_run_more_often(stack, machine, monkeypatch):
-    timed, timing = [], profiling.Passes.timing
+    timed, timing = [], bare_passes.Passes.timing
     monkeypatch.setattr(
-        profiling.Passes, "timing", lambda self, point: timed.append(point) or timing(self, point)
+        bare_passes.Passes, "timing", lambda self, point: timed.append(point) or timing(self, point)
     )
     measure_cost(stack, None)
     verify = [p for p in timed if p[0] == "verify" and p != ("verify", 4, 0)]
@@ -177,7 +179,7 @@ def test_passes_are_interleaved_and_small_ones_are_run_more_often(stack, machine
 
 def test_a_verify_pass_is_timed_after_what_it_follows_in_decoding(stack, machine):
     """There it finds some weights in the caches: of a draft's layers, or of the last pass."""
-    passes = profiling.Passes(stack, PLAN, None, (8, 128))
+    passes = bare_passes.Passes(stack, PLAN, None, (8, 128))
     for point, before in ((("verify", 1, 128), NUM_LAYERS), (("verify", 8, 0), 2)):
         machine.passes.clear()
         seconds, _ = passes.timing(point)
@@ -188,14 +190,14 @@ def test_a_verify_pass_is_timed_after_what_it_follows_in_decoding(stack, machine
 def test_drafts_are_timed_after_a_verify_pass_which_took_their_weights_from_the_caches(
     stack, machine, monkeypatch
 ):
-    timed, timing = [], profiling.Passes.timing
+    timed, timing = [], bare_passes.Passes.timing
     monkeypatch.setattr(
-        profiling.Passes, "timing", lambda self, point: timed.append(point) or timing(self, point)
+        bare_passes.Passes, "timing", lambda self, point: timed.append(point) or timing(self, point)
     )
     measure_cost(stack, PLAN)
     tokens = (
-        *profiling.KINDS,
-        *profiling.DRAFTED,
+        *bare_passes.KINDS,
+        *bare_passes.DRAFTED,
     )  # one comes after the verify pass, as in a round
     sweeps = pairwise([p for p in timed if p[0] not in tokens][-10 * len(set(timed)) :])
     before = [(a[0].partition(" ")[0], b) for a, b in sweeps if b[0].startswith("draft")]
@@ -400,13 +402,13 @@ def test_contexts_fit_the_model_and_memory_and_begin_a_block(stack, monkeypatch)
     monkeypatch.setattr(stack, "exactness", PADDED)
     for limit in (1, 20, 100, 600):
         monkeypatch.setattr(stack, "max_positions", limit)
-        for grid in profiling.grids(stack, quick=False):
+        for grid in bare_passes.grids(stack, quick=False):
             assert max(grid.rows) + max(grid.contexts) <= limit
             assert grid.rows[0] == 1
     monkeypatch.setattr(stack, "max_positions", 10**6)
-    assert profiling.grids(stack, quick=False)[0].contexts == (0, 512, 1920, 3968)
-    monkeypatch.setattr(profiling, "MAX_CACHE_BYTES", 1000 * stack.kv_bytes_per_token)
-    assert profiling.grids(stack, quick=False)[0].contexts[-1] == 896
+    assert bare_passes.grids(stack, quick=False)[0].contexts == (0, 512, 1920, 3968)
+    monkeypatch.setattr(bare_passes, "MAX_CACHE_BYTES", 1000 * stack.kv_bytes_per_token)
+    assert bare_passes.grids(stack, quick=False)[0].contexts[-1] == 896
 
 
 @pytest.mark.parametrize(

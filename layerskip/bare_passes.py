@@ -1,0 +1,183 @@
+"""A decoder's passes, bare: which sizes are measured, in which order, and how one is timed."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerskip.cache import Segment
+from layerskip.draft_head import DraftHead
+from layerskip.exactness import MAX_PASS_ROWS
+from layerskip.fingerprint import row_quantum
+from layerskip.model import DecoderStack
+from layerskip.params import SamplingParams
+from layerskip.plan import DraftPlan
+from layerskip.sampling import Sampler
+
+MAX_CONTEXT, QUICK_CONTEXT = 4096, 1024
+MAX_CACHE_BYTES = 2**29
+NUM_SEQUENCES = 8
+DRAFTS_IN_A_ROW = 4  # as in a round: those after the first find their weights in the caches
+JUDGED = 8  # tokens of one sequence
+KINDS = ("sampling", "greedy")  # of sampling
+DRAFTED = tuple(f"{kind} drafting" for kind in KINDS)
+Point = tuple[str, int, int]  # kind of pass, rows, context
+Timing = tuple[float, float]  # seconds that went by, and that this thread was at work
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is measured: sizes of passes, and slots that they attend to."""
+
+    rows: tuple[int, ...]
+    contexts: tuple[int, ...]
+
+    def points(self, *, drafts: bool, sequences: bool) -> list[Point]:
+        """Every pass of a sweep."""
+        kinds = ("verify", "draft") if drafts else ("verify",)
+        points = [(kind, r, c) for kind in kinds for r in self.rows for c in self.contexts]
+        if drafts:
+            points += [("head", r, 0) for r in self.rows]
+        if sequences:
+            points += [(f"{kind} sequences", NUM_SEQUENCES, 0) for kind in kinds]
+            points += [(kind, NUM_SEQUENCES, 0) for kind in kinds]
+        sampled = [*KINDS, *(f"{kind} judging" for kind in KINDS), *(DRAFTED if drafts else ())]
+        return list(dict.fromkeys([*points, *((kind, 1, 0) for kind in sampled)]))
+
+
+def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
+    """Grids to choose from, the finest first; the last one is what a table can't do without."""
+    quantum = row_quantum(stack)
+    most = max(1, min(MAX_PASS_ROWS, stack.max_positions // 2))
+    few, all_rows = max(quantum, 8), {t for t in stack.exactness.tiles if t < quantum}
+    all_rows |= {quantum * 2**i for i in range(7)} | {1}
+    fine = tuple(sorted(r for r in all_rows if r <= most))
+    exactness = stack.exactness
+    one_by_one = exactness.by_token or (exactness.wanted and not exactness.holds)
+    # Three points, the last one far out: what lies beyond is a line through the last two.
+    coarse = tuple(r for r in (1, few, (2 if one_by_one else 4) * few) if r <= most)
+    longest = QUICK_CONTEXT if quick else MAX_CONTEXT
+    fitting = MAX_CACHE_BYTES // stack.kv_bytes_per_token
+    top = max(0, min(stack.max_positions, longest, fitting) - max(fine))
+    block = stack.exactness.slot_block
+    wanted = [0, top // 2, top] + ([512] if top >= 2048 else [])
+    contexts = tuple(sorted({c // block * block for c in wanted}))
+    ends = tuple(sorted({0, contexts[-1]}))
+    in_steps = exactness.wanted and not exactness.holds
+    full = [Grid(coarse if in_steps else fine, contexts)] if not quick else []
+    return [*full, Grid(coarse, ends), Grid(coarse[:2], (0,))]
+
+
+class Passes:
+    """The passes of one decoder, bare, each timed by itself.
+
+    Args:
+        stack: runs them.
+        plan: layers of a draft pass; the stack's adapter runs after them.
+        head: over the draft vocabulary; None: the model's own.
+        largest: rows and context of the largest pass.
+    """
+
+    def __init__(
+        self,
+        stack: DecoderStack,
+        plan: DraftPlan | None,
+        head: DraftHead | None,
+        largest: tuple[int, int],
+    ) -> None:
+        self.stack = stack
+        self.head = stack.logits if plan is None else stack.draft_head(plan, head)
+        self.draft_layers = stack.draft_layers(plan) if plan is not None else ()
+        self.drafts_in_a_row, self.led_in = DRAFTS_IN_A_ROW, True
+        self.cache = stack.new_cache(num_rows=1, num_slots=sum(largest))
+        self.many = stack.new_cache(num_rows=NUM_SEQUENCES, num_slots=NUM_SEQUENCES)
+        self.samplers = {
+            kind: Sampler(SamplingParams(temperature=temperature), 0, stack.vocab_size)
+            for kind, temperature in zip(KINDS, (1.0, 0.0), strict=True)
+        }
+        draw = random.Random(0)
+        self.ids = [draw.randrange(stack.vocab_size) for _ in range(MAX_PASS_ROWS)]
+        self.logits = stack.logits(stack.embed(self.ids[:1]))[:1].expand(JUDGED, -1)
+        self.drawn = JUDGED
+
+    def timing(self, point: Point) -> Timing:
+        """One timing of one pass.
+
+        A verify pass is run after what it follows in decoding, as that leaves some weights in the
+        processor's caches: plain passes follow each other, others a draft. What drafts and sampled
+        tokens follow, ``shuffled`` sees to.
+        """
+        kind, rows, context = point
+        kind, _, of = kind.partition(" ")
+        segments = [Segment(0, context, rows)]
+        if of == "sequences":
+            segments = [Segment(i, 0, 1) for i in range(rows)]
+        if kind == "verify":
+            if self.led_in:
+                alone = [Segment(0, context, 1)]
+                drafts = bool(self.draft_layers) and rows > 1
+                (self._draft if drafts else self._verify)(1, alone)
+            return self._timed(lambda: self._verify(rows, segments))
+        if kind == "draft":
+            return self._timed(lambda: self._draft(rows, segments), self.drafts_in_a_row)
+        if kind == "head":
+            hidden = self.stack.embed(self.ids[:rows])
+            return self._timed(lambda: self._draft_head(hidden, rows), self.drafts_in_a_row)
+        if of == "judging":
+            self.samplers[kind].pick(self.logits, 0)  # its noise is made: by a draft, in a round
+            return self._timed(lambda: self.samplers[kind].pick(self.logits, 0))
+        # In a row drafted ones find about what those between short drafts do: 0.13 ms, and 0.14.
+        times = self.drafts_in_a_row if of == "drafting" else 1
+        return self._timed(lambda: self._sample(kind), times)
+
+    def _verify(self, rows: int, segments: Sequence[Segment]) -> None:
+        stack = self.stack
+        cache = self.cache if len(segments) == 1 else self.many
+        hidden = stack.embed(self.ids[:rows])
+        stack.logits(stack.run_layers(hidden, range(stack.num_layers), cache, segments))
+
+    def _draft(self, rows: int, segments: Sequence[Segment]) -> None:
+        cache = self.cache if len(segments) == 1 else self.many
+        hidden = self.stack.embed(self.ids[:rows])
+        hidden = self.stack.run_layers(hidden, self.draft_layers, cache, segments)
+        self._draft_head(hidden, rows)
+
+    def _draft_head(self, hidden: Tensor, rows: int) -> None:
+        self.head(hidden)[:rows].float().softmax(-1).amax(-1).tolist()
+
+    def _sample(self, kind: str) -> None:
+        self.drawn += 1  # its noise is new
+        self.samplers[kind].pick(self.logits[:1], self.drawn)
+        self.samplers[kind].forget_before(self.drawn)
+
+    def _timed(self, run: Callable[[], object], times: int = 1) -> Timing:
+        self._wait()
+        began, worked = time.perf_counter(), time.thread_time()
+        for _ in range(times):
+            run()
+        self._wait()
+        return (time.perf_counter() - began) / times, (time.thread_time() - worked) / times
+
+    def _wait(self) -> None:
+        if self.stack.device.type == "cuda":
+            torch.cuda.synchronize(self.stack.device)
+
+
+def shuffled(points: Sequence[Point], order: random.Random) -> list[Point]:
+    """In a new order, each after what it follows in a round, which decides what is left in the
+    processor's caches: sampled tokens and drafts after a verify pass, drafted tokens after a draft.
+    After a verify pass sampling takes twice as long (measured)."""
+    mixed = order.sample(points, len(points))
+    sampled = [p for p in mixed if p[0] in KINDS]
+    drafts = [p for p in mixed if p[0].startswith("draft")]
+    drafted = [p for p in mixed if p[0] in DRAFTED]
+    following = sampled, drafts, drafted
+    found = []
+    for point in [p for p in mixed if p not in {*sampled, *drafts, *drafted}]:
+        found.append(point)
+        if point[0].startswith("verify"):
+            found += [due.pop() for due in following if due]
+    return found + [p for due in following for p in due]
