@@ -1,7 +1,9 @@
 """What the tests share: models and wrappers are made once, hypothesis is reproducible."""
 
 import functools
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -58,3 +60,15 @@ def talking(
 ) -> SelfSpeculativeLM:
     """A wrapper with a tokenizer: text in, text out."""
     return SelfSpeculativeLM(toy(), tokenizer, PLANS["exit"], num_draft_tokens=4)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of random weights with tokenizer and plan: exit 2, 3 draft tokens."""
+    path = tmp_path_factory.mktemp("toy")
+    make_model(dtype="bfloat16").save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    PLANS["exit"].save(path / "layerskip.json")
+    content = json.loads((path / "layerskip.json").read_text("utf-8")) | {"num_draft_tokens": 3}
+    (path / "layerskip.json").write_text(json.dumps(content), encoding="utf-8")
+    return path

@@ -1,17 +1,16 @@
 """``layerskip profile``: a document, a table for people and a file that fits the model."""
 
-import contextlib
-import io
 import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import Result, run
 from toys import NUM_LAYERS, PLANS, make_model
 
 from layerskip import SelfSpeculativeLM
@@ -20,13 +19,6 @@ from layerskip.cost import CostTable
 from layerskip.fingerprint import mismatch
 from layerskip.plan import PlanFile, ranges
 from layerskip.profiling import measure_cost
-
-
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def profile(*argv: object) -> Result:
     """``layerskip profile ARGV`` in this process, briefly."""
     return run("profile", *argv, "--seconds", "0.1")
-
-
-def run(*argv: object) -> Result:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = main([*map(str, argv)])
-        except SystemExit as stopped:
-            code = stopped.code
-    return Result(code, out.getvalue(), err.getvalue())
 
 
 def check_refused(result: Result, sentence: str) -> None:

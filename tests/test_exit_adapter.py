@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import EXIT, KINDS, make_adapter
-from test_cli import assert_refused, folder, run  # noqa: F401 - a fixture
+from command_line import assert_refused, run
 from torch import Tensor
 from toys import DTYPES, NUM_LAYERS, PLANS, VOCAB_SIZE, make_model, random_ids
 from zoo import make_toy
@@ -288,14 +288,14 @@ def test_a_cost_table_is_of_the_adapter(toy, monkeypatch):
 
 
 @pytest.fixture
-def trained(folder: Path, tmp_path: Path) -> Path:  # noqa: F811
+def trained(folder: Path, tmp_path: Path) -> Path:
     """A folder with an adapter of the toy checkpoint, after layer 3; its own plan says 2."""
     model = make_model(dtype="bfloat16")
     make_adapter(model, exit_layer=3).save(tmp_path / "out")
     return tmp_path / "out"
 
 
-def test_from_pretrained_exits_where_the_adapter_is(folder, trained, caplog):  # noqa: F811
+def test_from_pretrained_exits_where_the_adapter_is(folder, trained, caplog):
     lm = SelfSpeculativeLM.from_pretrained(folder, exit_adapter=trained, num_draft_tokens=3)
     plain = SelfSpeculativeLM.from_pretrained(folder, num_draft_tokens=0)
     assert lm.plan == DraftPlan(NUM_LAYERS, (0, 1, 2))
@@ -312,7 +312,7 @@ def test_from_pretrained_exits_where_the_adapter_is(folder, trained, caplog):  #
     assert not caplog.records
 
 
-def test_commands_take_it(folder, trained):  # noqa: F811
+def test_commands_take_it(folder, trained):
     prompt = ("--prompt", "def f(x):", "--max-new-tokens", 8, "--json")
     got = run("generate", folder, "--exit-adapter", trained, "--num-draft-tokens", 3, *prompt)
     want = run("generate", folder, "--num-draft-tokens", 0, *prompt)
@@ -333,7 +333,7 @@ def test_commands_take_it(folder, trained):  # noqa: F811
     )
 
 
-def test_compare_decodes_and_reads_with_it(folder, trained, tmp_path):  # noqa: F811
+def test_compare_decodes_and_reads_with_it(folder, trained, tmp_path):
     example = {"prompt": "def f(x):\n", "continuation": "    return x + 1\n"}
     (tmp_path / "p.jsonl").write_text(json.dumps(example) + "\n", encoding="utf-8")
     argv = ("compare", folder, "--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 6, "--json")

@@ -1,8 +1,6 @@
 """Measuring traffic: what is recorded, what a stop leaves, and what the command says."""
 
-import contextlib
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -12,11 +10,12 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Result, run
 from toys import MAX_POSITIONS, PLANS, make_model
 
 from layerskip import SamplingParams, SelfSpeculativeLM, api
@@ -408,13 +407,6 @@ def test_unequal_texts_are_counted(full, tmp_path) -> None:
     assert (found.prompts, found.equal) == (len(TEXTS) - 1, len(TEXTS) - 2)
 
 
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
 def command(tmp_path, tokenizer, monkeypatch) -> Callable[..., Result]:
     """``layerskip measure`` of a toy in a folder, in this process."""
@@ -424,14 +416,8 @@ def command(tmp_path, tokenizer, monkeypatch) -> Callable[..., Result]:
     PLANS["exit"].save(folder / "layerskip.json")
     monkeypatch.setattr(api, "fitting_cost", lambda *_, **__: COST)
 
-    def run(*argv: object) -> Result:
-        out, err = io.StringIO(), io.StringIO()
-        options = ["--out", tmp_path / "runs", "--arms", "0, 3", "--max-new-tokens", 10]
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main([str(a) for a in ("measure", folder, *options, *argv)])
-        return Result(code, out.getvalue(), err.getvalue())
-
-    return run
+    options = ["--out", tmp_path / "runs", "--arms", "0, 3", "--max-new-tokens", 10]
+    return lambda *argv: run("measure", folder, *options, *argv)
 
 
 def test_the_command_measures_and_sums_up(command, tmp_path) -> None:

@@ -1,0 +1,224 @@
+"""What the command line refuses: one sentence, exit code 2, and nothing written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import assert_refused, run, run_apart
+from toys import MAX_POSITIONS, NUM_LAYERS, make_model
+from transformers import BertConfig, MambaConfig
+
+from layerskip import DraftPlan
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> Path:
+    """A folder for broken things."""
+    return tmp_path
+
+
+def test_a_missing_folder(bad: Path) -> None:
+    assert_refused(run("generate", bad / "gone", "--prompt", "x"), "gone", "is not a folder")
+
+
+def test_a_folder_without_config(bad: Path) -> None:
+    assert_refused(run("info", bad), str(bad), "no config.json")
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "reason"),
+    [
+        (BertConfig(), "bert", "it is not among the tested families"),
+        (MambaConfig(), "mamba", "layers with a recurrent state"),
+    ],
+)
+def test_an_unsupported_architecture(bad: Path, config: Any, name: str, reason: str) -> None:
+    config.save_pretrained(bad)
+    for command in (("generate", "--prompt", "x"), ("compare",)):
+        assert_refused(run(command[0], bad, *command[1:]), repr(name), reason)
+
+
+def test_info_says_that_a_checkpoint_is_not_supported(bad: Path) -> None:
+    BertConfig().save_pretrained(bad)
+    result = run("info", bad, "--json")
+    assert (result.code, result.document["supported"]) == (0, False)
+    assert "architecture 'bert'" in result.document["reason"]
+    assert "architecture 'bert'" in " ".join(run("info", bad).out.split())
+
+
+def test_a_config_that_is_no_json(bad: Path) -> None:
+    (bad / "config.json").write_text("{", encoding="utf-8")
+    assert_refused(run("info", bad), str(bad))
+
+
+@pytest.mark.parametrize("exit_layer", ["0", "-1", "6", "99", "two", "2,3", "1.5"])
+def test_an_exit_layer_that_does_not_exist(folder: Path, exit_layer: str) -> None:
+    result = run("generate", folder, f"--exit-layer={exit_layer}", "--prompt", "x")
+    assert_refused(result, exit_layer)
+
+
+@pytest.mark.parametrize("exit_layer", [0, 16])
+def test_an_exit_layer_the_builtin_checkpoint_lacks(exit_layer: int) -> None:
+    result = run("generate", f"--exit-layer={exit_layer}", "--prompt", "x")
+    assert_refused(result, f"exit_layer must be between 1 and 15, got {exit_layer}")
+
+
+def test_an_empty_prompt(folder: Path, bad: Path) -> None:
+    (bad / "empty.txt").write_text("", encoding="utf-8")
+    assert_refused(run("generate", folder, "--prompt", ""), "prompt is empty")
+    assert_refused(run("generate", folder, "--prompt-file", bad / "empty.txt"), "prompt is empty")
+
+
+def test_a_prompt_beyond_the_context(folder: Path) -> None:
+    result = run("generate", folder, "--prompt", "q" * MAX_POSITIONS)
+    assert_refused(result, f"{MAX_POSITIONS} tokens", f"{MAX_POSITIONS} positions")
+
+
+def test_a_prompt_file_that_is_not_utf8(folder: Path, bad: Path) -> None:
+    (bad / "prompt.txt").write_bytes(b"abc\xff")
+    result = run("generate", folder, "--prompt-file", bad / "prompt.txt")
+    assert_refused(result, "prompt.txt", "not UTF-8")
+    assert_refused(run("generate", folder, "--prompt-file", bad / "gone.txt"), "gone.txt")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_numbers(bad: Path, value: float) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.model.layers[3].mlp.up_proj.weight[5, 7] = value
+    model.save_pretrained(bad)
+    result = run("generate", bad, "--exit-layer", 2, "--prompt", "x")
+    assert_refused(result, "model.layers.3.mlp.up_proj.weight", "NaN")
+
+
+@pytest.mark.parametrize("seed", ["abc", "1.5", "-1", str(2**63)])
+def test_a_seed_that_is_none(folder: Path, seed: str) -> None:
+    argv = ("generate", folder, "--prompt", "x", "--temperature", 1, f"--seed={seed}")
+    assert_refused(run(*argv), "seed", seed)
+
+
+def test_a_plan_for_another_depth(folder: Path, bad: Path) -> None:
+    DraftPlan.exiting(num_layers=NUM_LAYERS + 1, exit_layer=2).save(bad / "plan.json")
+    result = run("generate", folder, "--plan", bad / "plan.json", "--prompt", "x")
+    assert_refused(result, f"{NUM_LAYERS + 1} layers", f"has {NUM_LAYERS}")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"[]",
+        b"\xff",
+        b'{"version": 1}',
+        b'{"version": 9, "num_layers": 6, "draft_layers": [0]}',
+        b'{"version": 1, "num_layers": 6, "draft_layers": 3}',
+        b'{"version": 1, "num_layers": 6, "draft_layers": [1, 0]}',
+        b'{"version": 1, "num_layers": 6, "draft_layers": ["a"]}',
+    ],
+)
+def test_a_broken_plan_file(folder: Path, bad: Path, content: bytes) -> None:
+    (bad / "plan.json").write_bytes(content)
+    assert_refused(run("generate", folder, "--plan", bad / "plan.json", "--prompt", "x"))
+    assert_refused(run("info", folder, "--plan", bad / "gone.json"), "gone.json")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_cuda_where_there_is_none(folder: Path) -> None:
+    assert_refused(run("generate", folder, "--device", "cuda", "--prompt", "x"), "CUDA", "'cpu'")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--max-new-tokens", 0),
+        ("--max-new-tokens", "many"),
+        ("--num-draft-tokens", -1),
+        ("--num-draft-tokens", 33),
+        ("--temperature", -1),
+        ("--temperature", "nan"),
+        ("--top-p", 0),
+        ("--min-p", 2),
+        ("--stop", ""),
+        ("--dtype", "float64"),
+        ("--device", "tpu"),
+        ("--exit-layer", 2, "--plan", "plan.json"),
+        ("--prompt-file", "prompt.txt"),
+        ("--nonsense",),
+    ],
+    ids=lambda options: " ".join(map(str, options)),
+)
+def test_other_options_that_make_no_sense(folder: Path, options: tuple[Any, ...]) -> None:
+    assert_refused(run("generate", folder, "--prompt", "x", *options))
+
+
+@pytest.mark.parametrize("argv", [(), ("fly",), ("generate",)])
+def test_a_command_line_that_is_none(argv: tuple[str, ...]) -> None:
+    assert_refused(run(*argv))
+
+
+def test_compare_with_an_unknown_mode(folder: Path) -> None:
+    assert_refused(run("compare", folder, "--modes", "plain,warp"), "warp", "hf-early-exit")
+
+
+@pytest.mark.parametrize(
+    "options", [("--repeats", 0), ("--limit", 0), ("--max-new-tokens", 0)], ids=str
+)
+def test_compare_with_nothing_to_do(options: tuple[Any, ...]) -> None:
+    result = run("compare", "--modes", "plain", *options)
+    assert_refused(result, options[0].strip("-").replace("-", "_").split("_")[-1])
+
+
+@pytest.mark.parametrize("line", ["not json", '{"text": "x"}', '{"prompt": 5}', "[1]"])
+def test_compare_with_a_bad_line(folder: Path, bad: Path, line: str) -> None:
+    path = bad / "prompts.jsonl"
+    path.write_text('{"prompt": "x"}\n' + line + "\n", encoding="utf-8")
+    assert_refused(run("compare", folder, "--prompts", path), "prompts.jsonl line 2")
+
+
+def test_compare_with_prompts_beyond_the_context(folder: Path, bad: Path) -> None:
+    path = bad / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "q" * MAX_POSITIONS}) + "\n", encoding="utf-8")
+    result = run("compare", folder, "--prompts", path, "--modes", "plain")
+    assert_refused(result, "prompt", "positions")
+
+
+def test_compare_says_how_many_prompts_are_too_long(folder: Path, bad: Path) -> None:
+    path = bad / "prompts.jsonl"
+    lines = [
+        json.dumps({"prompt": text}) for text in ("the rain in Spain stays", "q" * MAX_POSITIONS)
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    argv = ("compare", folder, "--prompts", path, "--modes", "plain", "--repeats", 1)
+    result = run(*argv, "--max-new-tokens", 4, "--json")
+    assert (result.document["prompts"], result.document["prompts_too_long"]) == (1, 1)
+    said = " ".join(run(*argv, "--max-new-tokens", 4).out.split())
+    assert "1 of 2 prompts left out: they leave no room for 4 new tokens" in said
+
+
+def test_compare_without_a_tokenizer(bad: Path) -> None:
+    make_model().save_pretrained(bad)
+    result = run("compare", bad, "--exit-layer", 2, "--modes", "plain")
+    assert_refused(result, "tokenizer")
+
+
+def test_bad_input_leaves_no_file_behind(folder: Path, bad: Path) -> None:
+    def snapshot() -> set[tuple[str, int]]:
+        paths = [*folder.rglob("*"), *bad.rglob("*")]
+        return {(str(p), p.stat().st_mtime_ns) for p in paths}
+
+    (bad / "prompt.txt").write_bytes(b"\xff")
+    before = snapshot()
+    run("generate", folder, "--prompt-file", bad / "prompt.txt")
+    run("generate", folder, "--exit-layer", 6, "--prompt", "x")
+    run("compare", folder, "--prompts", bad / "gone.jsonl")
+    assert snapshot() == before
+
+
+def test_a_process_says_one_sentence(bad: Path) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    model.save_pretrained(bad)  # and no plan: that is no second sentence
+    assert_refused(run_apart("generate", bad, "--prompt", "x"), "model.norm.weight")
