@@ -483,6 +483,17 @@ def test_marks_stand_where_the_axis_says():
     assert not marks(chart, "mark s1")
 
 
+@pytest.mark.parametrize(("count", "said"), [(6, []), (7, ["and 1 more"]), (9, ["and 3 more"])])
+def test_a_chart_says_what_it_does_not_draw(count, said):
+    """There are six kinds of marks."""
+    lines = [Series(f"line {i}", ((0.0, 0.1 * i), (1.0, 0.5))) for i in range(count)]
+    chart = line_chart("", lines, Axis.over("x", [1.0]), Axis.over("y", [1.0]))
+    names = [t.text for t in chart.texts]
+    assert [n for n in names if n.startswith("line")] == [f"line {i}" for i in range(6)]
+    assert [n.partition(",")[0] for n in names if n.startswith("and ")] == said
+    assert max(t.y for t in chart.texts) < chart.height
+
+
 def test_lines_and_bars_rise_with_their_values():
     axis = Axis.over("share", [1.0], percent=True)
     points = ((0.0, 0.0), (1.0, 0.5), (2.0, 1.0))

@@ -187,6 +187,8 @@ def line_chart(
     """Lines over a common x; told apart by dashes and marks as well as by colour.
 
     Args:
+        series: those after the sixth, which no mark is left for, are not drawn, and the legend
+            says so.
         line_at: y at which a strong line is drawn.
     """
     x = x_axis.place(LEFT, RIGHT)
@@ -206,6 +208,10 @@ def line_chart(
         first = i * every // len(FORMS)
         outlines += [Outline(f"mark s{i}", marker(i, *p)) for p in places[first::every]]
     height = _add_legend(outlines, texts, [s.name for s in series[: len(FORMS)]], bottom)
+    if len(series) > len(FORMS):
+        more = f"and {len(series) - len(FORMS)} more, in the table alone"
+        texts.append(Text(38.0, height + 8, more))
+        height += LINE
     return Chart(description, height, tuple(outlines), tuple(texts))
 
 
