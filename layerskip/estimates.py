@@ -14,6 +14,7 @@ from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
 DEFAULT_ACCEPTANCE = 0.7
 ROW_DISCOUNT, SHARED_DISCOUNT, CALIBRATION_DISCOUNT = 0.97, 0.99, 0.998
+CONFIDENCE_DISCOUNT = 0.99  # a text's ratio to its confidences is steadier than its drafts' luck
 ROW_WEIGHT, CONFIDENCE_WEIGHT = 3.0, 8.0  # of "like the others", in expected successes
 POSITION_WEIGHT, SHARED_WEIGHT, CALIBRATION_WEIGHT = 20.0, 6.0, 4.0  # of a prior, in trials
 PRIOR_FLOOR = 0.3  # drafts are right more often than they are sure
@@ -52,12 +53,13 @@ class Ratio:
     """Discounted successes over what was expected: how one request differs from all."""
 
     weight: float = ROW_WEIGHT
+    discount: float = ROW_DISCOUNT
     hits: float = 0.0
     expected: float = 0.0
 
     def add(self, success: bool, expected: float) -> None:
-        self.hits = ROW_DISCOUNT * self.hits + success
-        self.expected = ROW_DISCOUNT * self.expected + expected
+        self.hits = self.discount * self.hits + success
+        self.expected = self.discount * self.expected + expected
 
     @property
     def value(self) -> float:
@@ -173,8 +175,8 @@ class RowState:
         self.last, self.probing = 0, False
         self._rests, self._awaited, self._token = 0, 0.0, 0.0
         self._positions = _shares(MAX_AUTO_DRAFT_TOKENS)
-        self._ratio, self._confidence_ratio = Ratio(), Ratio(CONFIDENCE_WEIGHT)
-        self._lookup_ratio = Ratio()
+        self._ratio, self._lookup_ratio = Ratio(), Ratio()
+        self._confidence_ratio = Ratio(CONFIDENCE_WEIGHT, CONFIDENCE_DISCOUNT)
 
     def acceptance(self, i: int) -> float:
         """Of drafted token ``i`` (from 0) once those before it are accepted."""

@@ -409,6 +409,16 @@ def test_calibration_learns_what_confidence_means():
     assert 0.5 < calibration.chance(0.35) < 0.75 + 0.1  # between what is known
 
 
+def test_a_stretch_of_luck_says_little_of_a_request():
+    """What a confidence is worth in a text is steadier than whether its next tokens are right."""
+    state = RowState(Experience((0.8,)))
+    for i in range(200):
+        state.add_draft([i % 4 > 0], [0.7])
+    before = state.chance(0.7) / state.shared.calibration.chance(0.7)
+    state.add_draft([True] * 12, [0.7] * 12)
+    assert 1.0 < state.chance(0.7) / state.shared.calibration.chance(0.7) / before < 1.04
+
+
 def test_the_calibration_error_is_of_the_chances_that_were_told():
     """In a batch other rows are judged between a row's draft and its own judgement."""
     controller = Controller(table(c=0.2), [0.8])
