@@ -51,6 +51,7 @@ from layerskip.vocabulary import CoverageMeter
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 128
+PROOF_SECONDS = 0.3  # of a load; those of a small model take less
 LEAST_COVERAGE = 0.9  # of a draft vocabulary of which nothing was measured
 
 
@@ -267,10 +268,11 @@ class SelfSpeculativeLM:
 
     @property
     def controller(self) -> Controller:
-        """What decides for ``num_draft_tokens="auto"``; made, and passes measured, when first
-        asked for."""
+        """What decides for ``num_draft_tokens="auto"``; made, and passes proven and measured, when
+        first asked for."""
         with self._lock:
             if self._controller is None:
+                self.stack.pass_sizes.prove_ahead(PROOF_SECONDS)
                 cost = fitting_cost(
                     self.stack,
                     self.plan,

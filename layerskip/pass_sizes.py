@@ -1,6 +1,7 @@
 """How many tokens a decode pass may hold for every row to keep its bits: proven when first met."""
 
 import logging
+import time
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -46,6 +47,16 @@ class PassSizes:
         round."""
         exactness = self._stack.exactness
         self._proven[torch.get_num_threads(), exactness.row_quantum] = exactness.holds
+
+    @torch.inference_mode()
+    def prove_ahead(self, seconds: float) -> None:
+        """Prove the sizes that passes may have, the smallest first, until ``seconds`` are over. The
+        others are proven when they are met, in a round that somebody waits for."""
+        began, quantum = time.perf_counter(), self._stack.exactness.row_quantum
+        for size in range(quantum, MAX_PASS_ROWS + 1, quantum):
+            if time.perf_counter() - began > seconds:
+                return
+            self.largest(size)
 
     def padded(self, num_tokens: int) -> int:
         """Rows of a pass of ``num_tokens``."""

@@ -18,6 +18,7 @@ from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.estimates import lookup_confidence
+from layerskip.exactness import MAX_PASS_ROWS
 from layerskip.guessing import judged
 from layerskip.lookup import FORCED_MATCH
 from layerskip.pass_times import ALL_OF, ONE_IN, PassTimes
@@ -348,6 +349,21 @@ def test_no_round_in_which_a_size_was_proven_is_timed(toy, monkeypatch):
     assert (counted, timed) == ([16], [])
     batch.step()
     assert (counted, timed) == ([16], [1])
+
+
+def test_no_round_of_automatic_drafting_waits_for_a_proof(toy, monkeypatch):
+    """A proof is five plain passes; batches of short texts lost a third to those of their sizes."""
+    monkeypatch.setattr("layerskip.api.PROOF_SECONDS", 60.0)
+    lm = SelfSpeculativeLM(toy(), None, PLANS["exit"])
+    controller, sizes = lm.controller, lm.stack.pass_sizes
+    assert controller.cost.pass_rows == MAX_PASS_ROWS
+    proven = sizes.num_proofs
+    for rows in (2, 5, 8):
+        lm.generate([PROMPT] * rows, max_new_tokens=8, num_draft_tokens=7)
+    assert sizes.num_proofs == proven
+    late = SelfSpeculativeLM(toy(), None, PLANS["exit"])
+    late.stack.pass_sizes.prove_ahead(0.0)
+    assert late.stack.pass_sizes.num_proofs == 0
 
 
 def test_most_rounds_of_a_long_text_are_not_learnt_from(toy, monkeypatch):
