@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from layerskip.cache import Segment
+from layerskip.cost import NUM_SEQUENCES
 from layerskip.draft_head import DraftHead
 from layerskip.exactness import MAX_PASS_ROWS
 from layerskip.fingerprint import row_quantum
@@ -19,7 +20,6 @@ from layerskip.sampling import Sampler
 
 MAX_CONTEXT, QUICK_CONTEXT = 4096, 1024
 MAX_CACHE_BYTES = 2**29
-NUM_SEQUENCES = 8
 DRAFTS_IN_A_ROW = 4  # as in a round: those after the first find their weights in the caches
 JUDGED = 8  # tokens of one sequence
 KINDS = ("sampling", "greedy")  # of sampling

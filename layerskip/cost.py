@@ -13,6 +13,9 @@ from typing import Any
 from layerskip.files import read_json, write_json
 
 COST_VERSION, READABLE = 5, (2, 3, 4, 5)
+TILE = 8  # positions of a sequence that attention takes at once, at most
+POWERS = (1, 2, 4, TILE)
+NUM_SEQUENCES = 8  # in the pass that is timed for what sequences cost
 OF_SAMPLING = ("sampling", "judging", "draft_sampling")
 
 
@@ -80,7 +83,8 @@ class CostTable:
         key: what the table is of: fingerprint of the model, plan, device, dtype, threads, versions.
         tiles: positions of a sequence that attention takes at once, where fewer rows than a
             quantum are rounded up to one of these; empty: to the quantum.
-        draft_sequence, verify_sequence: of each further sequence in a pass, before its context.
+        draft_sequence, verify_sequence: by how much a pass of eight sequences, a token each, takes
+            longer than one of eight tokens of one sequence, a seventh of it.
         pass_rows: most rows of one pass; more go through several. 0: any number go through one.
         judging: of each further token of a sequence in a verify pass, whose noise its draft made;
             None: as much as ``sampling``.
@@ -174,11 +178,45 @@ class CostTable:
         if sequences == 1:
             return self._summed(curve, rows, self._block_start(context, self._padded(rows)))
         drafting, tokens = _shared_out(rows, sequences)
-        total = self._summed(curve, rows, 0) + (sequences - 1) * another
+        alone = self._attending(curve, self._padded(rows), another)
+        total = max(0.0, self._summed(curve, rows, 0) - alone)
         for count, each in ((drafting, tokens), (sequences - drafting, 1)):
             if count:
-                total += count * max(0.0, self._attention(curve, each, context))
+                far = max(0.0, self._attention(curve, each, context))
+                total += count * (self._attending(curve, each, another) + far)
         return total
+
+    def attending(self, rows: int, *, draft: bool = False, padded: bool = False) -> float:
+        """What so many rows of one sequence take of a pass's layers at the start of their context,
+        beside the products that all sequences share: attention.
+
+        Args:
+            padded: of as many rows as a pass of them by themselves is padded to.
+        """
+        rows = self._padded(rows) if padded else rows
+        if draft:
+            return self._attending(self.draft_layers, rows, self.draft_sequence)
+        return self._attending(self.verify, rows, self.verify_sequence)
+
+    def _attending(self, curve: Curve, rows: int, another: float) -> float:
+        """A sequence's rows are attended tile by tile. Within a tile products are those of the same
+        padded pass, so what a curve grows by there is attention; and a pass of eight sequences
+        differs from one of eight rows of a sequence by eight tiles of one row and a whole one."""
+        if self.row_quantum < TILE:
+            return another
+        one = another + self._within_tile(curve, TILE) / (NUM_SEQUENCES - 1)
+        whole, rest = divmod(rows, TILE)
+        seconds = whole * (one + self._within_tile(curve, TILE))
+        return seconds + (one + self._within_tile(curve, rest) if rest else 0.0)
+
+    def _within_tile(self, curve: Curve, rows: int) -> float:
+        """Of a tile of so many rows, beyond one row's. Tiles are powers of two; one that was not
+        measured is taken to lie on the line between one row and a whole tile."""
+        tile = next(t for t in POWERS if t >= rows)
+        whole = max(0.0, curve.at(self._padded(TILE), 0) - curve.at(self._padded(1), 0))
+        if tile not in self.tiles:
+            return whole * (tile - 1) / (TILE - 1)
+        return max(0.0, curve.at(tile, 0) - curve.at(self._padded(1), 0))
 
     def _attention(self, curve: Curve, rows: int, context: float) -> float:
         """Of one sequence, beyond the slots that any pass attends to."""

@@ -6,6 +6,7 @@ the request's settings: both are taken from recorded rounds.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,7 +79,8 @@ class PassCosts:
             contexts,
             most_tokens=rows * (most_drafted + 1) + 2 * table.row_quantum,
             longest=most_drafted + 1 + 2 * table.row_quantum,
-            another=table.verify_sequence + table.sampling - table.further,
+            attending=(table.attending, partial(table.attending, padded=True)),
+            another=table.sampling - table.further,
             ratio=self.overhead.verify_ratio,
         )
         self._draft = _Passes(
@@ -86,7 +88,11 @@ class PassCosts:
             contexts,
             most_tokens=rows,
             longest=1,
-            another=table.draft_sequence + table.drawing,
+            attending=(
+                partial(table.attending, draft=True),
+                partial(table.attending, draft=True, padded=True),
+            ),
+            another=table.drawing,
             ratio=self.overhead.draft_ratio,
         )
 
@@ -139,7 +145,9 @@ class _Passes:
         contexts: that are told apart.
         most_tokens: of a pass.
         longest: most tokens of a sequence.
-        another: seconds of each further sequence.
+        attending: seconds of a sequence's tokens beside what all sequences share; and of those of a
+            pass that has no other sequence's.
+        another: of sampling for each further sequence.
         ratio: what all is multiplied by.
     """
 
@@ -150,6 +158,7 @@ class _Passes:
         *,
         most_tokens: int,
         longest: int,
+        attending: tuple[Callable[[int], float], Callable[[int], float]],
         another: float,
         ratio: float,
     ) -> None:
@@ -161,6 +170,11 @@ class _Passes:
             for n in range(longest + 1)
         ]
         attention = ratio * np.array(lines)
+        near, alone = (
+            ratio * np.array([0.0, *(of(n) for n in range(1, most + 1))])
+            for of, most in zip(attending, (longest, most_tokens), strict=True)
+        )
+        self._near, self._shared = near, np.maximum(0.0, self._products - alone)
         self._attention, self._buckets = attention.ravel(), len(contexts)
         self._is_noisy = bool((attention < 0.0).any())
         self._another = ratio * another
@@ -175,7 +189,10 @@ class _Passes:
             theirs = np.where(rows == 1, theirs, np.maximum(0.0, theirs))
             others = np.where(rows == 1, others, np.maximum(0.0, others))
         attention = drafting * theirs + (rows - drafting) * others
-        return self._products.take(tokens) + attention + np.maximum(0, rows - 1) * self._another
+        near = drafting * self._near.take(several) + (rows - drafting) * self._near[1]
+        shared = self._shared.take(tokens) + near
+        passes = np.where(rows > 1, shared, self._products.take(tokens))
+        return passes + attention + np.maximum(0, rows - 1) * self._another
 
 
 def prefill_seconds(table: CostTable, num_tokens: int) -> float:

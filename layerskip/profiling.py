@@ -13,7 +13,6 @@ import torch
 from layerskip.bare_passes import (
     DRAFTS_IN_A_ROW,
     JUDGED,
-    NUM_SEQUENCES,
     Grid,
     Passes,
     Point,
@@ -21,7 +20,7 @@ from layerskip.bare_passes import (
     grids,
     shuffled,
 )
-from layerskip.cost import CostTable, Curve
+from layerskip.cost import NUM_SEQUENCES, CostTable, Curve
 from layerskip.draft_head import DraftHead
 from layerskip.exactness import MAX_PASS_ROWS
 from layerskip.fingerprint import cost_key, fingerprint, mismatch, row_quantum

@@ -51,9 +51,39 @@ def test_sequences_share_products_but_not_attention():
     """Products 1, 2 s for 8, 16 rows; attention 3 s for 8 rows of one sequence at 100 slots."""
     table = replace(TABLE, verify=Curve((8, 16), (0, 100), ((1.0, 2.0), (4.0, 8.0))))
     table = replace(table, sampling=0.0, draft_sequence=0.25, verify_sequence=0.5)
-    assert table.verify_pass(16, 100, sequences=2) == pytest.approx(2.0 + 2 * 3.0 + 0.5)
-    assert table.verify_pass(9, 100, sequences=2) == pytest.approx(2.0 + 6.0 + 0.5)
+    # Sixteen rows of one sequence are two tiles, as eight of two are; of four each has its own.
+    assert table.verify_pass(16, 100, sequences=2) == pytest.approx(2.0 + 2 * 3.0)
+    assert table.verify_pass(9, 100, sequences=2) == pytest.approx(2.0 + 6.0)
+    assert table.verify_pass(16, 100, sequences=4) == pytest.approx(2.0 + 4 * 3.0 + 2 * 0.5)
     assert table.draft_pass(2, 100, sequences=2) == pytest.approx(1.0 + 2 * 2.0 + 0.25 + 0.5)
+
+
+def test_sequences_are_attended_tile_by_tile():
+    """Products take 10 s up to 8 rows, and 11 up to 16; tiles of 1, 2, 4 and 8 rows these."""
+    tile = {1: 0.5, 2: 0.7, 4: 0.9, 8: 1.7}
+    seconds = (*(10.0 + s for s in tile.values()), 11.0 + 2 * tile[8])
+    curve = Curve((1, 2, 4, 8, 16), (0,), (seconds,))
+    another = (8 * tile[1] - tile[8]) / 7  # eight sequences of a token, less eight tokens of one
+    table = CostTable(
+        curve,
+        Curve((1,), (0,), ((0.0,),)),
+        curve,
+        0.0,
+        8,
+        {},
+        (1, 2, 4),
+        draft_sequence=another,
+        verify_sequence=another,
+    )
+    for each, padded in ((1, 1), (2, 2), (3, 4), (4, 4), (5, 8)):
+        wanted = (10.0 if 3 * each <= 8 else 11.0) + 3 * tile[padded]
+        assert table.verify_pass(3 * each, 0, sequences=3) == pytest.approx(wanted)
+    assert table.verify_pass(8, 0, sequences=8) == pytest.approx(10.0 + 8 * tile[1])
+    assert table.verify_pass(5, 0, sequences=4) == pytest.approx(10.0 + tile[2] + 3 * tile[1])
+    assert table.draft_pass(5, 0, sequences=5) == pytest.approx(10.0 + 5 * tile[1])
+    assert table.attending(11) == pytest.approx(tile[8] + tile[4])
+    quick = replace(table, tiles=(1,))
+    assert quick.attending(3) == pytest.approx(tile[1] + 3 / 7 * (tile[8] - tile[1]))
 
 
 def test_a_sequence_that_drafts_makes_no_other_one_attend_to_more():
