@@ -7,7 +7,7 @@ The confidence is still the model's, about tokens that it never gets to see judg
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from layerskip import SelfSpeculativeLM
@@ -29,9 +29,9 @@ class Spoiling(EarlyExitDrafter):
         requests: Sequence[DraftRequest],
         cache: KVCache,
         head: DraftHead | None = None,
-        pays: Callable[[Sequence[int]], bool] | None = None,
+        going_on: Callable[[Sequence[int]], Collection[int]] | None = None,
     ) -> list[Draft]:
-        drafts = super().draft(requests, cache, head, pays)
+        drafts = super().draft(requests, cache, head, going_on)
         return [self.spoilt(r, d) for r, d in zip(requests, drafts, strict=True)]
 
     def spoilt(self, request: DraftRequest, draft: Draft) -> Draft:

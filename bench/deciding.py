@@ -21,14 +21,15 @@ from rich.progress import track
 from tasks import examples_from, spread
 
 from layerskip import SelfSpeculativeLM
-from layerskip.controller import Controller, Stopper
+from layerskip.controller import Controller
 from layerskip.speculation import Speculator
+from layerskip.stopping import Stopper
 
 LONGEST = 300  # tokens of a prompt
 CALLS: tuple[tuple[type, str], ...] = (
     (Controller, "choose"),
     (Stopper, "goes_on"),
-    (Controller, "pays"),
+    (Controller, "going_on"),
     (Controller, "observe_draft"),
     (Controller, "observe_plain"),
     (Speculator, "observe_seconds"),

@@ -8,7 +8,7 @@ counted. The processor runs once for each token drafted and verified, which coun
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -41,9 +41,9 @@ class Told(EarlyExitDrafter):
         requests: Sequence[DraftRequest],
         cache: KVCache,
         head: DraftHead | None = None,
-        pays: Callable[[Sequence[int]], bool] | None = None,
+        going_on: Callable[[Sequence[int]], Collection[int]] | None = None,
     ) -> list[Draft]:
-        drafts = super().draft(requests, cache, head, pays)
+        drafts = super().draft(requests, cache, head, going_on)
         return [self._as_counted(r, d) for r, d in zip(requests, drafts, strict=True)]
 
     def _as_counted(self, request: DraftRequest, draft: Draft) -> Draft:

@@ -34,8 +34,9 @@ from tasks import examples_from, spread
 import layerskip.speculation
 from layerskip import SelfSpeculativeLM
 from layerskip.compare import repeated_share
-from layerskip.controller import Ask, Choice, Controller, Stopper
+from layerskip.controller import Ask, Controller
 from layerskip.cost import CostTable, Curve
+from layerskip.stopping import Choice, Stopper
 
 FILE = Path("runs/drafts.jsonl")
 DEPTH, AT_ONCE = 10, 8
@@ -209,7 +210,8 @@ class Decoder:
                 row.state = row.state or self.controller.row("text", len(row.text.drafts) + 1)
             asks = [Ask(row.state, row.context, min(row.room, DEPTH)) for row in going]
             for row, choice in zip(going, self.controller.choose(asks, drafts=True), strict=True):
-                row.choice, row.stopper = choice, Stopper(row.state, choice)
+                row.choice = choice
+                row.stopper = Stopper(row.state, choice, shares=len(going) > 1)
         for row in going:
             row.drafted = 0
 
@@ -218,9 +220,16 @@ class Decoder:
         asking = [row for row in going if row.choice.num_draft_tokens]
         seconds = told = 0.0
         while asking:
-            judging = self.controller is not None and asking[0].drafted > 0
-            if judging and not self.controller.pays([row.stopper for row in asking], context):
-                break
+            if self.controller is not None and asking[0].drafted > 0:
+                kept = self.controller.going_on(
+                    [row.stopper for row in asking],
+                    context,
+                    rows=len(going),
+                    verified=sum(row.drafted + 1 for row in going),
+                )
+                asking = [row for row, goes in zip(asking, kept, strict=True) if goes]
+                if not asking:
+                    break
             seconds += self.cost.draft_pass(len(asking), context, sequences=len(asking))
             if self.controller is not None:
                 told += self.controller.times.draft(len(asking), context)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from layerskip.cost import CostTable
 from layerskip.estimates import DEFAULT_ACCEPTANCE, FIRST_CREDIT, Experience, RowState
-from layerskip.outputs import Drafter, StopReason
 from layerskip.pace import NO_OFFER, Pace, Split, affordable, offer, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import CONTEXT_STEP, PassTimes
+from layerskip.stopping import Choice, Stopper, another
 
 HYSTERESIS = 0.03
 PROBE_SHARE = 0.01
@@ -52,79 +52,6 @@ class Ask:
     def most(self) -> int:
         """Tokens that the controller lets a row draft."""
         return min(self.room, MAX_AUTO_DRAFT_TOKENS)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a row's round does.
-
-    Attributes:
-        source: of the drafted tokens.
-        num_draft_tokens: most that are drafted.
-        rate: tokens a second that the whole round expects.
-        verify_seconds: of one more row in the verify pass, by drafted tokens.
-        draft_seconds: the row's share of a draft pass.
-        plain_seconds: of a round without drafts, the row's share.
-    """
-
-    source: Drafter
-    num_draft_tokens: int
-    rate: float = 0.0
-    verify_seconds: tuple[float, ...] = ()
-    draft_seconds: float = 0.0
-    plain_seconds: float = 0.0
-
-    def gained(self, num_accepted: int, num_drafted: int, num_passes: float) -> float:
-        """Seconds that a draft saved, or lost if negative; a pass with guesses is more than one."""
-        verify = sum(self.verify_seconds[:num_drafted])
-        return num_accepted * self.plain_seconds - num_passes * self.draft_seconds - verify
-
-
-PLAIN = Choice("none", 0)
-
-
-class Stopper:
-    """Whether a growing draft goes on; one for each row and round.
-
-    Attributes:
-        confidences: of the tokens so far, as the drafter gave them.
-        chances: of acceptance, of each token so far.
-        gain: tokens that one more is expected to add, less what verifying it costs.
-        stopped: what ended the draft before it had all its tokens; "" if nothing did.
-    """
-
-    def __init__(self, state: RowState, choice: Choice) -> None:
-        self._state, self._choice = state, choice
-        self._survival = 1.0
-        self.confidences: list[float] = []
-        self.chances: list[float] = []
-        self.gain = 0.0
-        self.stopped: StopReason = ""
-
-    def goes_on(self, confidence: float) -> bool:
-        """After a token that was drafted with ``confidence``, and stays: is another worth a row
-        of the verify pass? ``Controller.pays`` weighs the draft pass, which rows share."""
-        state, choice = self._state, self._choice
-        chance = state.chance(confidence)
-        self.confidences.append(confidence)
-        self.chances.append(chance)
-        self._survival *= chance
-        done = len(self.chances)
-        more = choice.verify_seconds[done] if done < len(choice.verify_seconds) else 0.0
-        self.gain = self._survival * state.acceptance(done) - choice.rate * more
-        if self.gain <= 0.0:
-            self.stopped = "confidence"
-        return not self.stopped
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the row takes the likeliest token."""
-        return self._state.greedy
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second that the round expects."""
-        return self._choice.rate
 
 
 class Controller:
@@ -185,16 +112,36 @@ class Controller:
             self._guesses[key] = next((w for w, seconds in costs if seconds <= bearable), 0)
         return self._guesses[key]
 
-    def pays(self, stoppers: Sequence[Stopper], context: int) -> bool:
-        """Whether rows that would go on gain more than a draft pass of them all costs; where not,
-        their drafts are stopped."""
+    def going_on(
+        self,
+        stoppers: Sequence[Stopper],
+        context: int,
+        *,
+        rows: int = 1,
+        verified: int = 0,
+        others: int = 0,
+    ) -> list[bool]:
+        """Which of these rows draft another token: those that gain more than they add to the draft
+        pass and, in a round of several rows, to the verify pass. The others are stopped.
+
+        Args:
+            stoppers: of rows whose drafts may go on.
+            context: committed slots of a row, on the average.
+            rows: of the round.
+            verified: tokens of its verify pass so far, those of fixed numbers in full.
+            others: rows that draft another token in any case.
+        """
         greedy = all(s.greedy for s in stoppers)
-        seconds = self.times.draft(len(stoppers), context, greedy=greedy)
-        if sum(s.gain for s in stoppers) > stoppers[0].rate * seconds:
-            return True
-        for stopper in stoppers:
-            stopper.stopped = "cost"
-        return False
+        if rows == 1:
+            seconds = self.times.draft(1, context, greedy=greedy)
+            going = [s.gain > s.rate * seconds for s in stoppers]
+        else:
+            pace = self._pace(context, rows, greedy=greedy)
+            going = another(pace, stoppers, verified, others)
+        for stopper, goes in zip(stoppers, going, strict=True):
+            if not goes:
+                stopper.stop(alone=any(going))
+        return going
 
     def choose(
         self, asks: Sequence[Ask], *, drafts: bool, fixed: Sequence[int] = ()

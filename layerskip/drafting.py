@@ -1,7 +1,7 @@
 """Drafting: guess the next tokens with a subset of the layers."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -105,22 +105,26 @@ class EarlyExitDrafter:
         requests: Sequence[DraftRequest],
         cache: KVCache,
         head: DraftHead | None = None,
-        pays: Callable[[Sequence[int]], bool] | None = None,
+        going_on: Callable[[Sequence[int]], Collection[int]] | None = None,
     ) -> list[Draft]:
         """One draft per request. Writes scratch slots only, and of an adapter's block the committed
         slots that it lags behind in.
 
         Args:
             head: over the draft vocabulary and all requests' ``own_ids``; None: the model's own.
-            pays: asked before each pass but the first with the places of the requests that would
-                take part; False ends all drafts.
+            going_on: asked before each pass but the first with the places of the requests that may
+                take part: which of them do. The drafts of the others end.
         """
         growing = [_Growing(request) for request in requests]
         while places := [i for i, g in enumerate(growing) if not g.done]:
-            asking = [growing[i] for i in places]
-            if pays is not None and asking[0].num_passes and not pays(places):
-                break
-            self._grow(asking, cache, head)
+            if going_on is not None and growing[places[0]].num_passes:
+                kept = going_on(places)
+                for i in places:
+                    growing[i].ended = i not in kept
+                places = [i for i in places if i in kept]
+                if not places:
+                    break
+            self._grow([growing[i] for i in places], cache, head)
         return [g.draft() for g in growing]
 
     def _grow(self, asking: "Sequence[_Growing]", cache: KVCache, head: DraftHead | None) -> None:

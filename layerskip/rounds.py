@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from layerskip.cache import KVCache
-from layerskip.controller import Choice
 from layerskip.device_round import DeviceRound
 from layerskip.draft_head import DraftHead
 from layerskip.graphs import GraphRecorder, Recorder, Recordings, RepeatingRecorder
@@ -26,6 +25,7 @@ from layerskip.plan import DraftPlan
 from layerskip.row import Row
 from layerskip.seats import MOST_DRAFTED, MOST_EOS, Ring, Seats, Shape
 from layerskip.speculation import Landing, Speculator
+from layerskip.stopping import Choice
 from layerskip.verification import count_matches
 
 FIRST_SLOTS = 256  # the smallest context that a recording is made for; the next ones double

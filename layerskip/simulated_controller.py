@@ -291,6 +291,7 @@ class Automatic:
         """Each draft grows until its chances, or all rows' together, are not worth more."""
         drafted = np.zeros_like(batches.room)
         reached = np.ones(drafted.shape)
+        single = batches.decoding.sum(1) == 1
         for depth in range(DEPTH):
             drafted += going
             going = going & (drafted < most)
@@ -298,11 +299,55 @@ class Automatic:
                 break
             reached *= self._chances(batches, depth, acceptance)
             gain = reached * acceptance[:, :, depth + 1]
-            gain -= (rate * self._prices.steps[:, depth + 1])[:, None]
-            going = going & (gain > 0.0)
-            pass_seconds = self._costs.draft(going.sum(1), batches.context)
-            going = going & ((gain * going).sum(1) > rate * pass_seconds)[:, None]
+            price = self._prices.steps[:, depth + 1] + self._costs.draft(
+                going.sum(1), batches.context
+            )
+            alone = going & (gain > (rate * price)[:, None])
+            after = np.zeros(gain.shape)
+            if depth + 2 < DEPTH:
+                after = gain * acceptance[:, :, depth + 2] * (drafted + 1 < most)
+            beside = self._another(batches, going, drafted, gain, after, rate)
+            going = np.where(single[:, None], alone, beside)
         return drafted
+
+    def _another(
+        self,
+        batches: Batches,
+        going: Bools,
+        drafted: Ints,
+        gain: Floats,
+        after: Floats,
+        rate: Floats,
+    ) -> Bools:
+        """Which rows that share a round draft another token, as ``stopping.another`` has it.
+
+        Args:
+            gain, after: the chance that a row's next token is accepted, and the one after it.
+        """
+        num_rows, context = batches.decoding.sum(1)[:, None], batches.context[:, None]
+        count = going.sum(1)[:, None]
+        verified = num_rows + drafted.sum(1)[:, None]
+        spent = self._costs.verify(verified, num_rows, context)
+        up_to = np.arange(1, going.shape[1] + 1)[None]
+        draft = self._costs.draft(up_to, context)
+        ranked = np.argsort(-np.where(going, gain, -1.0), axis=1, kind="stable")
+
+        def profits(gains: Floats, seconds: Floats) -> Floats:
+            return np.where(up_to <= count, gains - rate[:, None] * (seconds - spent), 0.0)
+
+        gains = np.cumsum(np.take_along_axis(np.where(going, gain, 0.0), ranked, 1), 1)
+        first = profits(gains, draft + self._costs.verify(verified + up_to, num_rows, context))
+        before = self._costs.draft(count, context)
+        later = gains[:, -1:] + np.cumsum(-np.sort(-np.where(going, after, 0.0), axis=1), 1)
+        both = np.minimum(verified + count + up_to, num_rows * (DEPTH + 1))
+        verify = self._costs.verify(both, num_rows, context)
+        second = profits(later, before + draft + verify).max(1)
+        best = first.max(1)
+        taken = np.where(best > 0.0, first.argmax(1) + 1, 0)
+        taken = np.where(second > np.maximum(best, 0.0), going.shape[1], taken)
+        kept = np.zeros_like(going)
+        np.put_along_axis(kept, ranked, np.arange(going.shape[1]) < taken[:, None], 1)
+        return kept & going
 
     def _chances(self, batches: Batches, depth: int, acceptance: Floats) -> Floats:
         """Of the token at this depth, as its confidence tells, else as is known of its row."""

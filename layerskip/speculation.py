@@ -1,12 +1,12 @@
 """What each row drafts in a round, and what is learnt from how it went."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from layerskip.cache import KVCache
-from layerskip.controller import PLAIN, Ask, Choice, Controller, Stopper
+from layerskip.controller import Ask, Controller
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
 from layerskip.estimates import lookup_confidence
@@ -15,6 +15,7 @@ from layerskip.lookup import FORCED_MATCH, Guess, LookupStore
 from layerskip.outputs import Drafter, StopReason
 from layerskip.params import AUTO, most_draft_tokens
 from layerskip.row import Row
+from layerskip.stopping import PLAIN, Choice, Stopper
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +141,8 @@ class Speculator:
         context = sum(row.length for row in rows) // len(rows)
         guessing = self.looks_up or any(row.spec.sampler.constraint for row in rows)
         width = self._width(drafting, context, guessing=guessing)
-        stoppers = [self._stopper(row, c) for row, c in zip(rows, choices, strict=True)]
+        shares = len(rows) > 1
+        stoppers = [self._stopper(row, c, shares) for row, c in zip(rows, choices, strict=True)]
         requests = [
             self._request(row, c, s, width)
             for row, c, s in zip(rows, choices, stoppers, strict=True)
@@ -221,10 +223,10 @@ class Speculator:
             return self.controller.guesses(drafting, context)
         return max(0, self.free_rows // drafting - 1)
 
-    def _stopper(self, row: Row, choice: Choice) -> Stopper | None:
+    def _stopper(self, row: Row, choice: Choice, shares: bool) -> Stopper | None:
         if row.state is None or choice.source != "early_exit":
             return None
-        return Stopper(row.state, choice)
+        return Stopper(row.state, choice, shares=shares)
 
     def _request(
         self, row: Row, choice: Choice, stopper: Stopper | None, width: int
@@ -258,10 +260,8 @@ class Speculator:
         if exits:
             assert self.drafter is not None
             asked = [requests[i] for i in exits]
-            pays = self._pays(
-                [stoppers[i] for i in exits], sum(r.length for r in asked) // len(asked)
-            )
-            made = self.drafter.draft(asked, cache, self._head_of(asked), pays)
+            going_on = self._going_on(asked, [stoppers[i] for i in exits], choices)
+            made = self.drafter.draft(asked, cache, self._head_of(asked), going_on)
             for i, draft in zip(exits, made, strict=True):
                 drafts[i] = draft
         for i, choice in enumerate(choices):
@@ -270,19 +270,41 @@ class Speculator:
                 drafts[i] = _looked_up(requests[i], tokens)
         return drafts
 
-    def _pays(
-        self, stoppers: Sequence[Stopper | None], context: int
-    ) -> Callable[[Sequence[int]], bool]:
-        """Whether another draft pass is worth it; a row with a fixed number always has it."""
+    def _going_on(
+        self,
+        requests: Sequence[DraftRequest],
+        stoppers: Sequence[Stopper | None],
+        choices: Sequence[Choice],
+    ) -> Callable[[Sequence[int]], Collection[int]]:
+        """Which early exits are worth another draft pass; a row with a fixed number always has it.
 
-        def pays(places: Sequence[int]) -> bool:
-            asking = [stoppers[i] for i in places]
-            judging = [s for s in asking if s is not None]
-            if len(judging) < len(asking) or self.controller is None:
-                return True
-            return self.controller.pays(judging, context)
+        Args:
+            requests, stoppers: of the early exits.
+            choices: of all rows.
+        """
+        context = sum(r.length for r in requests) // len(requests)
+        judged = [s for s in stoppers if s is not None]
+        # A pending token of each row, and what is drafted in any case.
+        sure = len(choices) + sum(c.num_draft_tokens for c in choices if c.source == "lookup")
+        sure += sum(
+            r.num_draft_tokens for r, s in zip(requests, stoppers, strict=True) if s is None
+        )
 
-        return pays
+        def going_on(places: Sequence[int]) -> Collection[int]:
+            asking = [(i, s) for i in places if (s := stoppers[i]) is not None]
+            if not asking or self.controller is None:
+                return places
+            going = self.controller.going_on(
+                [s for _, s in asking],
+                context,
+                rows=len(choices),
+                verified=sure + sum(len(s.chances) for s in judged),
+                others=len(places) - len(asking),
+            )
+            ended = {i for (i, _), goes in zip(asking, going, strict=True) if not goes}
+            return [i for i in places if i not in ended]
+
+        return going_on
 
     def _head_of(self, requests: Sequence[DraftRequest]) -> DraftHead | None:
         """The trimmed head with what these rows' texts hold beside."""

@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from layerskip.controller import Ask, Choice, Controller, Stopper
+from layerskip.controller import Ask, Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.estimates import RowState
+from layerskip.stopping import Choice, Stopper
 
 CONTEXT = 100
 
@@ -101,13 +102,25 @@ class Paper:
         for r in going:
             r.state = r.state or self.controller.row("greedy", r.tokens)
         choices = self._choices(going)
-        drafts = [Growing(r, c, Stopper(r.state, c)) for r, c in zip(going, choices, strict=True)]
+        shares = len(going) > 1
+        drafts = [
+            Growing(r, c, Stopper(r.state, c, shares=shares))
+            for r, c in zip(going, choices, strict=True)
+        ]
         cost = self.controller.cost
         while asking := [d for d in drafts if not d.done]:
-            first = not asking[0].right
-            stoppers = [d.stopper for d in asking]
-            if self.fixed is None and not first and not self.controller.pays(stoppers, CONTEXT):
-                break
+            if self.fixed is None and asking[0].right:
+                kept = self.controller.going_on(
+                    [d.stopper for d in asking],
+                    CONTEXT,
+                    rows=len(going),
+                    verified=len(going) + sum(len(d.right) for d in drafts),
+                )
+                for d, goes in zip(asking, kept, strict=True):
+                    d.ended = not goes
+                asking = [d for d in asking if not d.ended]
+                if not asking:
+                    break
             self.seconds += cost.draft_pass(len(asking), CONTEXT, sequences=len(asking))
             for d in asking:
                 d.grow(self.random, stops=self.fixed is None)

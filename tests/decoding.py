@@ -36,7 +36,11 @@ class Oracle:
     asked: list[int] = field(default_factory=list)
 
     def draft(
-        self, requests: Sequence[DraftRequest], cache: KVCache, head: None = None, pays: None = None
+        self,
+        requests: Sequence[DraftRequest],
+        cache: KVCache,
+        head: None = None,
+        going_on: None = None,
     ) -> list[Draft]:
         (request,) = requests
         right = self.hits[len(self.asked) % len(self.hits)]

@@ -20,9 +20,9 @@ from layerskip import (
     SamplingParams,
     SelfSpeculativeLM,
 )
-from layerskip.controller import PLAIN, Choice
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.exit_adapter import AdaptedHead, ExitAdapter
+from layerskip.stopping import PLAIN, Choice
 
 PROMPT = random_ids(61)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=3)

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 from controlling import CONTEXT, Paper, Request, paper, steady, table
 
-from layerskip.controller import Ask, Choice, Controller, Stopper
-from layerskip.cost import Curve
+from layerskip.controller import Ask, Controller
+from layerskip.cost import CostTable, Curve
 from layerskip.estimates import (
     LARGEST,
     Calibration,
@@ -18,6 +18,7 @@ from layerskip.estimates import (
     lookup_confidence,
 )
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
+from layerskip.stopping import Choice, Stopper
 
 COSTS = {
     "padded": table(),
@@ -383,18 +384,68 @@ def test_rows_share_a_draft_pass_or_none_of_them_goes_on():
     controller = Controller(table(0.4, slope=0.0), follows_clock=False)
     choice = Choice("early_exit", 8, rate=2.0)
 
-    def stopper() -> Stopper:
-        made = Stopper(RowState(Experience((0.8,))), choice)
+    def stopper(*, shares: bool = True) -> Stopper:
+        made = Stopper(RowState(Experience((0.8,))), choice, shares=shares)
         assert made.goes_on(0.9)
         return made
 
-    alone = [stopper()]
+    alone = [stopper(shares=False)]
     assert 0.0 < alone[0].gain < 2.0 * 0.4
-    assert not controller.pays(alone, CONTEXT)
-    assert alone[0].stopped
+    assert controller.going_on(alone, CONTEXT) == [False]
+    assert alone[0].stopped == "cost"
     together = [stopper() for _ in range(4)]
-    assert controller.pays(together, CONTEXT)
+    assert controller.going_on(together, CONTEXT, rows=4, verified=8) == [True] * 4
     assert not any(s.stopped for s in together)
+
+
+def padded(*, tile: int) -> CostTable:
+    """Passes that take as long for a token as for a whole tile; drafts cost next to nothing."""
+    rows = tuple(range(1, 65))
+    line = tuple(1.0 + 0.4 * ((r - 1) // tile) for r in rows)
+    free = Curve((1,), (0,), ((0.0,),))
+    draft = Curve((1, 64), (0,), ((0.01, 0.01),))
+    return CostTable(draft, free, Curve(rows, (0,), (line,)), 0.0, 1, {})
+
+
+def beside_others(choice: Choice, *confidences: float) -> list[Stopper]:
+    """Rows of one round, each with a token that was drafted with such a confidence."""
+    made = [Stopper(RowState(Experience((0.6,))), choice, shares=True) for _ in confidences]
+    assert all(s.goes_on(c) for s, c in zip(made, confidences, strict=True))
+    return made
+
+
+def test_what_is_free_in_a_padded_verify_pass_is_drafted_and_what_fills_no_tile_is_not():
+    controller = Controller(padded(tile=8), follows_clock=False)
+    choice = Choice("early_exit", 8, rate=4.0)
+
+    def going(*confidences: float, verified: int, others: int = 0) -> list[bool]:
+        stoppers = beside_others(choice, *confidences)
+        rows = len(stoppers) + others
+        return controller.going_on(stoppers, CONTEXT, rows=rows, verified=verified, others=others)
+
+    # Of eight positions six are taken: two more cost their draft. The ninth costs 1.6 tokens.
+    assert going(0.3, 0.3, verified=6) == [True, True]
+    assert going(0.3, 0.3, verified=8) == [False, False]
+    # One is free, and goes to the surer of two.
+    assert going(0.3, 0.6, verified=7) == [False, True]
+    # A tile that both fill for two passes pays, and what others draft in any case costs nobody.
+    assert going(0.99, 0.99, verified=8) == [True, True]
+    assert going(0.99, 0.99, verified=16, others=1) == [True, True]
+    assert going(0.1, 0.1, verified=16, others=1) == [False, False]
+
+
+def test_why_a_row_among_others_drafts_no_further():
+    """By its confidence where others go on; else by what a pass costs, or by what it is worth."""
+    controller = Controller(padded(tile=8), follows_clock=False)
+    choice = Choice("early_exit", 8, rate=4.0, verify_seconds=(0.075,) * 8)
+
+    def stopped(*confidences: float, verified: int) -> list[str]:
+        stoppers = beside_others(choice, *confidences)
+        controller.going_on(stoppers, CONTEXT, rows=len(stoppers), verified=verified)
+        return [s.stopped for s in stoppers]
+
+    assert stopped(0.3, 0.6, verified=7) == ["confidence", ""]
+    assert stopped(0.5, 0.0, verified=8) == ["cost", "confidence"]
 
 
 def test_calibration_learns_what_confidence_means():

@@ -42,7 +42,7 @@ VALUES = {
 # From the bottom up: a module may import what stands in the lines before its own.
 ENGINE = [
     {"adapter_file", "blocks", "cache", "constraint", "estimates", "fingerprint", "graphs"},
-    {"grammar_xgrammar", "layout", "sampling"},
+    {"grammar_xgrammar", "layout", "sampling", "stopping"},
     {"draft_head"},
     {"exactness", "dense", "admission", "guest", "verification", "processors", "row", "controller"},
     {"exit_block", "guessing", "packing", "pass_sizes", "skeleton"},

@@ -2,8 +2,9 @@
 
 from controlling import CONTEXT, table
 
-from layerskip.controller import MOST_AT_REST, Ask, Choice, Controller
+from layerskip.controller import MOST_AT_REST, Ask, Controller
 from layerskip.estimates import RowState
+from layerskip.stopping import Choice
 
 
 def resting_row() -> tuple[Controller, RowState]:

@@ -10,7 +10,7 @@ import torch
 from toys import PLANS, VOCAB_SIZE, make_model, make_tokenizer, random_ids, without_times
 
 from layerskip import SamplingParams, SelfSpeculativeLM
-from layerskip.controller import Choice, Controller
+from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
@@ -20,6 +20,7 @@ from layerskip.packed import PackedStack
 from layerskip.rounds import FIRST_SLOTS, Workbench
 from layerskip.row import RowSpec
 from layerskip.sampling import Sampler
+from layerskip.stopping import Choice
 from layerskip.text import TextStream
 
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8)

@@ -9,13 +9,14 @@ import pytest
 from controlling import table
 from simulating import POLICIES, flat, loop_of, one_cell
 
-from layerskip.controller import Ask, Controller, Stopper
+from layerskip.controller import Ask, Controller
 from layerskip.machine_time import MachineTime
 from layerskip.model import PREFILL_CHUNK
 from layerskip.pass_costs import PREFILL_CHUNK as SIMULATED_CHUNK
 from layerskip.pass_costs import Overhead, PassCosts
 from layerskip.simulate import simulate
 from layerskip.simulated_controller import Automatic, Fixed
+from layerskip.stopping import Stopper
 from layerskip.workload import Recorded, Synthetic, Text, run_lengths
 
 
@@ -324,13 +325,18 @@ class Real:
         asks = [Ask(self.states[i], context, int(batches.room[0, i])) for i in going]
         choices = dict(zip(going, self.controller.choose(asks, drafts=True), strict=True))
         self.choices = choices
-        self.stoppers = {i: Stopper(self.states[i], c) for i, c in choices.items()}
+        shares = len(going) > 1
+        self.stoppers = {i: Stopper(self.states[i], c, shares=shares) for i, c in choices.items()}
         asking = [i for i in going if choices[i].num_draft_tokens]
-        first = True
         while asking:
-            if not first and not self.controller.pays([self.stoppers[i] for i in asking], context):
-                break
-            first = False
+            if drafted.any():
+                kept = self.controller.going_on(
+                    [self.stoppers[i] for i in asking],
+                    context,
+                    rows=len(going),
+                    verified=len(going) + int(drafted.sum()),
+                )
+                asking = [i for i, goes in zip(asking, kept, strict=True) if goes]
             for i in asking:
                 drafted[0, i] += 1
             asking = [

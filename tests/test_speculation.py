@@ -13,7 +13,7 @@ from zoo import make_toy
 
 from layerskip import DraftPlan, LookupStore, SamplingParams, SelfSpeculativeLM
 from layerskip.clocks import Clocks
-from layerskip.controller import PLAIN, Choice, Controller
+from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
@@ -24,6 +24,7 @@ from layerskip.lookup import FORCED_MATCH
 from layerskip.pass_times import ALL_OF, ONE_IN, PassTimes
 from layerskip.plan import PlanFile
 from layerskip.speculation import Speculator
+from layerskip.stopping import PLAIN, Choice
 
 FREE = Curve((1,), (0,), ((0.0,),))
 REPEATING = [*random_ids(12), *random_ids(12), *random_ids(7)]
@@ -364,6 +365,26 @@ def test_no_round_of_automatic_drafting_waits_for_a_proof(toy, monkeypatch):
     late = SelfSpeculativeLM(toy(), None, PLANS["exit"])
     late.stack.pass_sizes.prove_ahead(0.0)
     assert late.stack.pass_sizes.num_proofs == 0
+
+
+def test_what_a_round_verifies_is_known_when_a_draft_goes_on(toy, monkeypatch):
+    """Beside a row with a fixed number, one that decodes plainly, and what was drafted so far."""
+    asked, decide = [], Controller.going_on
+
+    def going_on(controller, stoppers, context, **shape):
+        asked.append((len(stoppers), sum(len(s.chances) for s in stoppers), shape))
+        return decide(controller, stoppers, context, **shape)
+
+    monkeypatch.setattr(Controller, "going_on", going_on)
+    lm = with_controller(toy, Controller(cost_of(0.01), (0.99,)), lookup=False)
+    batch = lm.open_batch(max_new_tokens=20)
+    for count in ("auto", 3, 0):
+        batch.add(PROMPT, num_draft_tokens=count)
+    batch.step()
+    batch.step()
+    first, second, *_ = asked
+    assert first == (1, 1, {"rows": 3, "verified": 3 + 3 + 1, "others": 1})
+    assert second == (1, 2, {"rows": 3, "verified": 3 + 3 + 2, "others": 1})
 
 
 def test_most_rounds_of_a_long_text_are_not_learnt_from(toy, monkeypatch):

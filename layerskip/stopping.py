@@ -1,0 +1,135 @@
+"""How far a growing draft goes: what its confidence says, and what a round's rows share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layerskip.estimates import RowState
+from layerskip.outputs import Drafter, StopReason
+from layerskip.pace import Pace
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a row's round does.
+
+    Attributes:
+        source: of the drafted tokens.
+        num_draft_tokens: most that are drafted.
+        rate: tokens a second that the whole round expects.
+        verify_seconds: of one more row in the verify pass, by drafted tokens.
+        draft_seconds: the row's share of a draft pass.
+        plain_seconds: of a round without drafts, the row's share.
+    """
+
+    source: Drafter
+    num_draft_tokens: int
+    rate: float = 0.0
+    verify_seconds: tuple[float, ...] = ()
+    draft_seconds: float = 0.0
+    plain_seconds: float = 0.0
+
+    def gained(self, num_accepted: int, num_drafted: int, num_passes: float) -> float:
+        """Seconds that a draft saved, or lost if negative; a pass with guesses is more than one."""
+        verify = sum(self.verify_seconds[:num_drafted])
+        return num_accepted * self.plain_seconds - num_passes * self.draft_seconds - verify
+
+
+PLAIN = Choice("none", 0)
+
+
+class Stopper:
+    """Whether a growing draft goes on; one for each row and round.
+
+    Args:
+        shares: whether other rows decode beside it.
+
+    Attributes:
+        confidences: of the tokens so far, as the drafter gave them.
+        chances: of acceptance, of each token so far.
+        survival: the chance that one more token is accepted.
+        gain: tokens that one more is expected to add, less what verifying it costs.
+        stopped: what ended the draft before it had all its tokens; "" if nothing did.
+    """
+
+    def __init__(self, state: RowState, choice: Choice, *, shares: bool = False) -> None:
+        self._state, self._choice, self._shares = state, choice, shares
+        self._reached = 1.0
+        self.confidences: list[float] = []
+        self.chances: list[float] = []
+        self.survival, self.gain = 1.0, 0.0
+        self.stopped: StopReason = ""
+
+    def goes_on(self, confidence: float) -> bool:
+        """After a token that was drafted with ``confidence``, and stays: is another worth a row
+        of the verify pass? ``Controller.going_on`` weighs what rows share: the draft pass, and
+        where there are several, the verify pass, too."""
+        state, choice = self._state, self._choice
+        chance = state.chance(confidence)
+        self.confidences.append(confidence)
+        self.chances.append(chance)
+        self._reached *= chance
+        done = len(self.chances)
+        more = choice.verify_seconds[done] if done < len(choice.verify_seconds) else 0.0
+        self.survival = self._reached * state.acceptance(done)
+        self.gain = self.survival - choice.rate * more
+        if self.gain <= 0.0 and not self._shares:
+            self.stopped = "confidence"
+        return not self.stopped
+
+    @property
+    def survival_after(self) -> float:
+        """The chance that the token after the next one is accepted; 0 if there may be none."""
+        done = len(self.chances) + 1
+        if done >= self._choice.num_draft_tokens:
+            return 0.0
+        return self.survival * self._state.acceptance(done)
+
+    def stop(self, *, alone: bool) -> None:
+        """Draft no further, though ``goes_on`` said nothing against it.
+
+        Args:
+            alone: whether other rows draft another token.
+        """
+        self.stopped = "confidence" if alone or self.gain <= 0.0 else "cost"
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the row takes the likeliest token."""
+        return self._state.greedy
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second that the round expects."""
+        return self._choice.rate
+
+
+def another(pace: Pace, stoppers: Sequence[Stopper], verified: int, others: int) -> list[bool]:
+    """Which rows draft another token, for the most tokens beyond what the time would give else.
+
+    A verify pass is padded: the next token may be free, and the one after it cost as much as a
+    whole tile. So where not all gain in one more pass it is weighed what they gain in two.
+
+    Args:
+        verified: tokens of the verify pass so far.
+        others: rows that draft another token in any case; what it takes to verify is in
+            ``verified``.
+    """
+    count, rate = len(stoppers), stoppers[0].rate
+    ranked = sorted(range(count), key=lambda i: -stoppers[i].survival)
+    draft, verify = pace.drafts, pace.verify
+    spent = draft[others] + verify(verified)
+    gain, best, taken = 0.0, 0.0, 0
+    for n, i in enumerate(ranked, 1):
+        gain += stoppers[i].survival
+        profit = gain - rate * (draft[others + n] + verify(verified + n) - spent)
+        if profit > best:
+            best, taken = profit, n
+    if taken < count:
+        before = draft[others + count] - spent
+        later = sorted((s.survival_after for s in stoppers), reverse=True)
+        for n, survival in enumerate(later, 1):
+            gain += survival
+            if gain - rate * (before + draft[n] + verify(verified + count + n)) > best:
+                return [True] * count
+    kept = set(ranked[:taken])
+    return [i in kept for i in range(count)]
