@@ -118,8 +118,9 @@ def believed(cost: CostTable, drafts: float, verify: float) -> CostTable:
     """As a quick measurement leaves it: few sizes, and these factors off."""
 
     def seen(curve: Curve, by: float, alone: float) -> Curve:
-        at = [curve.at(rows, 0) for rows in COARSE]
-        return Curve(COARSE, (0,), ((alone * at[0], *(by * s for s in at[1:])),))
+        contexts = tuple(sorted({curve.contexts[0], curve.contexts[-1]}))
+        lines = [[curve.at(rows, context) for rows in COARSE] for context in contexts]
+        return Curve(COARSE, contexts, tuple((alone * a, *(by * s for s in b)) for a, *b in lines))
 
     return replace(
         cost,
@@ -324,6 +325,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=160, help="tokens of a prompt (160)")
     parser.add_argument("--rows", type=int, default=1, help="decoded together (1)")
     parser.add_argument("-c", type=float, default=0.165, help="a draft, in plain passes (0.165)")
+    parser.add_argument("--cost", type=Path, help="table of `layerskip profile`, in -c's place")
     parser.add_argument("--drafts", type=Path, default=FILE, help=f"recorded ones ({FILE})")
     parser.add_argument("--out", type=Path, help="JSON of the figures")
     options = parser.parse_args()
@@ -336,10 +338,11 @@ def main() -> None:
         print(f"drafts of {options.drafts}: no option of the recording counts now", file=sys.stderr)
     texts = [t for t in read(options.drafts) if t.temperature or t.repeated <= MAX_REPEATED]
     acceptance = known[2].acceptance
+    cost = truth(options.c) if options.cost is None else CostTable.load(options.cost)
     by_temperature = {
         f"{temperature:g}": judged(
             [text for text in texts if text.temperature == temperature],
-            truth(options.c),
+            cost,
             acceptance,
             options.rows,
         )
@@ -347,7 +350,8 @@ def main() -> None:
     }
     show(by_temperature, options.rows)
     if options.out is not None:
-        asked = {"rows": options.rows, "c": options.c, "tokens": options.tokens}
+        c = options.c if options.cost is None else None
+        asked = {"rows": options.rows, "c": c, "tokens": options.tokens}
         write(options.out, {**circumstances(), **asked, "temperatures": by_temperature})
 
 
