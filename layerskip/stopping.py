@@ -88,7 +88,7 @@ class Stopper:
         """Draft no further, though ``goes_on`` said nothing against it.
 
         Args:
-            alone: whether other rows draft another token.
+            alone: of the rows that might, some draft another token.
         """
         self.stopped = "confidence" if alone or self.gain <= 0.0 else "cost"
 
