@@ -260,9 +260,7 @@ def _weighed(
         offer(
             pace,
             line,
-            chance=a.state.lookup_acceptance(a.match_length, a.stored),
-            num_guessed=a.num_guessed,
-            most=a.most,
+            a.state.lookup_survivals(a.match_length, a.stored, min(a.num_guessed, a.most)),
         )
         if a.num_guessed
         else NO_OFFER

@@ -9,13 +9,14 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from layerskip.lookup import FORCED_MATCH
+from layerskip.lookup import FORCED_MATCH, LONGEST_MATCH
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
 DEFAULT_ACCEPTANCE = 0.7
 ROW_DISCOUNT, SHARED_DISCOUNT, CALIBRATION_DISCOUNT = 0.97, 0.99, 0.998
 CONFIDENCE_DISCOUNT = 0.99  # a text's ratio to its confidences is steadier than its drafts' luck
 ROW_WEIGHT, CONFIDENCE_WEIGHT = 3.0, 8.0  # of "like the others", in expected successes
+LOOKUP_RATIO_WEIGHT = 8.0  # the same of looked-up tokens
 POSITION_WEIGHT, SHARED_WEIGHT, CALIBRATION_WEIGHT = 20.0, 6.0, 4.0  # of a prior, in trials
 PRIOR_FLOOR = 0.3  # drafts are right more often than they are sure
 LEAST_SURVIVAL = 0.02
@@ -27,9 +28,21 @@ LOOKUP_PRIORS = (0.3, 0.5, 0.65, 0.75, 0.82, 0.87, 0.97)  # after matches betwee
 NUM_ERROR_BINS = 10
 
 
-def lookup_confidence(match_length: int, stored: bool) -> float:
-    """What speaks for each looked-up token after a match this long, 0 to 1, before any is seen."""
-    return LOOKUP_PRIORS[bisect_right(MATCH_EDGES, match_length)] / (1 + stored)
+def lookup_confidence(match_length: int, stored: bool, *, ahead: int = 0) -> float:
+    """What speaks for a looked-up token, 0 to 1, before any is seen.
+
+    Args:
+        match_length: of the look-up.
+        stored: whether it is from a store.
+        ahead: looked-up tokens before it, if they are right: the match is longer by so many.
+    """
+    return LOOKUP_PRIORS[_match_bin(match_length, ahead)] / (1 + stored)
+
+
+def _match_bin(match_length: int, ahead: int) -> int:
+    if match_length < FORCED_MATCH:
+        match_length = min(match_length + ahead, LONGEST_MATCH)
+    return bisect_right(MATCH_EDGES, match_length)
 
 
 @dataclass
@@ -151,10 +164,14 @@ class Experience:
         prior = self.prior[min(i, len(self.prior) - 1)]
         return self.positions[min(i, MAX_AUTO_DRAFT_TOKENS - 1)].mean(prior, SHARED_WEIGHT)
 
-    def lookup(self, match_length: int, stored: bool) -> Share:
+    def lookup(self, match_bin: int, stored: bool) -> Share:
         """Of looked-up tokens; a match in a store says less than one in the text itself."""
-        key = (stored, bisect_right(MATCH_EDGES, match_length))
-        return self.lookups.setdefault(key, Share())
+        return self.lookups.setdefault((stored, match_bin), Share())
+
+    def lookup_acceptance(self, match_bin: int, stored: bool) -> float:
+        """Of a looked-up token once those before it are accepted."""
+        prior = LOOKUP_PRIORS[match_bin] / (1 + stored)
+        return self.lookup(match_bin, stored).mean(prior, SHARED_WEIGHT)
 
 
 def _shares(count: int) -> list[Share]:
@@ -175,7 +192,7 @@ class RowState:
         self.last, self.probing = 0, False
         self._rests, self._awaited, self._token = 0, 0.0, 0.0
         self._positions = _shares(MAX_AUTO_DRAFT_TOKENS)
-        self._ratio, self._lookup_ratio = Ratio(), Ratio()
+        self._ratio, self._lookup_ratio = Ratio(), Ratio(LOOKUP_RATIO_WEIGHT)
         self._confidence_ratio = Ratio(CONFIDENCE_WEIGHT, CONFIDENCE_DISCOUNT)
 
     def acceptance(self, i: int) -> float:
@@ -200,11 +217,16 @@ class RowState:
         chance = self.shared.calibration.chance(confidence)
         return min(LARGEST, chance * self._confidence_ratio.value)
 
-    def lookup_acceptance(self, match_length: int, stored: bool) -> float:
-        """Of each looked-up token after a match this long."""
-        share = self.shared.lookup(match_length, stored)
-        prior = lookup_confidence(match_length, stored)
-        return min(LARGEST, share.mean(prior, SHARED_WEIGHT) * self._lookup_ratio.value)
+    def lookup_survivals(self, match_length: int, stored: bool, most: int) -> list[float]:
+        """As ``survivals``, of looked-up tokens."""
+        ratio, of = self._lookup_ratio.value, self.shared.lookup_acceptance
+        found, survival = [], 1.0
+        for i in range(most):
+            survival *= min(LARGEST, of(_match_bin(match_length, i), stored) * ratio)
+            if survival < LEAST_SURVIVAL:
+                break
+            found.append(survival)
+        return found
 
     def settle(self, gained: float, passes: float) -> None:
         """What a draft gained, or lost if negative. A probe's loss is paid by the credit that all
@@ -261,8 +283,8 @@ class RowState:
 
     def add_lookup(self, match_length: int, hits: Sequence[bool], *, stored: bool) -> None:
         """Looked-up tokens beside the text: right ones, and the first that was not."""
-        share = self.shared.lookup(match_length, stored)
-        prior = lookup_confidence(match_length, stored)
-        for success in hits:
-            self._lookup_ratio.add(success, share.mean(prior, SHARED_WEIGHT))
-            share.add(success, SHARED_DISCOUNT)
+        for i, success in enumerate(hits):
+            match_bin = _match_bin(match_length, i)
+            expected = self.shared.lookup_acceptance(match_bin, stored)
+            self._lookup_ratio.add(success, expected)
+            self.shared.lookup(match_bin, stored).add(success, SHARED_DISCOUNT)

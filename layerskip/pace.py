@@ -10,6 +10,7 @@ from layerskip.pass_times import PassTimes
 
 NO_OFFER = 0, 0.0
 BET = 2 / 3  # of a stake, in one draft
+CLEARLY = 1.06  # beside the rate without look-ups: what they cost in Python included
 
 
 class Pace:
@@ -40,6 +41,7 @@ class Pace:
         self._alone = list(itertools.accumulate(alone, max))
         self.plain = times.verify(1, context, greedy=greedy)
         self.drawing = times.drawing(greedy=greedy)
+        self._shares: list[float] = []
         self.token = self.verify_share(1)
         drafting = drafting or rows
         self.draft_share = self.draft(drafting) / drafting
@@ -75,30 +77,28 @@ class Pace:
 
     def verify_share(self, each: int) -> float:
         """Of one row, if every row has ``each`` tokens in the verify pass."""
-        return self.verify(self.num_rows * each) / self.num_rows
+        shares = self._shares
+        for n in range(len(shares), each + 1):  # asked for by every row that looked something up
+            shares.append(self.verify(self.num_rows * n) / self.num_rows if n else 0.0)
+        return shares[each]
 
 
-def offer(
-    pace: Pace, survivals: Sequence[float], *, chance: float, num_guessed: int, most: int
-) -> tuple[int, float]:
+def offer(pace: Pace, survivals: Sequence[float], looked_up: Sequence[float]) -> tuple[int, float]:
     """Looked-up tokens that go straight to the verify pass, none where an early exit is better;
     and how many of them will be accepted.
 
     Args:
         survivals: of the early exit's tokens.
-        chance: of each looked-up token, if those before it are right.
-        num_guessed: looked-up tokens.
-        most: that may be drafted.
+        looked_up: the same of looked-up ones.
     """
     best, best_gain, rate = 0, 0.0, 1.0 / pace.verify_share(1)
-    gain, survival = 0.0, 1.0
-    for n in range(1, min(num_guessed, most) + 1):
-        survival *= chance
+    gain = 0.0
+    for n, survival in enumerate(looked_up, 1):
         gain += survival
         got = (1.0 + gain) / (pace.verify_share(n + 1) + n * pace.drawing)
         if got > rate:
             best, best_gain, rate = n, gain, got
-    if best and rate < _exit_rate(survivals, num_guessed, chance, pace):
+    if best and rate < _exit_rate(survivals, looked_up, pace):
         return NO_OFFER
     return best, best_gain
 
@@ -130,18 +130,13 @@ def agreed(
     return [found if i in kept else NO_OFFER for i, found in enumerate(offers)]
 
 
-def _exit_rate(survivals: Sequence[float], num_guessed: int, guessed: float, pace: Pace) -> float:
-    """Tokens a second with an early exit; looked-up tokens that it confirms save passes.
-
-    Args:
-        guessed: chance of each looked-up token.
-    """
-    best, tokens, saved, chance = 0.0, 1.0, 0.0, 1.0
+def _exit_rate(survivals: Sequence[float], looked_up: Sequence[float], pace: Pace) -> float:
+    """Tokens a second with an early exit; looked-up tokens that it confirms save passes."""
+    best, tokens, saved = 0.0, 1.0, 0.0
     for k, survival in enumerate(survivals, start=1):
         tokens += survival
-        if 1 < k <= num_guessed + 1:
-            chance *= guessed
-            saved += chance
+        if 1 < k <= len(looked_up) + 1:
+            saved += looked_up[k - 2]
         seconds = pace.verify_share(k + 1) + (k - saved) * pace.draft_share
         best = max(best, tokens / seconds)
     return best
@@ -172,7 +167,8 @@ def split(
     """Who drafts, who looks up and who does neither, for the most tokens a second.
 
     A row that looks up saves no pass that its neighbours need. So beside what ``agreed`` says it is
-    weighed that nobody looks up, and that those do who expect more of it than of their draft.
+    weighed that nobody looks up, and that those do who expect more of it than of their draft. What
+    some rows look up has to pay clearly: they end sooner, and passes of few rows serve few.
 
     Args:
         lines: for each row the survival of its first, second, ... drafted token.
@@ -195,7 +191,7 @@ def split(
     found = [best, drafting]
     if better not in (none, together):
         found.append(_split(pace, lines, better, others, bias))
-    return max(found, key=lambda s: s.rate)
+    return max(found, key=lambda s: s.rate / CLEARLY if any(s.looked_up) else s.rate)
 
 
 def _split(

@@ -47,8 +47,10 @@ class Attempt:
     def confidences(self) -> tuple[float, ...]:
         """What spoke for each drafted token; none where nobody asked."""
         if self.source == "lookup":
-            told = lookup_confidence(self.guess.match_length, self.guess.stored)
-            return (told,) * len(self.draft.tokens)
+            found, count = self.guess, len(self.draft.tokens)
+            return tuple(
+                lookup_confidence(found.match_length, found.stored, ahead=i) for i in range(count)
+            )
         return self.draft.confidences
 
     @property

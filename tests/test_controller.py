@@ -1,5 +1,7 @@
 """The controller on paper: counted passes times a cost table, so every bound is deterministic."""
 
+import itertools
+import operator
 import statistics
 from dataclasses import replace
 from random import Random
@@ -17,7 +19,10 @@ from layerskip.estimates import (
     ToldChances,
     lookup_confidence,
 )
+from layerskip.lookup import FORCED_MATCH, LONGEST_MATCH
+from layerskip.pace import Pace, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
+from layerskip.pass_times import PassTimes
 from layerskip.stopping import Choice, Stopper
 
 COSTS = {
@@ -282,7 +287,7 @@ def test_a_long_match_goes_straight_to_verify_and_a_poor_one_to_the_draft():
     state = controller.row("greedy")
     good = controller.choose([Ask(state, 0, 16, 10, 20)], drafts=True)[0]
     assert (good.source, good.num_draft_tokens) == ("lookup", 7)  # as many rows as cost nothing
-    poor = controller.choose([Ask(state, 0, 16, 10, 1)], drafts=True)[0]
+    poor = controller.choose([Ask(state, 0, 16, 10, 1, stored=True)], drafts=True)[0]
     assert poor.source == "early_exit"
     for _ in range(40):
         state.add_lookup(20, [False], stored=False)
@@ -299,6 +304,14 @@ def test_a_pass_grows_for_look_ups_only_if_all_rows_gain(guessing, looks_up):
     assert [c.source == "lookup" for c in choices] == [looks_up] * 8
     alone = controller.choose(asks[:1], drafts=False)
     assert alone[0].source == "lookup"
+
+
+@pytest.mark.parametrize(("margin", "looks_up"), [(1.04, False), (1.08, True)])
+def test_look_ups_of_several_rows_have_to_pay_clearly(margin, looks_up):
+    pace = Pace(PassTimes(table(quantum=8, slope=0.05)), CONTEXT, 8)
+    gain = margin * pace.verify(16) / pace.verify(8) - 1.0
+    found = split(pace, [()] * 8, [(1, gain)] * 8, ())
+    assert list(found.looked_up) == [int(looks_up)] * 8
 
 
 @pytest.mark.parametrize(
@@ -524,7 +537,22 @@ def test_look_ups_as_good_as_others_say_nothing_of_a_request():
     for i in range(40):
         state.add_lookup(1, [i % 20 in (3, 10, 16)], stored=True)
     assert poor == pytest.approx(3 / 20)
-    assert state.lookup_acceptance(20, False) == pytest.approx(lookup_confidence(20, False), 0.1)
+    told = state.lookup_survivals(20, False, 1)
+    assert told == pytest.approx([lookup_confidence(20, False)], 0.1)
+
+
+def test_right_tokens_lengthen_a_match():
+    """The second looked-up token, if the first is right, is the first one after a longer match."""
+    state = RowState(Experience((0.6,)))
+    wanted = [lookup_confidence(length, False) for length in (1, 2, 3, 4)]
+    assert len(set(wanted)) == 3
+    told = state.lookup_survivals(1, False, 4)
+    assert told == pytest.approx(list(itertools.accumulate(wanted, operator.mul)))
+    for _ in range(50):
+        state.add_lookup(1, [True, False], stored=False)
+    one, two, three = (state.shared.lookup_acceptance(i, False) for i in (0, 1, 2))
+    assert (one > 0.9, two < 0.1, three) == (True, True, wanted[2])
+    assert lookup_confidence(LONGEST_MATCH, False, ahead=9) < lookup_confidence(FORCED_MATCH, False)
 
 
 def test_told_chances_are_those_before_any_token_of_the_draft_was_judged():
