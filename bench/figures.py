@@ -109,7 +109,7 @@ def prediction(
             passes += r.num_draft_passes
             # Of an early exit's round, all but one of the positions are the draft's.
             each = max(1, round((r.positions - 1) / r.num_draft_passes))
-            drafted += r.num_draft_passes * cost.draft_pass(each, context)
+            drafted += cost.drafting(r.num_draft_passes, each, context)
     count = max(1, len(rounds))
     c, v = drafted / max(1, passes) / plain, verified / count / plain
     return {

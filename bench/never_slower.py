@@ -114,7 +114,7 @@ def counted(decoded: Decoded, cost: CostTable) -> float:
     """Seconds by the table, of greedy decoding as the cases are."""
     rounds, cost = [r for r in decoded.rounds if r.index > 0], cost.of(greedy=True)
     return sum(
-        r.num_draft_passes * cost.draft_pass(1, CONTEXT)
+        cost.drafting(r.num_draft_passes, 1, CONTEXT)
         + cost.verify_pass(r.num_draft_tokens + 1, CONTEXT)
         for r in rounds
     )

@@ -219,7 +219,8 @@ class Decoder:
     def _grow(self, going: Sequence[Row], context: int) -> tuple[float, float]:
         """Seconds of the drafts, and what the controller thinks of these passes."""
         asking = [row for row in going if row.choice.num_draft_tokens]
-        seconds = told = 0.0
+        seconds = self.cost.draft_start if asking else 0.0
+        told = self.controller.times.draft_start() if asking and self.controller else 0.0
         while asking:
             if self.controller is not None and asking[0].drafted > 0:
                 kept = self.controller.going_on(
@@ -231,7 +232,7 @@ class Decoder:
                 asking = [row for row, goes in zip(asking, kept, strict=True) if goes]
                 if not asking:
                     break
-            seconds += self.cost.draft_pass(len(asking), context, sequences=len(asking))
+            seconds += self.cost.draft_pass(len(asking), context, sequences=len(asking), late=True)
             if self.controller is not None:
                 told += self.controller.times.draft(len(asking), context)
             asking = [row for row in asking if self._drafts_another(row)]

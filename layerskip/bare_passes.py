@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from layerskip.cache import Segment
-from layerskip.cost import NUM_SEQUENCES
+from layerskip.cost import DRAFTS_IN_A_ROW, NUM_SEQUENCES
 from layerskip.draft_head import DraftHead
 from layerskip.exactness import MAX_PASS_ROWS
 from layerskip.fingerprint import row_quantum
@@ -20,9 +20,9 @@ from layerskip.sampling import Sampler
 
 MAX_CONTEXT, QUICK_CONTEXT = 4096, 1024
 MAX_CACHE_BYTES = 2**29
-DRAFTS_IN_A_ROW = 4  # as in a round: those after the first find their weights in the caches
 JUDGED = 8  # tokens of one sequence
 KINDS = ("sampling", "greedy")  # of sampling
+DRAFT, BEHIND = ("draft", 1, 0), ("draft behind", 1, 0)  # the last one of those in a row
 DRAFTED = tuple(f"{kind} drafting" for kind in KINDS)
 Point = tuple[str, int, int]  # kind of pass, rows, context
 Timing = tuple[float, float]  # seconds that went by, and that this thread was at work
@@ -44,6 +44,7 @@ class Grid:
         if sequences:
             points += [(f"{kind} sequences", NUM_SEQUENCES, 0) for kind in kinds]
             points += [(kind, NUM_SEQUENCES, 0) for kind in kinds]
+            points += [DRAFT, BEHIND] if drafts else []
         sampled = [*KINDS, *(f"{kind} judging" for kind in KINDS), *(DRAFTED if drafts else ())]
         return list(dict.fromkeys([*points, *((kind, 1, 0) for kind in sampled)]))
 
@@ -92,6 +93,7 @@ class Passes:
         self.head = stack.logits if plan is None else stack.draft_head(plan, head)
         self.draft_layers = stack.draft_layers(plan) if plan is not None else ()
         self.drafts_in_a_row, self.led_in = DRAFTS_IN_A_ROW, True
+        self.last_draft: Timing = (0.0, 0.0)
         self.cache = stack.new_cache(num_rows=1, num_slots=sum(largest))
         self.many = stack.new_cache(num_rows=NUM_SEQUENCES, num_slots=NUM_SEQUENCES)
         self.samplers = {
@@ -122,7 +124,9 @@ class Passes:
                 (self._draft if drafts else self._verify)(1, alone)
             return self._timed(lambda: self._verify(rows, segments))
         if kind == "draft":
-            return self._timed(lambda: self._draft(rows, segments), self.drafts_in_a_row)
+            if of == "behind":
+                return self.last_draft
+            return self._drafted(rows, segments)
         if kind == "head":
             hidden = self.stack.embed(self.ids[:rows])
             return self._timed(lambda: self._draft_head(hidden, rows), self.drafts_in_a_row)
@@ -132,6 +136,14 @@ class Passes:
         # In a row drafted ones find about what those between short drafts do: 0.13 ms, and 0.14.
         times = self.drafts_in_a_row if of == "drafting" else 1
         return self._timed(lambda: self._sample(kind), times)
+
+    def _drafted(self, rows: int, segments: Sequence[Segment]) -> Timing:
+        """As in a round, where those after the first find weights in the caches: the mean."""
+        count = self.drafts_in_a_row
+        timings = [self._timed(lambda: self._draft(rows, segments)) for _ in range(count)]
+        self.last_draft = timings[-1]
+        passed, worked = (sum(parts) / count for parts in zip(*timings, strict=True))
+        return passed, worked
 
     def _verify(self, rows: int, segments: Sequence[Segment]) -> None:
         stack = self.stack
@@ -168,16 +180,20 @@ class Passes:
 
 def shuffled(points: Sequence[Point], order: random.Random) -> list[Point]:
     """In a new order, each after what it follows in a round, which decides what is left in the
-    processor's caches: sampled tokens and drafts after a verify pass, drafted tokens after a draft.
+    processor's caches: sampled tokens and drafts after a verify pass, drafted tokens after a draft,
+    later drafts after the first ones.
     After a verify pass sampling takes twice as long (measured)."""
     mixed = order.sample(points, len(points))
     sampled = [p for p in mixed if p[0] in KINDS]
-    drafts = [p for p in mixed if p[0].startswith("draft")]
+    drafts = [p for p in mixed if p[0].startswith("draft") and p != BEHIND]
     drafted = [p for p in mixed if p[0] in DRAFTED]
     following = sampled, drafts, drafted
     found = []
-    for point in [p for p in mixed if p not in {*sampled, *drafts, *drafted}]:
+    for point in [p for p in mixed if p not in {*sampled, *drafts, *drafted, BEHIND}]:
         found.append(point)
         if point[0].startswith("verify"):
             found += [due.pop() for due in following if due]
-    return found + [p for due in following for p in due]
+    found += [p for due in following for p in due]
+    if BEHIND in mixed:
+        found.insert(found.index(DRAFT) + 1, BEHIND)
+    return found

@@ -187,7 +187,7 @@ class Controller:
                 continue
             a.state.last = 0 if probing else n
             if n:
-                prices = pace.steps, pace.draft_share, pace.token
+                prices = pace.steps, pace.draft_share, pace.start_share, pace.token
                 choices.append(Choice("early_exit", most, found.rate, *prices))
             else:
                 choices.append(Choice("none", 0, plain_seconds=pace.token))
@@ -283,7 +283,7 @@ def _probe_cost(asks: Sequence[Ask], pace: Pace) -> float:
     """Of a token drafted by each row that has room for it, in plain rounds."""
     rows = sum(a.room > 0 for a in asks)
     verify = pace.verify(pace.num_rows + rows) - pace.verify(pace.num_rows)
-    return (pace.draft(rows) + verify) / pace.plain
+    return (pace.start + pace.draft(rows) + verify) / pace.plain
 
 
 def _may_probe(asks: Sequence[Ask], pace: Pace, left: float) -> bool:

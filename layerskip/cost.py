@@ -16,6 +16,7 @@ COST_VERSION, READABLE = 5, (2, 3, 4, 5)
 TILE = 8  # positions of a sequence that attention takes at once, at most
 POWERS = (1, 2, 4, TILE)
 NUM_SEQUENCES = 8  # in the pass that is timed for what sequences cost
+DRAFTS_IN_A_ROW = 4  # that a draft pass is the mean of
 OF_SAMPLING = ("sampling", "judging", "draft_sampling")
 
 
@@ -94,6 +95,9 @@ class CostTable:
             likeliest token; None: no other.
         slot_block: passes attend to whole blocks of this many slots, so that contexts within one
             cost the same; the curves' contexts are where blocks begin. 0: to what there is.
+        draft_start: by how much a round's first draft passes together take longer than as many
+            behind them, which find their weights in the processor's caches. ``draft_pass`` has it
+            shared out among four.
     """
 
     draft_layers: Curve
@@ -112,10 +116,11 @@ class CostTable:
     slot_block: int = 0
     draft_sampling: float | None = None
     greedy_draft_sampling: float | None = None
+    draft_start: float = 0.0
 
     def __post_init__(self) -> None:
         kinds = (*OF_SAMPLING, *(f"greedy_{name}" for name in OF_SAMPLING))
-        for name in (*kinds, "draft_sequence", "verify_sequence"):
+        for name in (*kinds, "draft_sequence", "verify_sequence", "draft_start"):
             value = getattr(self, name)
             if value is not None and not 0.0 <= value < float("inf"):
                 raise ValueError(f"a cost table's {name} must be finite and not negative: {value}")
@@ -141,7 +146,9 @@ class CostTable:
         """Seconds of sampling a drafted token."""
         return self.sampling if self.draft_sampling is None else self.draft_sampling
 
-    def draft_pass(self, rows: int, context: float, *, sequences: int = 1) -> float:
+    def draft_pass(
+        self, rows: int, context: float, *, sequences: int = 1, late: bool = False
+    ) -> float:
         """One draft pass over ``rows`` tokens, with its head, and the sampling of a token of each
         sequence: looked-up tokens beside it are sampled where they are right, in the place of the
         pass that they save.
@@ -150,9 +157,23 @@ class CostTable:
             rows: tokens, of all sequences together.
             context: slots that a sequence holds, on the average.
             sequences: that the tokens are of, equally many each.
+            late: behind others of a round, whose ``draft_start`` is counted by itself.
         """
         layers = self._layers(self.draft_layers, rows, context, sequences, self.draft_sequence)
+        if late:
+            layers = max(0.0, layers - self.draft_start / DRAFTS_IN_A_ROW)
         return layers + self._summed(self.draft_head, rows, 0) + sequences * self.drawing
+
+    def drafting(self, passes: int, rows: int, context: float) -> float:
+        """A round's draft passes, each over ``rows`` tokens of one sequence.
+
+        Args:
+            passes: how many.
+            rows, context: as in ``draft_pass``.
+        """
+        if not passes:
+            return 0.0
+        return self.draft_start + passes * self.draft_pass(rows, context, late=True)
 
     def verify_pass(self, rows: int, context: float, *, sequences: int = 1) -> float:
         """One full-depth pass over ``rows`` tokens, with sampling; of one row: a plain pass.
@@ -284,6 +305,7 @@ class CostTable:
                 float(content["verify_sequence"]),
                 int(content["pass_rows"]),
                 slot_block=int(content.get("slot_block", 0)),  # older ones have none
+                draft_start=float(content.get("draft_start", 0.0)),
                 **newer,
             )
         except (KeyError, TypeError, OverflowError) as error:

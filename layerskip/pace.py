@@ -20,6 +20,7 @@ class Pace:
         plain: seconds of a plain pass of one row.
         token: of a row's share of a plain pass.
         draft_share: of one more draft pass, a drafting row's share.
+        start_share: of what a round's first draft passes take beyond that, together.
         steps: seconds that the verify pass grows by for a row's first, second, ... drafted token.
         least: tokens of plain rounds that a drafted token costs at least.
         drawing: seconds that judging a looked-up token takes beside a drafted one.
@@ -45,6 +46,8 @@ class Pace:
         self.token = self.verify_share(1)
         drafting = drafting or rows
         self.draft_share = self.draft(drafting) / drafting
+        self.start = times.draft_start()
+        self.start_share = self.start / drafting
         if rows == 1:
             self.steps = tuple(b - a for a, b in itertools.pairwise(self._alone))
         else:
@@ -137,7 +140,8 @@ def _exit_rate(survivals: Sequence[float], looked_up: Sequence[float], pace: Pac
         tokens += survival
         if 1 < k <= len(looked_up) + 1:
             saved += looked_up[k - 2]
-        seconds = pace.verify_share(k + 1) + (k - saved) * pace.draft_share
+        drafting = pace.start_share + (k - saved) * pace.draft_share
+        seconds = pace.verify_share(k + 1) + drafting
         best = max(best, tokens / seconds)
     return best
 
@@ -267,7 +271,7 @@ def _best_prefix(
 ) -> tuple[int, float]:
     """How many of the drafted tokens, in this order, give the most tokens a second. Each is charged
     the rise of its draft pass and of verify."""
-    best, count, drafting = 0.0, 0, seconds
+    best, count, drafting = 0.0, 0, seconds + pace.start
     depth = [0] * MAX_AUTO_DRAFT_TOKENS
     draft = pace.drafts
     for done, (gain, i, _) in enumerate(order, 1):
@@ -287,7 +291,7 @@ def affordable(stake: float, pace: Pace) -> int:
     another (a gambler's fraction, Kelly 1956), if the part pays for a token; rows that share what
     they may lose are seldom all wrong at once.
     """
-    spent, bet = 0.0, BET if pace.num_rows == 1 else 1.0
+    spent, bet = pace.start_share, BET if pace.num_rows == 1 else 1.0
     for n, step in enumerate(pace.steps):
         spent += pace.draft_share + step
         if spent > (bet if n else 1.0) * stake:

@@ -55,6 +55,9 @@ class PassCosts:
         longest: context, in slots.
         overhead: of rounds.
         passes_per_token: draft passes of a drafted token; below 1 where look-ups save some.
+
+    Attributes:
+        draft_start: seconds that a round's first draft passes take beyond ``draft``, together.
     """
 
     def __init__(
@@ -83,8 +86,9 @@ class PassCosts:
             another=table.sampling - table.further,
             ratio=self.overhead.verify_ratio,
         )
+        self.draft_start = self.overhead.draft_ratio * table.draft_start
         self._draft = _Passes(
-            table.draft_pass,
+            partial(table.draft_pass, late=True),
             contexts,
             most_tokens=rows,
             longest=1,
@@ -105,7 +109,7 @@ class PassCosts:
         return self._verify.seconds(tokens, rows, context // self._step)
 
     def draft(self, rows: Ints, context: Ints) -> Floats:
-        """One draft pass over a token of each of ``rows`` sequences."""
+        """One draft pass over a token of each of ``rows`` sequences, behind others."""
         return self._draft.seconds(rows, rows, context // self._step)
 
     def drafts(self, drafted: Ints, context: Ints) -> Floats:
@@ -116,9 +120,10 @@ class PassCosts:
             context: of each batch, ``(batches,)``.
         """
         seconds = np.zeros(len(drafted))
+        begun = np.where(drafted.any(1), self.draft_start, 0.0)
         for depth in range(1, int(drafted.max(initial=0)) + 1):
             seconds += self.draft((drafted >= depth).sum(1), context)
-        return self.passes_per_token * seconds
+        return begun + self.passes_per_token * seconds
 
     def round(self, drafted: Ints, decoding: NDArray[np.bool_], context: Ints) -> Floats:
         """Draft, verify and what comes on top, for each batch; 0 where no row decodes.

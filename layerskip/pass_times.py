@@ -37,13 +37,17 @@ class PassTimes:
         return self._clocks.ratios
 
     def draft(self, rows: int, context: int, *, each: int = 1, greedy: bool = False) -> float:
-        """Of one draft pass over ``rows`` sequences with ``each`` tokens of each.
+        """Of one draft pass over ``rows`` sequences with ``each`` tokens of each, behind others.
 
         Args:
             greedy: all of them take the likeliest token.
         """
         ratio = self._clocks.ratios[DRAFT]
         return ratio * self._looked_up("draft", rows * each, context, rows, greedy)
+
+    def draft_start(self) -> float:
+        """What the first draft passes of a round take beyond ``draft``, together."""
+        return self._clocks.ratios[DRAFT] * self._tables[False].draft_start
 
     def verify(self, tokens: int, context: int, *, rows: int = 1, greedy: bool = False) -> float:
         """Of one full-depth pass over the tokens of ``rows`` sequences.
@@ -89,7 +93,7 @@ class PassTimes:
             middle = (context // CONTEXT_STEP + 0.5) * CONTEXT_STEP
             table = self._tables[greedy]
             if what == "draft":
-                seconds = table.draft_pass(tokens, middle, sequences=rows)
+                seconds = table.draft_pass(tokens, middle, sequences=rows, late=True)
             else:
                 seconds = table.verify_pass(tokens, middle, sequences=rows)
             known = self._seconds[key] = max(seconds, SHORTEST)

@@ -59,9 +59,9 @@ def predict(table: CostTable, lengths: Sequence[float], context: float) -> tuple
         lengths: mean accepted length with 0, 1, 2, ... drafted tokens.
         context: slots that passes attend to.
     """
-    plain, draft = table.verify_pass(1, context), table.draft_pass(1, context)
+    plain = table.verify_pass(1, context)
     speeds = [
-        length * plain / (k * draft + table.verify_pass(k + 1, context)) if k else 1.0
+        length * plain / (table.drafting(k, 1, context) + table.verify_pass(k + 1, context))
         for k, length in enumerate(lengths)
     ]
     best = max(range(len(speeds)), key=speeds.__getitem__)
@@ -86,4 +86,6 @@ def draft_costs(shallow: CostTable, deep: CostTable, num_layers: int, depth: int
         )
         for c in curve.contexts
     )
-    return replace(deep, draft_layers=Curve(curve.rows, curve.contexts, seconds))
+    start = (1 - share) * pace * shallow.draft_start + share * deep.draft_start
+    curve = Curve(curve.rows, curve.contexts, seconds)
+    return replace(deep, draft_layers=curve, draft_start=start)

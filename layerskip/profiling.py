@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from layerskip.bare_passes import (
-    DRAFTS_IN_A_ROW,
+    BEHIND,
+    DRAFT,
     JUDGED,
     Grid,
     Passes,
@@ -20,7 +21,7 @@ from layerskip.bare_passes import (
     grids,
     shuffled,
 )
-from layerskip.cost import NUM_SEQUENCES, CostTable, Curve
+from layerskip.cost import DRAFTS_IN_A_ROW, NUM_SEQUENCES, CostTable, Curve
 from layerskip.draft_head import DraftHead
 from layerskip.exactness import MAX_PASS_ROWS
 from layerskip.fingerprint import cost_key, fingerprint, mismatch, row_quantum
@@ -112,7 +113,7 @@ def measure_cost(
 def _decides(point: Point) -> bool:
     """Whether its price decides most choices: what a quick table has more than one timing of."""
     kind, rows, context = point
-    return context == 0 and rows <= DECIDING_ROWS and kind in ("verify", "draft")
+    return context == 0 and rows <= DECIDING_ROWS and kind in ("verify", "draft", BEHIND[0])
 
 
 def _warmed(passes: Passes, points: Sequence[Point], ends: float) -> dict[Point, Timing]:
@@ -180,6 +181,9 @@ def _table(
         apart = together - typical[kind, NUM_SEQUENCES, 0]
         return max(0.0, apart) / (NUM_SEQUENCES - 1)
 
+    start = 0.0
+    if BEHIND in typical:
+        start = DRAFTS_IN_A_ROW * max(0.0, typical[DRAFT] - typical[BEHIND])
     quantum = row_quantum(stack)
     # A number of positions that was not measured costs what the next larger one does. A line
     # between two measured ones would turn the error of one into a price of each drafted token.
@@ -201,6 +205,7 @@ def _table(
         draft_sampling=typical.get(("sampling drafting", 1, 0)),
         greedy_draft_sampling=typical.get(("greedy drafting", 1, 0)),
         slot_block=stack.exactness.slot_block if stack.exactness.slot_block > 1 else 0,
+        draft_start=start,
     )
 
 

@@ -98,12 +98,14 @@ class Prices:
         single: a plain pass of one row.
         token: a row's share of a plain pass.
         draft_share: of one more draft pass, a drafting row's share.
+        start_share: of what the first ones take beyond that.
         steps: what verify grows by for a row's first, second, ... token, ``(batches, DEPTH)``.
     """
 
     single: Floats
     token: Floats
     draft_share: Floats
+    start_share: Floats
     steps: Floats
 
 
@@ -127,7 +129,7 @@ class Automatic:
         self._ledger, self._credit = np.zeros(shape[0]), np.full(shape[0], FIRST_CREDIT)
         self._probing = np.zeros(shape[0], dtype=np.bool_)
         nothing = np.zeros(shape[0])
-        self._prices = Prices(nothing, nothing, nothing, np.zeros((shape[0], DEPTH)))
+        self._prices = Prices(nothing, nothing, nothing, nothing, np.zeros((shape[0], DEPTH)))
 
     def lengths(self, batches: Batches) -> Ints:
         self._begin(batches)
@@ -162,7 +164,7 @@ class Automatic:
         self._credit += PROBE_SHARE * (token / single) * plain.sum(1)
         up_to = np.concatenate([np.zeros((len(token), 1)), np.cumsum(prices.steps, 1)], axis=1)
         gained = accepted * token[:, None] - drafted * prices.draft_share[:, None]
-        gained -= np.take_along_axis(up_to, drafted, 1)
+        gained -= prices.start_share[:, None] + np.take_along_axis(up_to, drafted, 1)
         gained = np.where(drafted > 0, gained, 0.0)
         self._ledger += gained.sum(1) / token
         lost = np.maximum(0.0, -gained).sum(1) / single
@@ -200,6 +202,7 @@ class Automatic:
             costs.verify(one, one, context),
             costs.verify(rows, rows, context) / some,
             costs.draft(drafting, context) / np.maximum(drafting, 1),
+            costs.draft_start / np.maximum(drafting, 1),
             np.where((rows == 1)[:, None], alone, growth[:, None]),
         )
 
@@ -217,6 +220,7 @@ class Automatic:
         probing = (batches.room > 0).sum(1)
         more = self._costs.verify(rows + probing, rows, context)
         more -= self._costs.verify(rows, rows, context)
+        more += self._costs.draft_start
         cost = (self._costs.draft(probing, context) + more) / np.maximum(prices.single, TINY)
         self._credit = np.minimum(self._credit, np.maximum(MOST_CREDIT, cost))
         lent = left * probing / np.maximum(prices.single, TINY)
@@ -277,7 +281,7 @@ class Automatic:
         taken = np.take_along_axis(gains, order, 1)
         rank, real = order // depth, taken > 0.0
         more = np.diff(self._costs.draft(np.arange(rows + 1)[None], context), axis=1)
-        drafting = np.cumsum(np.take_along_axis(more, rank, 1) * real, 1)
+        drafting = self._costs.draft_start + np.cumsum(np.take_along_axis(more, rank, 1) * real, 1)
         verified = num_rows + np.cumsum(real, 1)
         verify = self._costs.verify(verified, num_rows, context)
         rates = (num_rows + np.cumsum(taken, 1)) / np.maximum(drafting + verify, TINY)
@@ -364,5 +368,6 @@ class Automatic:
 def _affordable(stake: Floats, prices: Prices, rows: Ints) -> Ints:
     """Tokens of a row's draft, as ``pace.affordable`` has it."""
     spent = np.cumsum(prices.draft_share[:, None] + prices.steps, axis=1)
+    spent += prices.start_share[:, None]
     spent[rows == 1, 1:] /= BET
     return (spent <= stake[:, None]).sum(1)

@@ -366,6 +366,7 @@ class Speculator:
             controller.times.draft(sum(n > i for n in passes), context, each=each, greedy=greedy)
             for i in range(max(passes))
         )
+        draft += controller.times.draft_start() if any(passes) else 0.0
         verify = controller.times.verify(
             _num_tokens(attempts), context, rows=len(attempts), greedy=greedy
         )

@@ -18,6 +18,7 @@ class Choice:
         rate: tokens a second that the whole round expects.
         verify_seconds: of one more row in the verify pass, by drafted tokens.
         draft_seconds: the row's share of a draft pass.
+        start_seconds: of what the first draft passes take beyond that, together.
         plain_seconds: of a round without drafts, the row's share.
     """
 
@@ -26,12 +27,14 @@ class Choice:
     rate: float = 0.0
     verify_seconds: tuple[float, ...] = ()
     draft_seconds: float = 0.0
+    start_seconds: float = 0.0
     plain_seconds: float = 0.0
 
     def gained(self, num_accepted: int, num_drafted: int, num_passes: float) -> float:
         """Seconds that a draft saved, or lost if negative; a pass with guesses is more than one."""
         verify = sum(self.verify_seconds[:num_drafted])
-        return num_accepted * self.plain_seconds - num_passes * self.draft_seconds - verify
+        drafting = self.start_seconds + num_passes * self.draft_seconds
+        return num_accepted * self.plain_seconds - drafting - verify
 
 
 PLAIN = Choice("none", 0)

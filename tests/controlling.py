@@ -12,11 +12,14 @@ from layerskip.stopping import Choice, Stopper
 CONTEXT = 100
 
 
-def table(c: float = 0.2, *, quantum: int = 8, slope: float = 0.02, far: float = 0.0) -> CostTable:
+def table(
+    c: float = 0.2, *, quantum: int = 8, slope: float = 0.02, far: float = 0.0, start: float = 0.0
+) -> CostTable:
     """A plain pass takes 1; 64 rows take ``1 + 64 slope``; drafts ``c`` of it all.
 
     Args:
         far: what 1000 slots of context add.
+        start: of a round's first drafts.
     """
 
     def curve(unit: float) -> Curve:
@@ -28,7 +31,7 @@ def table(c: float = 0.2, *, quantum: int = 8, slope: float = 0.02, far: float =
         )
 
     free = Curve((1,), (0,), ((0.0,),))
-    return CostTable(curve(c), free, curve(1.0), 0.0, quantum, {})
+    return CostTable(curve(c), free, curve(1.0), 0.0, quantum, {}, draft_start=start)
 
 
 @dataclass
@@ -108,6 +111,7 @@ class Paper:
             for r, c in zip(going, choices, strict=True)
         ]
         cost = self.controller.cost
+        self.seconds += cost.draft_start if any(not d.done for d in drafts) else 0.0
         while asking := [d for d in drafts if not d.done]:
             if self.fixed is None and asking[0].right:
                 kept = self.controller.going_on(
@@ -121,7 +125,7 @@ class Paper:
                 asking = [d for d in asking if not d.ended]
                 if not asking:
                     break
-            self.seconds += cost.draft_pass(len(asking), CONTEXT, sequences=len(asking))
+            self.seconds += cost.draft_pass(len(asking), CONTEXT, sequences=len(asking), late=True)
             for d in asking:
                 d.grow(self.random, stops=self.fixed is None)
         counts = [len(d.right) for d in drafts]

@@ -20,7 +20,7 @@ from layerskip.estimates import (
     lookup_confidence,
 )
 from layerskip.lookup import FORCED_MATCH, LONGEST_MATCH
-from layerskip.pace import Pace, split
+from layerskip.pace import Pace, affordable, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import PassTimes
 from layerskip.stopping import Choice, Stopper
@@ -29,6 +29,7 @@ COSTS = {
     "padded": table(),
     "flat": table(slope=0.0),
     "sloping": table(0.15, quantum=1, slope=0.01),
+    "falling": table(0.2, start=0.1),
 }
 FIXED = (0, 1, 2, 3, 4, 5, 7, 9, 12, 16)
 
@@ -273,6 +274,22 @@ def test_the_choice_is_the_largest_of_the_formula():
     assert max(expected, key=expected.get) == 3
     assert choice.rate == pytest.approx(expected[3], rel=1e-6)
     assert choice.rate == pytest.approx(1.64, abs=0.05)
+
+
+def test_what_begins_a_draft_is_counted_once():
+    """The dearer the first pass beside the later ones, the longer a draft, or there is none."""
+    counts = {}
+    for start in (0.0, 0.4, 0.76):
+        controller = Controller(table(0.2, slope=0.0, start=start), (0.7,), follows_clock=False)
+        state = controller.row("greedy")
+        state.stake = 100.0
+        controller.choose([Ask(state, CONTEXT, 16)], drafts=True)
+        counts[start] = state.last
+    assert 1 < counts[0.0] < counts[0.4] < counts[0.76]
+    pace = Pace(PassTimes(table(0.2, slope=0.0, start=0.4)), CONTEXT, 1)
+    assert [affordable(s, pace) for s in (0.49, 0.5, 0.89, 0.91)] == [0, 1, 1, 2]
+    choice = Choice("early_exit", 4, 0.0, (0.0,) * 4, 0.1, 0.4, 1.0)
+    assert choice.gained(1, 4, 3) == pytest.approx(1.0 - 0.4 - 3 * 0.1)
 
 
 def test_nothing_is_drafted_where_there_is_no_room_or_no_drafter():

@@ -110,10 +110,19 @@ def test_more_rows_than_a_pass_takes_go_through_several():
 def test_a_table_is_saved_and_read_back(tmp_path):
     table = replace(TABLE, tiles=(1, 2, 4), draft_sequence=0.1, verify_sequence=0.2, pass_rows=64)
     table = replace(table, judging=0.002, greedy_sampling=0.003, greedy_judging=0.001)
-    table = replace(table, draft_sampling=0.004, greedy_draft_sampling=0.005)
+    table = replace(table, draft_sampling=0.004, greedy_draft_sampling=0.005, draft_start=0.2)
     table.save(tmp_path / "cost.json")
     assert CostTable.load(tmp_path / "cost.json") == table
     assert [f.name for f in tmp_path.iterdir()] == ["cost.json"]
+
+
+def test_what_the_first_drafts_take_more_is_shared_out_or_counted_by_itself():
+    table = replace(TABLE, draft_start=1.2)
+    mean = TABLE.draft_pass(2, 100)
+    assert table.draft_pass(2, 100) == mean
+    assert table.draft_pass(2, 100, late=True) == pytest.approx(mean - 0.3)
+    told = [table.drafting(passes, 2, 100) for passes in (0, 1, 4, 8)]
+    assert told == pytest.approx([0.0, 1.2 + mean - 0.3, 4 * mean, 8 * mean - 1.2])
 
 
 def test_greedy_tokens_have_a_price_of_their_own():

@@ -84,9 +84,10 @@ def plain_loop(cost, stream, prefill, drafted, requests, tokens):
         if going:
             contexts = [stream.prompt_tokens[r % size] + e - 1 for r, _, e, _ in going]
             mean = sum(contexts) // len(contexts)
+            clock += cost.draft_start if any(counts) else 0.0
             for depth in range(1, max(counts) + 1):
                 number = sum(n >= depth for n in counts)
-                clock += cost.draft_pass(number, mean, sequences=number)
+                clock += cost.draft_pass(number, mean, sequences=number, late=True)
             clock += cost.verify_pass(sum(counts) + len(going), mean, sequences=len(going))
         for row, number in zip(going, counts, strict=True):
             run = stream.runs[stream.offsets[row[0] % size] + row[2]]
@@ -106,7 +107,9 @@ def plain_loop(cost, stream, prefill, drafted, requests, tokens):
 @pytest.mark.parametrize("drafted", [0, 3])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_arrays_do_what_a_plain_loop_does(drafted, rows):
-    cost = replace(table(0.2, slope=0.03, far=0.5), draft_sequence=0.01, verify_sequence=0.02)
+    cost = replace(
+        table(0.2, slope=0.03, far=0.5, start=0.1), draft_sequence=0.01, verify_sequence=0.02
+    )
     stream = Recorded(texts(np.random.default_rng(1))).stream(19, 5)
     policy = f"fixed:{drafted}" if drafted else "off"
     loop = loop_of(cost, stream, policy, rows, prefill=stream.prefill)
@@ -248,7 +251,7 @@ def test_off_overtakes_where_rows_are_no_longer_free():
 
 def test_cost_of_passes_is_the_table_s():
     cost = replace(
-        table(0.2, slope=0.03, far=0.4),
+        table(0.2, slope=0.03, far=0.4, start=0.1),
         draft_sequence=0.01,
         verify_sequence=0.02,
         sampling=0.003,
@@ -262,7 +265,7 @@ def test_cost_of_passes_is_the_table_s():
             arrays = [np.array([n]) for n in (tokens, rows, context)]
             wanted = cost.verify_pass(tokens, context, sequences=rows)
             assert costs.verify(*arrays) == pytest.approx([wanted])
-            wanted = cost.draft_pass(rows, context, sequences=rows)
+            wanted = cost.draft_pass(rows, context, sequences=rows, late=True)
             assert costs.draft(*arrays[1:]) == pytest.approx([wanted])
 
 
@@ -379,9 +382,10 @@ def telling(draw, shares) -> Recorded:
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("start", [0.0, 0.1])
 @pytest.mark.parametrize("kind", ["0.9", "0.6", "0.1", "mixed", "telling"])
-def test_automatic_is_what_the_real_controller_does(kind, rows):
-    cost, draw = table(0.2, slope=0.02), np.random.default_rng(4)
+def test_automatic_is_what_the_real_controller_does(kind, start, rows):
+    cost, draw = table(0.2, slope=0.02, start=start), np.random.default_rng(4)
     if kind == "telling":
         traffic = telling(draw, (0.5, 0.7, 0.9))
     elif kind == "mixed":

@@ -217,7 +217,7 @@ def predicted(loaded: Loaded, rounds: Sequence[Round]) -> dict[str, float]:
     Each round counts with what was drafted in it: the last one's room is short.
     """
     cost = dataclasses.replace(loaded.lm.controller.cost, sampling=0.0)
-    drafts = sum(r.num_draft_tokens * cost.draft_pass(1, r.context) for r in rounds)
+    drafts = sum(cost.drafting(r.num_draft_tokens, 1, r.context) for r in rounds)
     verified = sum(cost.verify_pass(r.num_draft_tokens + 1, r.context) for r in rounds)
     one = sum(cost.verify_pass(1, r.context) for r in rounds) / len(rounds)
     drafted = sum(r.num_draft_tokens for r in rounds)

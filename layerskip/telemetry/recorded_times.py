@@ -73,7 +73,7 @@ class RecordedTimes:
             r.verify / max(table.verify_pass(r.tokens, r.context), SHORTEST) for r in self._rounds
         ]
         draft = [
-            r.draft / max(r.passes * table.draft_pass(1, r.context), SHORTEST)
+            r.draft / max(table.drafting(r.passes, 1, r.context), SHORTEST)
             for r in self._rounds
             if r.passes
         ]
@@ -124,7 +124,7 @@ class RecordedTimes:
         told, ratios = list[float](), dict[tuple[int, int], list[float]]()
         for r in self._rounds:
             seconds = extra.verify_ratio * table.verify_pass(r.tokens, r.context)
-            seconds += extra.draft_ratio * r.passes * table.draft_pass(1, r.context)
+            seconds += extra.draft_ratio * table.drafting(r.passes, 1, r.context)
             told.append(max(SHORTEST, seconds))
             ratios.setdefault((r.tokens, r.passes), []).append(r.phases / told[-1])
         medians = {kind: statistics.median(values) for kind, values in ratios.items()}
