@@ -122,7 +122,7 @@ class Controller:
         others: int = 0,
     ) -> list[bool]:
         """Which of these rows draft another token: those that gain more than they add to the draft
-        pass and, in a round of several rows, to the verify pass. The others are stopped.
+        and the verify pass. The others are stopped. A row by itself has decided already.
 
         Args:
             stoppers: of rows whose drafts may go on.
@@ -131,13 +131,10 @@ class Controller:
             verified: tokens of its verify pass so far, those of fixed numbers in full.
             others: rows that draft another token in any case.
         """
-        greedy = all(s.greedy for s in stoppers)
         if rows == 1:
-            seconds = self.times.draft(1, context, greedy=greedy)
-            going = [s.gain > s.rate * seconds for s in stoppers]
-        else:
-            pace = self._pace(context, rows, greedy=greedy)
-            going = another(pace, stoppers, verified, others)
+            return [not s.stopped for s in stoppers]
+        pace = self._pace(context, rows, greedy=all(s.greedy for s in stoppers))
+        going = another(pace, stoppers, verified, others)
         for stopper, goes in zip(stoppers, going, strict=True):
             if not goes:
                 stopper.stop(alone=any(going))

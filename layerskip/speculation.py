@@ -262,7 +262,9 @@ class Speculator:
         if exits:
             assert self.drafter is not None
             asked = [requests[i] for i in exits]
-            going_on = self._going_on(asked, [stoppers[i] for i in exits], choices)
+            going_on = None  # a row by itself asks its stopper
+            if len(choices) > 1:
+                going_on = self._going_on(asked, [stoppers[i] for i in exits], choices)
             made = self.drafter.draft(asked, cache, self._head_of(asked), going_on)
             for i, draft in zip(exits, made, strict=True):
                 drafts[i] = draft

@@ -63,9 +63,8 @@ class Stopper:
         self.stopped: StopReason = ""
 
     def goes_on(self, confidence: float) -> bool:
-        """After a token that was drafted with ``confidence``, and stays: is another worth a row
-        of the verify pass? ``Controller.going_on`` weighs what rows share: the draft pass, and
-        where there are several, the verify pass, too."""
+        """After a token that was drafted with ``confidence``, and stays: is another worth its
+        passes? What several rows share of them, ``Controller.going_on`` weighs."""
         state, choice = self._state, self._choice
         chance = state.chance(confidence)
         self.confidences.append(confidence)
@@ -75,8 +74,8 @@ class Stopper:
         more = choice.verify_seconds[done] if done < len(choice.verify_seconds) else 0.0
         self.survival = self._reached * state.acceptance(done)
         self.gain = self.survival - choice.rate * more
-        if self.gain <= 0.0 and not self._shares:
-            self.stopped = "confidence"
+        if not self._shares and self.gain <= choice.rate * choice.draft_seconds:
+            self.stop(alone=False)
         return not self.stopped
 
     @property

@@ -412,18 +412,18 @@ def test_a_stopper_counts_survival_against_the_rate():
 
 def test_rows_share_a_draft_pass_or_none_of_them_goes_on():
     controller = Controller(table(0.4, slope=0.0), follows_clock=False)
-    choice = Choice("early_exit", 8, rate=2.0)
+    choice = Choice("early_exit", 8, rate=2.0, draft_seconds=0.4)
 
-    def stopper(*, shares: bool = True) -> Stopper:
-        made = Stopper(RowState(Experience((0.8,))), choice, shares=shares)
-        assert made.goes_on(0.9)
-        return made
+    def stopper(*, shares: bool) -> Stopper:
+        return Stopper(RowState(Experience((0.8,))), choice, shares=shares)
 
-    alone = [stopper(shares=False)]
-    assert 0.0 < alone[0].gain < 2.0 * 0.4
-    assert controller.going_on(alone, CONTEXT) == [False]
-    assert alone[0].stopped == "cost"
-    together = [stopper() for _ in range(4)]
+    alone = stopper(shares=False)
+    assert not alone.goes_on(0.9)
+    assert 0.0 < alone.gain < 2.0 * 0.4
+    assert alone.stopped == "cost"
+    assert controller.going_on([alone], CONTEXT) == [False]
+    together = [stopper(shares=True) for _ in range(4)]
+    assert all(s.goes_on(0.9) for s in together)
     assert controller.going_on(together, CONTEXT, rows=4, verified=8) == [True] * 4
     assert not any(s.stopped for s in together)
 
