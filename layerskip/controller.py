@@ -11,7 +11,7 @@ in the draft, so that its length depends only on what was drawn before (DESIGN 3
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from layerskip.cost import CostTable
+from layerskip.cost import DRAFTS_IN_A_ROW, CostTable
 from layerskip.estimates import DEFAULT_ACCEPTANCE, FIRST_CREDIT, Experience, RowState
 from layerskip.pace import NO_OFFER, Pace, Split, affordable, offer, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
@@ -106,7 +106,8 @@ class Controller:
         key = (rows, context // CONTEXT_STEP)
         if key not in self._guesses:  # clocks scale both sides: it is the table's answer
             share = GUESS_SHARE if rows == 1 else 0.0
-            bearable = self.times.draft(rows, context) * (1.0 + share)
+            one, start = self.times.draft(rows, context), self.times.draft_start()
+            bearable = one + share * (one + start / DRAFTS_IN_A_ROW)
             widths = range(MAX_AUTO_DRAFT_TOKENS, 0, -1)  # a table's noise hides no wider one
             costs = ((w, self.times.draft(rows, context, each=w + 1)) for w in widths)
             self._guesses[key] = next((w for w, seconds in costs if seconds <= bearable), 0)

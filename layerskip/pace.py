@@ -10,6 +10,7 @@ from layerskip.pass_times import PassTimes
 
 NO_OFFER = 0, 0.0
 BET = 2 / 3  # of a stake, in one draft
+UNTOLD = 1.3  # a draft gains by its confidence, and by what is looked up in its passes
 CLEARLY = 1.06  # beside the rate without look-ups: what they cost in Python included
 
 
@@ -101,7 +102,7 @@ def offer(pace: Pace, survivals: Sequence[float], looked_up: Sequence[float]) ->
         got = (1.0 + gain) / (pace.verify_share(n + 1) + n * pace.drawing)
         if got > rate:
             best, best_gain, rate = n, gain, got
-    if best and rate < _exit_rate(survivals, looked_up, pace):
+    if best and rate < UNTOLD * _exit_rate(survivals, looked_up, pace):
         return NO_OFFER
     return best, best_gain
 
@@ -134,7 +135,8 @@ def agreed(
 
 
 def _exit_rate(survivals: Sequence[float], looked_up: Sequence[float], pace: Pace) -> float:
-    """Tokens a second with an early exit; looked-up tokens that it confirms save passes."""
+    """Tokens a second with an early exit, whatever its confidence will say; looked-up tokens that
+    it confirms save passes. 0.0 of no draft."""
     best, tokens, saved = 0.0, 1.0, 0.0
     for k, survival in enumerate(survivals, start=1):
         tokens += survival

@@ -333,7 +333,7 @@ def test_look_ups_of_several_rows_have_to_pay_clearly(margin, looks_up):
 
 @pytest.mark.parametrize(
     ("match_length", "num_guessed", "sources"),
-    [(5, 3, ["early_exit"] * 4), (17, 9, ["lookup", *["none"] * 3])],
+    [(9, 3, ["early_exit"] * 4), (17, 9, ["lookup", *["none"] * 3])],
 )
 def test_a_row_whose_neighbours_draft_looks_up_only_what_is_more_than_its_draft(
     match_length, num_guessed, sources
