@@ -304,7 +304,7 @@ def test_a_long_match_goes_straight_to_verify_and_a_poor_one_to_the_draft():
     state = controller.row("greedy")
     good = controller.choose([Ask(state, 0, 16, 10, 20)], drafts=True)[0]
     assert (good.source, good.num_draft_tokens) == ("lookup", 7)  # as many rows as cost nothing
-    poor = controller.choose([Ask(state, 0, 16, 10, 1, stored=True)], drafts=True)[0]
+    poor = controller.choose([Ask(state, 0, 16, 10, 1)], drafts=True)[0]
     assert poor.source == "early_exit"
     for _ in range(40):
         state.add_lookup(20, [False], stored=False)

@@ -14,7 +14,7 @@ from zoo import make_toy
 from layerskip import DraftPlan, LookupStore, SamplingParams, SelfSpeculativeLM
 from layerskip.clocks import Clocks
 from layerskip.controller import Controller
-from layerskip.cost import CostTable, Curve
+from layerskip.cost import DRAFTS_IN_A_ROW, CostTable, Curve
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.estimates import lookup_confidence
@@ -415,6 +415,21 @@ def test_what_deciding_takes_is_no_draft_s(toy, monkeypatch):
     run(lm, max_new_tokens=6)
     assert timed
     assert set(timed) == {(0.0, 0.0)}
+
+
+def test_what_begins_a_draft_is_expected_once_in_a_round_that_drafts(toy, monkeypatch):
+    """Or the clock would learn it as an error of the price of drafts."""
+    controller = Scripted(Choice("early_exit", 3), PLAIN)
+    controller.times = PassTimes(replace(cost_of(0.1), draft_start=0.2), follows_clock=False)
+    told = []
+    monkeypatch.setattr(
+        controller.times, "observe_draft", lambda _, expected: told.append(expected)
+    )
+    lm = with_controller(toy, controller, lookup=False)
+    out = run(lm, PROMPT, sampling=WITH_RULES)
+    assert [r.num_draft_passes for r in out.rounds[1:5]] == [3, 0, 3, 0]
+    late = 0.1 - 0.2 / DRAFTS_IN_A_ROW
+    assert told[:4] == pytest.approx([0.2 + 3 * late, 0.0, 0.2 + 3 * late, 0.0])
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, WITH_RULES], ids=["greedy", "0.8", "rules"])
