@@ -74,9 +74,21 @@ class Stopper:
         more = choice.verify_seconds[done] if done < len(choice.verify_seconds) else 0.0
         self.survival = self._reached * state.acceptance(done)
         self.gain = self.survival - choice.rate * more
-        if not self._shares and self.gain <= choice.rate * choice.draft_seconds:
+        if not self._shares and not self._pays(done):
             self.stop(alone=False)
         return not self.stopped
+
+    def _pays(self, done: int) -> bool:
+        """Whether the next token, or several together, gain more than their passes take: the next
+        one may cost the verify pass a whole tile, and those after it nothing there."""
+        choice, survival, gain = self._choice, self._reached, 0.0
+        for i in range(done, choice.num_draft_tokens):
+            more = choice.verify_seconds[i] if i < len(choice.verify_seconds) else 0.0
+            survival *= self._state.acceptance(i)
+            gain += survival - choice.rate * (choice.draft_seconds + more)
+            if gain > 0.0:
+                return True
+        return False
 
     @property
     def survival_after(self) -> float:

@@ -410,6 +410,25 @@ def test_a_stopper_counts_survival_against_the_rate():
     assert sure.chances[0] > unsure.chances[0]
 
 
+def test_a_row_by_itself_fills_a_tile_that_its_next_token_alone_would_not_pay_for():
+    """Beyond a tile of the verify pass a token costs the next one, and those after it nothing."""
+
+    def going(most: int, confidence: float) -> bool:
+        choice = Choice(
+            "early_exit",
+            most,
+            rate=2.0,
+            verify_seconds=(0.0, 0.4, 0.0, 0.0, 0.0, 0.4),
+            draft_seconds=0.1,
+        )
+        return Stopper(RowState(Experience((0.9,))), choice).goes_on(confidence)
+
+    assert not going(2, 0.99)  # 0.9 of a token for one
+    assert going(5, 0.99)
+    assert not going(5, 0.3)
+    assert not going(1, 0.99)
+
+
 def test_rows_share_a_draft_pass_or_none_of_them_goes_on():
     controller = Controller(table(0.4, slope=0.0), follows_clock=False)
     choice = Choice("early_exit", 8, rate=2.0, draft_seconds=0.4)
