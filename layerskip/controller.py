@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from layerskip.cost import DRAFTS_IN_A_ROW, CostTable
 from layerskip.estimates import DEFAULT_ACCEPTANCE, FIRST_CREDIT, Experience, RowState
-from layerskip.pace import NO_OFFER, Pace, Split, affordable, offer, split
+from layerskip.pace import NO_OFFER, Pace, Split, affordable, fill, offer, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import CONTEXT_STEP, PassTimes
 from layerskip.stopping import Choice, Stopper, another
@@ -154,6 +154,10 @@ class Controller:
         offered = any(a.num_guessed for a in asks)
         if not offered and all(a.state.rests for a in asks):
             return [Choice("none", 0, plain_seconds=a.state.rest()) for a in asks]
+        if len(asks) == 1 and drafts and not offered and not fixed:
+            (ask,) = asks
+            if ask.state.last and (again := self._again(ask)) is not None:
+                return [again]
         greedy = all(a.state.greedy for a in asks)
         context = sum(a.context for a in asks) // len(asks)
         pace = self._pace(context, len(asks) + len(fixed), greedy=greedy)
@@ -190,6 +194,20 @@ class Controller:
             else:
                 choices.append(Choice("none", 0, plain_seconds=pace.token))
         return choices
+
+    def _again(self, ask: Ask) -> Choice | None:
+        """What ``choose`` finds, in few steps, where a row by itself goes on drafting; None where
+        it does not. Most rounds of one row are such, and thinking takes its time."""
+        state = ask.state
+        pace = self._pace(ask.context, 1, greedy=state.greedy)
+        most = min(affordable(pace.token * state.stake, pace), ask.most)
+        gains = [state.survivals(most, PAYING * pace.least)]
+        (count,), rate = fill(pace, gains, 1.0, (), bias=1.0 - HYSTERESIS)
+        if not count:
+            return None
+        state.last, state.probing = count, False
+        prices = pace.steps, pace.draft_share, pace.start_share, pace.token
+        return Choice("early_exit", most, rate, *prices)
 
     def _pace(self, context: int, rows: int, *, greedy: bool) -> Pace:
         """Of rounds like this one: at rest most are as the one before."""
@@ -240,8 +258,10 @@ class Controller:
             wider = self.times.draft(1, context, each=each, greedy=state.greedy) / one
         seconds = choice.gained(sum(accepted), drafted, wider * num_passes)
         if choice.plain_seconds > 0.0:
-            plain = self.times.verify(1, context, greedy=state.greedy)
-            state.settle(seconds / choice.plain_seconds, seconds / plain)
+            passes = 0.0
+            if state.probing:
+                passes = seconds / self.times.verify(1, context, greedy=state.greedy)
+            state.settle(seconds / choice.plain_seconds, passes)
         state.add_draft(accepted, confidences, chances)
 
 

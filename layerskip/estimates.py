@@ -122,16 +122,17 @@ class Calibration:
         self._bins = [Share() for _ in range(len(EDGES) + 1)]
         bins = zip((0.0, *EDGES), (*EDGES, 1.0), strict=True)
         self._middles = [(a + b) / 2 for a, b in bins]
+        self._means = [self._mean(i) for i in range(len(self._bins))]
         self.told = ToldChances()
 
     def chance(self, confidence: float) -> float:
         """Of acceptance, if all before it is accepted; between the bins' middles it is linear."""
         i = bisect_right(self._middles, confidence)
         if i == 0 or i == len(self._middles):
-            return self._mean(min(i, len(self._middles) - 1))
+            return self._means[min(i, len(self._middles) - 1)]
         low, high = self._middles[i - 1], self._middles[i]
         share = (confidence - low) / (high - low)
-        return (1.0 - share) * self._mean(i - 1) + share * self._mean(i)
+        return (1.0 - share) * self._means[i - 1] + share * self._means[i]
 
     def _mean(self, i: int) -> float:
         prior = PRIOR_FLOOR + (1.0 - PRIOR_FLOOR) * self._middles[i]
@@ -139,7 +140,9 @@ class Calibration:
 
     def add(self, confidence: float, told: float, accepted: bool) -> None:
         """What became of a token, and the chance that it was given."""
-        self._bins[bisect_right(EDGES, confidence)].add(accepted, CALIBRATION_DISCOUNT)
+        i = bisect_right(EDGES, confidence)
+        self._bins[i].add(accepted, CALIBRATION_DISCOUNT)
+        self._means[i] = self._mean(i)
         self.told.add(told, accepted)
 
 
@@ -159,10 +162,21 @@ class Experience:
     ledger: float = 0.0
     credit: float = FIRST_CREDIT
 
+    def __post_init__(self) -> None:
+        self._acceptances = [self._acceptance(i) for i in range(MAX_AUTO_DRAFT_TOKENS)]
+
     def acceptance(self, i: int) -> float:
         """Of drafted token ``i`` (from 0) once those before it are accepted."""
+        return self._acceptances[min(i, MAX_AUTO_DRAFT_TOKENS - 1)]
+
+    def add(self, i: int, success: bool) -> None:
+        """What became of a drafted token ``i`` behind accepted ones."""
+        self.positions[i].add(success, SHARED_DISCOUNT)
+        self._acceptances[i] = self._acceptance(i)
+
+    def _acceptance(self, i: int) -> float:
         prior = self.prior[min(i, len(self.prior) - 1)]
-        return self.positions[min(i, MAX_AUTO_DRAFT_TOKENS - 1)].mean(prior, SHARED_WEIGHT)
+        return self.positions[i].mean(prior, SHARED_WEIGHT)
 
     def lookup(self, match_bin: int, stored: bool) -> Share:
         """Of looked-up tokens; a match in a store says less than one in the text itself."""
@@ -198,7 +212,8 @@ class RowState:
     def acceptance(self, i: int) -> float:
         """Of drafted token ``i`` (from 0) once those before it are accepted."""
         prior = min(LARGEST, self.shared.acceptance(i) * self._ratio.value)
-        return self._positions[min(i, MAX_AUTO_DRAFT_TOKENS - 1)].mean(prior, POSITION_WEIGHT)
+        own = self._positions[min(i, MAX_AUTO_DRAFT_TOKENS - 1)]
+        return own.mean(prior, POSITION_WEIGHT)
 
     def survivals(self, most: int, least: float = 0.0) -> list[float]:
         """The chance that the first, the first two, ... of ``most`` drafted tokens are accepted;
@@ -234,7 +249,7 @@ class RowState:
 
         Args:
             gained: in the row's shares of plain rounds: tokens.
-            passes: the same in plain passes of one row.
+            passes: the same of a probe in plain passes of one row.
         """
         self.shared.ledger += gained
         if self.probing and passes < 0.0:
@@ -273,7 +288,7 @@ class RowState:
         for i, success in enumerate(accepted[:MAX_AUTO_DRAFT_TOKENS]):
             self._ratio.add(success, self.shared.acceptance(i))
             self._positions[i].add(success, ROW_DISCOUNT)
-            self.shared.positions[i].add(success, SHARED_DISCOUNT)
+            self.shared.add(i, success)
         calibration = self.shared.calibration
         judged = list(zip(accepted, confidences, strict=False))
         told = chances or [self.chance(confidence) for _, confidence in judged]

@@ -1,6 +1,7 @@
 """What a round's passes take, and which drafted tokens are worth them: the sums of DESIGN 6."""
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ class Pace:
         start_share: of what a round's first draft passes take beyond that, together.
         steps: seconds that the verify pass grows by for a row's first, second, ... drafted token.
         least: tokens of plain rounds that a drafted token costs at least.
+        risks: seconds that a row's first, first two, ... drafted tokens cost, its shares.
         drawing: seconds that judging a looked-up token takes beside a drafted one.
     """
 
@@ -56,6 +58,8 @@ class Pace:
             growth = self.verify(base + wide) - self.verify(base)
             self.steps = (max(0.0, growth) / wide,) * MAX_AUTO_DRAFT_TOKENS
         self.least = (self.draft_share + min(self.steps)) / self.token
+        each = [self.draft_share + step for step in self.steps]
+        self.risks = list(itertools.accumulate(each, initial=self.start_share))[1:]
 
     def settled(self, tokens: int, drafting: int) -> "Pace":
         """The same once it is known how many tokens are drafted, and in how many rows."""
@@ -293,9 +297,7 @@ def affordable(stake: float, pace: Pace) -> int:
     another (a gambler's fraction, Kelly 1956), if the part pays for a token; rows that share what
     they may lose are seldom all wrong at once.
     """
-    spent, bet = pace.start_share, BET if pace.num_rows == 1 else 1.0
-    for n, step in enumerate(pace.steps):
-        spent += pace.draft_share + step
-        if spent > (bet if n else 1.0) * stake:
-            return n
-    return len(pace.steps)
+    if pace.risks[0] > stake:
+        return 0
+    bet = BET if pace.num_rows == 1 else 1.0
+    return max(1, bisect_right(pace.risks, bet * stake))

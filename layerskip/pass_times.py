@@ -9,7 +9,7 @@ from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 CONTEXT_STEP = 64
 MOST_REMEMBERED = 100_000  # seconds looked up in the table
 SHORTEST = 1e-9  # seconds of a pass: nothing is divided by zero
-ALL_OF, ONE_IN = 32, 4  # rounds: all of the first ones are learnt from, then one in four
+ALL_OF, ONE_IN = 32, 8  # rounds: all of the first ones are learnt from, then one in eight
 
 
 class PassTimes:

@@ -81,14 +81,16 @@ class Stopper:
     def _pays(self, done: int) -> bool:
         """Whether the next token, or several together, gain more than their passes take: the next
         one may cost the verify pass a whole tile, and those after it nothing there."""
-        choice, survival, gain = self._choice, self._reached, 0.0
-        for i in range(done, choice.num_draft_tokens):
+        choice, survival = self._choice, self.survival
+        price = choice.rate * choice.draft_seconds
+        gain = self.gain - price
+        for i in range(done + 1, choice.num_draft_tokens):
+            if gain > 0.0 or survival <= price:
+                break
             more = choice.verify_seconds[i] if i < len(choice.verify_seconds) else 0.0
             survival *= self._state.acceptance(i)
-            gain += survival - choice.rate * (choice.draft_seconds + more)
-            if gain > 0.0:
-                return True
-        return False
+            gain += survival - price - choice.rate * more
+        return gain > 0.0
 
     @property
     def survival_after(self) -> float:

@@ -398,6 +398,32 @@ def test_guesses_of_several_rows_have_to_be_free():
         assert Controller(cost, follows_clock=False).guesses(2, CONTEXT) == width
 
 
+@pytest.mark.parametrize("c", [0.2, 0.45])
+def test_a_row_that_goes_on_drafting_is_decided_in_few_steps_as_in_many(monkeypatch, c):
+    """However much it may stake and has room for, and whatever its drafts made of it."""
+    chosen: dict[bool, list[object]] = {}
+    for few in (True, False):
+        if not few:
+            monkeypatch.setattr(Controller, "_again", lambda *_: None)
+        controller, luck = Controller(table(c, start=0.05), follows_clock=False), Random(7)
+        state = controller.row("greedy")
+        for turn in range(900):
+            if turn % 50 == 0:  # a text that gets worse, or better
+                share = luck.uniform(0.3, 0.8)
+            ask = Ask(state, CONTEXT, luck.randrange(1, 20))
+            (choice,) = controller.choose([ask], drafts=True)
+            chosen.setdefault(few, []).append((choice, state.last, state.probing))
+            if choice.source == "none":
+                controller.observe_plain(state, choice, CONTEXT)
+                continue
+            accepted = [luck.random() < share for _ in range(choice.num_draft_tokens)]
+            judged = accepted[: accepted.index(False) + 1] if False in accepted else accepted
+            controller.observe_draft(state, choice, CONTEXT, judged, num_passes=1, num_drafted=1)
+    assert chosen[True] == chosen[False]
+    sources = [choice.source for choice, *_ in chosen[True]]
+    assert sources.count("early_exit") > 20
+
+
 def test_a_stopper_counts_survival_against_the_rate():
     state = RowState(Experience((0.8,)))
     choice = Choice("early_exit", 8, rate=1.5, verify_seconds=(0.2,) * 8)
