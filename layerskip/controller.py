@@ -154,7 +154,7 @@ class Controller:
         offered = any(a.num_guessed for a in asks)
         if not offered and all(a.state.rests for a in asks):
             return [Choice("none", 0, plain_seconds=a.state.rest()) for a in asks]
-        if len(asks) == 1 and drafts and not offered and not fixed:
+        if len(asks) == 1 and drafts and not fixed:
             (ask,) = asks
             if ask.state.last and (again := self._again(ask)) is not None:
                 return [again]
@@ -201,9 +201,9 @@ class Controller:
         state = ask.state
         pace = self._pace(ask.context, 1, greedy=state.greedy)
         most = min(affordable(pace.token * state.stake, pace), ask.most)
-        gains = [state.survivals(most, PAYING * pace.least)]
-        (count,), rate = fill(pace, gains, 1.0, (), bias=1.0 - HYSTERESIS)
-        if not count:
+        line = state.survivals(most, PAYING * pace.least)
+        (count,), rate = fill(pace, [line], 1.0, (), bias=1.0 - HYSTERESIS)
+        if not count or _offered(ask, pace, line)[0]:
             return None
         state.last, state.probing = count, False
         prices = pace.steps, pace.draft_share, pace.start_share, pace.token
@@ -274,18 +274,17 @@ def _weighed(
     resting: bool,
 ) -> Split:
     """What rows do whose drafts survive so, or who have looked something up."""
-    offers = [
-        offer(
-            pace,
-            line,
-            a.state.lookup_survivals(a.match_length, a.stored, min(a.num_guessed, a.most)),
-        )
-        if a.num_guessed
-        else NO_OFFER
-        for a, line in zip(asks, lines, strict=True)
-    ]
+    offers = [_offered(a, pace, line) for a, line in zip(asks, lines, strict=True)]
     bias = 1.0 + HYSTERESIS if resting else 1.0 - HYSTERESIS
     return split(pace, lines, offers, fixed, bias=bias)
+
+
+def _offered(ask: Ask, pace: Pace, line: Sequence[float]) -> tuple[int, float]:
+    """Looked-up tokens of a row whose drafts survive so, as in ``offer``."""
+    if not ask.num_guessed:
+        return NO_OFFER
+    most = min(ask.num_guessed, ask.most)
+    return offer(pace, line, ask.state.lookup_survivals(ask.match_length, ask.stored, most))
 
 
 def _rest(asks: Sequence[Ask], pace: Pace, left: float) -> None:

@@ -41,13 +41,19 @@ def guess_for(row: Row, store: LookupStore | None, *, looks_up: bool) -> Guess:
     return Guess(tokens, length, guess.stored and not forced)
 
 
-def guesser(row: Row) -> Guesser | None:
-    """What may follow tokens drafted so far: forced text, else what is looked up."""
+def guesser(row: Row, first: Guess) -> Guesser | None:
+    """What may follow tokens drafted so far: forced text, else what is looked up.
+
+    Args:
+        first: what ``guess_for`` found to follow the row's last token.
+    """
     index, constraint = row.index, row.spec.sampler.constraint
     if index is None and constraint is None:
         return None
 
     def guess(ahead: Sequence[int], most: int) -> Sequence[int]:
+        if not ahead:
+            return first.tokens[:most]
         found = index.guess(most, ahead).tokens if index is not None else ()
         if constraint is None:
             return found

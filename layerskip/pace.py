@@ -106,7 +106,7 @@ def offer(pace: Pace, survivals: Sequence[float], looked_up: Sequence[float]) ->
         got = (1.0 + gain) / (pace.verify_share(n + 1) + n * pace.drawing)
         if got > rate:
             best, best_gain, rate = n, gain, got
-    if best and rate < UNTOLD * _exit_rate(survivals, looked_up, pace):
+    if not best or rate < UNTOLD * _exit_rate(survivals, looked_up, pace):
         return NO_OFFER
     return best, best_gain
 

@@ -146,8 +146,8 @@ class Speculator:
         shares = len(rows) > 1
         stoppers = [self._stopper(row, c, shares) for row, c in zip(rows, choices, strict=True)]
         requests = [
-            self._request(row, c, s, width)
-            for row, c, s in zip(rows, choices, stoppers, strict=True)
+            self._request(row, c, g, s, width)
+            for row, c, g, s in zip(rows, choices, guesses, stoppers, strict=True)
         ]
         drafts = self._drafts(requests, choices, guesses, stoppers, cache)
         probing = [row.state is not None and row.state.probing for row in rows]
@@ -178,7 +178,7 @@ class Speculator:
         # When it was launched the row's limit looked farther by a round.
         count = min(landing.choice.num_draft_tokens, room(row))
         choice = replace(landing.choice, num_draft_tokens=count)
-        request = self._request(row, choice, None, 0)
+        request = self._request(row, choice, NO_GUESS, None, 0)
         # Together, draft and verify ran every token through the first layer once: it is counted
         # with verify, which does so without a draft.
         draft = Draft(tokens, (), num_passes=len(tokens))
@@ -231,7 +231,7 @@ class Speculator:
         return Stopper(row.state, choice, shares=shares)
 
     def _request(
-        self, row: Row, choice: Choice, stopper: Stopper | None, width: int
+        self, row: Row, choice: Choice, guess: Guess, stopper: Stopper | None, width: int
     ) -> DraftRequest:
         sampler = row.spec.sampler
         return DraftRequest(
@@ -242,7 +242,7 @@ class Speculator:
             sampler,
             row.context if sampler.reads_context else (),
             stopper.goes_on if stopper is not None else None,
-            guesser(row),
+            guesser(row, guess),
             width,
             row.own_ids,
             row.exit_states,

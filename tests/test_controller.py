@@ -410,10 +410,13 @@ def test_a_row_that_goes_on_drafting_is_decided_in_few_steps_as_in_many(monkeypa
         for turn in range(900):
             if turn % 50 == 0:  # a text that gets worse, or better
                 share = luck.uniform(0.3, 0.8)
-            ask = Ask(state, CONTEXT, luck.randrange(1, 20))
+            match = luck.randrange(1, 40)
+            guessed = luck.choice((0, 0, 4, 12))
+            ask = Ask(state, CONTEXT, luck.randrange(1, 20), guessed, match)
             (choice,) = controller.choose([ask], drafts=True)
             chosen.setdefault(few, []).append((choice, state.last, state.probing))
-            if choice.source == "none":
+            state.add_lookup(match, [luck.random() < match / 40] * (guessed > 0), stored=False)
+            if choice.source != "early_exit":
                 controller.observe_plain(state, choice, CONTEXT)
                 continue
             accepted = [luck.random() < share for _ in range(choice.num_draft_tokens)]
@@ -422,6 +425,7 @@ def test_a_row_that_goes_on_drafting_is_decided_in_few_steps_as_in_many(monkeypa
     assert chosen[True] == chosen[False]
     sources = [choice.source for choice, *_ in chosen[True]]
     assert sources.count("early_exit") > 20
+    assert sources.count("lookup") > 20
 
 
 def test_a_stopper_counts_survival_against_the_rate():

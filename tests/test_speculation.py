@@ -19,8 +19,8 @@ from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.estimates import lookup_confidence
 from layerskip.exactness import MAX_PASS_ROWS
-from layerskip.guessing import judged
-from layerskip.lookup import FORCED_MATCH
+from layerskip.guessing import guesser, judged
+from layerskip.lookup import FORCED_MATCH, Guess, TokenIndex
 from layerskip.pass_times import ALL_OF, ONE_IN, PassTimes
 from layerskip.plan import PlanFile
 from layerskip.speculation import Speculator
@@ -600,6 +600,19 @@ def test_a_failing_pass_leaves_nothing_behind(toy, plain, monkeypatch):
 def test_bad_settings_are_refused(toy, arguments, error, message):
     with pytest.raises(error, match=message):
         SelfSpeculativeLM(toy(), None, **arguments)
+
+
+def test_what_a_round_looked_up_is_not_looked_up_again_for_its_first_draft_pass():
+    index = TokenIndex([5, 6, 7, 5])
+    asked: list[tuple[int, ...]] = []
+    listening = SimpleNamespace(guess=lambda most, ahead: asked.append(ahead) or Guess((9,), 1))
+    spec = SimpleNamespace(sampler=SimpleNamespace(constraint=None))
+    row = SimpleNamespace(index=listening, spec=spec)
+    guess = guesser(row, index.guess(4))
+    assert guess((), 2) == (6, 7)
+    assert not asked
+    assert guess((6,), 2) == (9,)
+    assert asked == [(6,)]
 
 
 def test_judging_guesses_ends_at_the_first_wrong_one():
