@@ -48,7 +48,7 @@ NOISE, DRIFT, MEMORY = 0.08, 0.02, 0.97  # of a round, of the pace from round to
 # The built-in checkpoint in bfloat16, one thread, without context: 20 s of `layerskip profile`.
 ROWS, SECONDS = (1, 2, 4, 8, 16, 32, 64), (1.0, 1.02, 1.07, 1.15, 1.55, 2.4, 4.1)
 DRAFTS = (1.0, 1.05, 1.08, 1.18, 1.6, 2.45, 4.2)
-COARSE = (1, 8, 32)  # what a quick table measures
+COARSE = (1, 4, 8, 32)  # what a quick table measures
 REQUESTS, STREAMS = 12, 24  # short ones, each by a controller that has seen nothing
 
 
@@ -127,7 +127,7 @@ def believed(cost: CostTable, drafts: float, verify: float) -> CostTable:
         draft_layers=seen(cost.draft_layers, drafts, drafts),
         draft_head=seen(cost.draft_head, drafts, drafts),
         verify=seen(cost.verify, verify, 1.0),
-        tiles=(1,),
+        tiles=(1, 4),
     )
 
 

@@ -30,23 +30,42 @@ Timing = tuple[float, float]  # seconds that went by, and that this thread was a
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured: sizes of passes, and slots that they attend to."""
+    """What is measured: sizes of passes, and slots that they attend to.
+
+    Attributes:
+        sketched: rows of which only the full-depth pass without a context is; ``sketch`` has the
+            rest from the next larger size.
+    """
 
     rows: tuple[int, ...]
     contexts: tuple[int, ...]
+    sketched: tuple[int, ...] = ()
 
     def points(self, *, drafts: bool, sequences: bool) -> list[Point]:
         """Every pass of a sweep."""
         kinds = ("verify", "draft") if drafts else ("verify",)
-        points = [(kind, r, c) for kind in kinds for r in self.rows for c in self.contexts]
+        whole = [r for r in self.rows if r not in self.sketched]
+        points = [(kind, r, c) for kind in kinds for r in whole for c in self.contexts]
+        points += [("verify", r, 0) for r in self.sketched]
         if drafts:
-            points += [("head", r, 0) for r in self.rows]
+            points += [("head", r, 0) for r in whole]
         if sequences:
             points += [(f"{kind} sequences", NUM_SEQUENCES, 0) for kind in kinds]
             points += [(kind, NUM_SEQUENCES, 0) for kind in kinds]
             points += [DRAFT, BEHIND] if drafts else []
         sampled = [*KINDS, *(f"{kind} judging" for kind in KINDS), *(DRAFTED if drafts else ())]
         return list(dict.fromkeys([*points, *((kind, 1, 0) for kind in sampled)]))
+
+    def sketch(self, typical: dict[Point, float]) -> None:
+        """Fill in what was not measured: as much as of the next larger size, less what the passes
+        without a context differ by."""
+        for rows in self.sketched:
+            larger = next(r for r in self.rows if r > rows)
+            less = typical["verify", larger, 0] - typical["verify", rows, 0]
+            for (kind, r, context), seconds in list(typical.items()):
+                if r == larger:
+                    apart = less if kind == "verify" else 0.0
+                    typical.setdefault((kind, rows, context), seconds - apart)
 
 
 def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
@@ -68,8 +87,11 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     contexts = tuple(sorted({c // block * block for c in wanted}))
     ends = tuple(sorted({0, contexts[-1]}))
     in_steps = exactness.wanted and not exactness.holds
-    full = [Grid(coarse if in_steps else fine, contexts)] if not quick else []
-    return [*full, Grid(coarse, ends), Grid(coarse[:2], (0,))]
+    finest = Grid(coarse if in_steps else fine, contexts)
+    if quick:  # what three drafted tokens take less than seven decides how many are drafted
+        half = tuple(t for t in exactness.tiles if 1 < t < min(quantum, few))[-1:]
+        finest = Grid(tuple(sorted({*coarse, *half})), ends, half)
+    return [finest, Grid(coarse, ends), Grid(coarse[:2], (0,))]
 
 
 class Passes:

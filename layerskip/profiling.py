@@ -140,9 +140,13 @@ def _affordable(passes: Passes, offered: Sequence[Grid], seconds: float) -> Grid
     passes.led_in = True
     share = len(passes.draft_layers) / passes.stack.num_layers
     for grid in offered[:-1]:
-        rows = sum(1 + r / 16 for r in grid.rows)  # a guess: rows are cheap, but not free
+        # A guess: rows are cheap, but not free.
+        whole, sketched = (
+            sum(1 + r / 16 for r in grid.rows if (r in grid.sketched) is only)
+            for only in (False, True)
+        )
         passes_of_a_point = 1.4 + DRAFTS_IN_A_ROW * share
-        if 2 * once * rows * len(grid.contexts) * passes_of_a_point < seconds:
+        if 2 * once * (whole * len(grid.contexts) * passes_of_a_point + sketched) < seconds:
             return grid
     return offered[-1]
 
@@ -164,6 +168,7 @@ def _table(
 ) -> CostTable:
     clock = _clock(stack, [timing for sweep in sweeps for timing in sweep.values()])
     typical = _typical([{p: timing[clock] for p, timing in sweep.items()} for sweep in sweeps])
+    grid.sketch(typical)
     heads = {r: typical.get(("head", r, 0), 0.0) for r in grid.rows}
     drafts = ("draft", grid.rows[0], grid.contexts[0]) in typical
 
