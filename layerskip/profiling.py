@@ -36,6 +36,7 @@ MAX_SWEEPS, QUICK_SWEEPS = 40, 5  # at least, of what decides, of a quick table 
 LARGE_EVERY = 4  # sweeps: passes of many rows are rarely run, and take long to measure
 LARGE_ROWS, DECIDING_ROWS = 16, 8  # are those of more rows; most of a round that decides
 RESERVE = 0.85  # of the time, for passes; the rest is for what comes before and after them
+SKETCH_SHARE = 0.2  # of the time for a table's first sweeps
 UNDISTURBED, BUSY = 0.95, 0.7
 PLAIN = ("verify", 1, 0)
 FREE = Curve((1,), (0,), ((0.0,),))
@@ -146,7 +147,9 @@ def _affordable(passes: Passes, offered: Sequence[Grid], seconds: float) -> Grid
             for only in (False, True)
         )
         passes_of_a_point = 1.4 + DRAFTS_IN_A_ROW * share
-        if 2 * once * (whole * len(grid.contexts) * passes_of_a_point + sketched) < seconds:
+        # What is only sketched may not make a table take longer: it is for models with time left.
+        bearable = SKETCH_SHARE * seconds if sketched else seconds
+        if 2 * once * (whole * len(grid.contexts) * passes_of_a_point + sketched) < bearable:
             return grid
     return offered[-1]
 
