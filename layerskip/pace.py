@@ -25,7 +25,6 @@ class Pace:
         start_share: of what a round's first draft passes take beyond that, together.
         steps: seconds that the verify pass grows by for a row's first, second, ... drafted token.
         least: tokens of plain rounds that a drafted token costs at least.
-        risks: seconds that a row's first, first two, ... drafted tokens cost, its shares.
         drawing: seconds that judging a looked-up token takes beside a drafted one.
     """
 
@@ -58,8 +57,6 @@ class Pace:
             growth = self.verify(base + wide) - self.verify(base)
             self.steps = (max(0.0, growth) / wide,) * MAX_AUTO_DRAFT_TOKENS
         self.least = (self.draft_share + min(self.steps)) / self.token
-        each = [self.draft_share + step for step in self.steps]
-        self.risks = list(itertools.accumulate(each, initial=self.start_share))[1:]
 
     def settled(self, tokens: int, drafting: int) -> "Pace":
         """The same once it is known how many tokens are drafted, and in how many rows."""
@@ -72,6 +69,12 @@ class Pace:
     def drafts(self) -> list[float]:
         """Seconds of a draft pass of no row, of one, ..., of all."""
         return [self.draft(n) for n in range(self.num_rows + 1)]
+
+    @cached_property
+    def risks(self) -> list[float]:
+        """Seconds that a row's first, first two, ... drafted tokens cost, its shares."""
+        each = [self.draft_share + step for step in self.steps]
+        return list(itertools.accumulate(each, initial=self.start_share))[1:]
 
     def draft(self, rows: int) -> float:
         """Seconds of a draft pass of so many rows."""

@@ -142,10 +142,8 @@ def _affordable(passes: Passes, offered: Sequence[Grid], seconds: float) -> Grid
     share = len(passes.draft_layers) / passes.stack.num_layers
     for grid in offered[:-1]:
         # A guess: rows are cheap, but not free.
-        whole, sketched = (
-            sum(1 + r / 16 for r in grid.rows if (r in grid.sketched) is only)
-            for only in (False, True)
-        )
+        sketched = sum(1 + r / 16 for r in grid.sketched)
+        whole = sum(1 + r / 16 for r in grid.rows) - sketched
         passes_of_a_point = 1.4 + DRAFTS_IN_A_ROW * share
         # What is only sketched may not make a table take longer: it is for models with time left.
         bearable = SKETCH_SHARE * seconds if sketched else seconds
