@@ -78,7 +78,8 @@ class Controller:
         """State of a new request of at most ``limit`` tokens.
 
         It may stake a share of its own plain time on drafts, however little is known of it. What
-        earlier requests of its kind gained lets a short one stake as much as a long one.
+        earlier requests of its kind gained lets a short one stake as much as a long one. What its
+        first plain rounds earn for probes it may have before them.
 
         Args:
             kind: requests of one kind learn from each other.
@@ -88,7 +89,8 @@ class Controller:
         shared = self._experiences.setdefault(kind, Experience(self._prior))
         tokens = STAKE_TOKENS if shared.ledger > 0.0 else min(limit, STAKE_TOKENS)
         bearable = (BOUND - PROBE_SHARE) * tokens - FIRST_CREDIT
-        return RowState(shared, stake=max(0.0, min(STAKE_SHARE * tokens, bearable)), greedy=greedy)
+        stake = max(0.0, min(STAKE_SHARE * tokens, bearable))
+        return RowState(shared, stake=stake, advance=min(limit, STAKE_TOKENS), greedy=greedy)
 
     def calibration_error(self, kind: str) -> float:
         """Expected calibration error of the draft's confidence, for requests of ``kind``."""
@@ -173,6 +175,9 @@ class Controller:
             found = _weighed(asks, pace, lines, fixed, resting=resting)
         idle = resting and not any(found.drafted)
         left = 0.0 if longest else stake
+        if idle and drafts and not any(found.looked_up):
+            for a in asks:
+                a.state.claim(PROBE_SHARE * pace.token / pace.plain)
         probing = idle and drafts and _may_probe(asks, pace, left)
         if idle and not probing:
             _rest(asks, pace, left)
@@ -220,11 +225,11 @@ class Controller:
         return known[key]
 
     def observe_plain(self, state: RowState, choice: Choice, context: int) -> None:
-        """A round without an early exit's draft: it earns credit for probes. What looked-up tokens
-        cost is weighed before, and charged to nobody."""
-        plain = self.times.verify(1, context, greedy=state.greedy)
-        earned = PROBE_SHARE * choice.plain_seconds / plain
-        state.shared.credit += earned
+        """A round without an early exit's draft: it earns credit for probes, if its row has not had
+        that in advance. What looked-up tokens cost is weighed before, and charged to nobody."""
+        if state.earns():
+            plain = self.times.verify(1, context, greedy=state.greedy)
+            state.shared.credit += PROBE_SHARE * choice.plain_seconds / plain
 
     def observe_draft(
         self,

@@ -198,11 +198,16 @@ class RowState:
     Attributes:
         stake: what drafts may lose, in tokens of plain rounds: what the request began with, and
             what they gained.
+        owed: plain rounds to come, if there will be as many, that earn nothing for probes: what
+            they do the request had in advance.
         greedy: whether it takes the likeliest token, which costs less than to draw one.
     """
 
-    def __init__(self, shared: Experience, *, stake: float = 0.0, greedy: bool = False) -> None:
+    def __init__(
+        self, shared: Experience, *, stake: float = 0.0, advance: int = 0, greedy: bool = False
+    ) -> None:
         self.shared, self.stake, self.greedy = shared, stake, greedy
+        self._advance, self.owed = advance, 0
         self.last, self.probing = 0, False
         self._rests, self._awaited, self._token = 0, 0.0, 0.0
         self._positions = _shares(MAX_AUTO_DRAFT_TOKENS)
@@ -257,6 +262,24 @@ class RowState:
             self.shared.credit -= paid
             gained *= 1.0 + paid / passes
         self.stake += gained
+
+    def claim(self, earned: float) -> None:
+        """Have what the first plain rounds will earn for probes, once: of a text that began badly
+        the next drafts should be tried while most of it is still to come.
+
+        Args:
+            earned: by one of them, in plain passes of one row.
+        """
+        self.shared.credit += self._advance * earned
+        self.owed, self._advance = self.owed + self._advance, 0
+
+    def earns(self) -> bool:
+        """Whether a plain round that is over earns something for probes."""
+        if self.owed:
+            self.owed -= 1
+            return False
+        self._advance = max(0, self._advance - 1)
+        return True
 
     def rest_for(self, rounds: int, awaited: float, token: float) -> None:
         """Draft nothing in so many rounds, of ``token`` seconds each, unless the credit comes to

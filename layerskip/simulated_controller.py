@@ -127,6 +127,7 @@ class Automatic:
         self._hits, self._expected = np.zeros(shape), np.zeros(shape)
         self._stake, self._drafted_last = np.zeros(shape), np.zeros(shape, dtype=np.bool_)
         self._ledger, self._credit = np.zeros(shape[0]), np.full(shape[0], FIRST_CREDIT)
+        self._advance, self._owed = (np.zeros(shape, dtype=np.int64) for _ in range(2))
         self._probing = np.zeros(shape[0], dtype=np.bool_)
         nothing = np.zeros(shape[0])
         self._prices = Prices(nothing, nothing, nothing, nothing, np.zeros((shape[0], DEPTH)))
@@ -144,6 +145,7 @@ class Automatic:
         wanted, planned, rate = self._best(batches, gains, resting)
         left = np.where(longest == 0, stake, 0.0)
         self._probing = resting & ~wanted.any(1)
+        self._claim(batches, prices)
         self._probing &= self._may_probe(batches, prices, left, acceptance)
         probing = self._probing[:, None]
         most = np.where(probing, np.minimum(batches.room, 1), most)
@@ -161,7 +163,10 @@ class Automatic:
         self._expected = keep * self._expected + self._expected_up_to[judged]
         plain = batches.decoding & (drafted == 0)
         token, single = np.maximum(prices.token, TINY), np.maximum(prices.single, TINY)
-        self._credit += PROBE_SHARE * (token / single) * plain.sum(1)
+        earning = plain & (self._owed == 0)
+        self._owed -= plain & ~earning
+        self._advance -= earning & (self._advance > 0)
+        self._credit += PROBE_SHARE * (token / single) * earning.sum(1)
         up_to = np.concatenate([np.zeros((len(token), 1)), np.cumsum(prices.steps, 1)], axis=1)
         gained = accepted * token[:, None] - drafted * prices.draft_share[:, None]
         gained -= prices.start_share[:, None] + np.take_along_axis(up_to, drafted, 1)
@@ -182,6 +187,15 @@ class Automatic:
         bearable = np.maximum(0.0, (BOUND - PROBE_SHARE) * tokens - FIRST_CREDIT)
         stake = np.minimum(STAKE_SHARE * tokens, bearable)
         self._stake = np.where(batches.fresh, stake, self._stake)
+        self._advance = np.where(batches.fresh, own, self._advance)
+        self._owed[batches.fresh] = 0
+
+    def _claim(self, batches: Batches, prices: Prices) -> None:
+        """Where nothing would be drafted, rows have what their plain rounds earn in advance."""
+        claimed = np.where(self._probing[:, None] & batches.decoding, self._advance, 0)
+        earned = PROBE_SHARE * prices.token / np.maximum(prices.single, TINY)
+        self._credit += earned * claimed.sum(1)
+        self._owed, self._advance = self._owed + claimed, self._advance - claimed
 
     def _acceptance(self) -> Floats:
         """Of each row's first, second, ... drafted token, ``(batches, rows, DEPTH)``."""

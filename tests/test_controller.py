@@ -137,7 +137,7 @@ def test_one_bad_draft_leaves_enough_for_another():
 
 def test_what_is_left_of_a_stake_pays_for_a_probe_with_what_plain_rounds_earned():
     controller = Controller(table(0.2, slope=0.0), prior=(0.85,), follows_clock=False)
-    state = controller.row("greedy", 64)
+    state = controller.row("greedy", 0)  # which has nothing in advance
     state.stake, state.shared.credit = 0.15, 0.1
     choice = asked(controller, state)
     assert (choice.num_draft_tokens, state.probing) == (1, True)
@@ -152,9 +152,48 @@ def test_what_is_left_of_a_stake_pays_for_a_probe_with_what_plain_rounds_earned(
     assert asked(controller, state).num_draft_tokens == 1  # 0.2: 0.05 are left of the stake
 
 
+def test_a_text_that_began_badly_is_tried_again_while_most_of_it_is_to_come():
+    """With what its plain rounds would earn, which they then do not."""
+    controller = Controller(table(0.2, slope=0.0), prior=(0.01,), follows_clock=False)
+    state = controller.row("greedy", 50)
+    state.stake = state.shared.credit = 0.0
+    chosen, credit = [], []
+    for _ in range(56):
+        choice = asked(controller, state)
+        chosen.append(choice.num_draft_tokens)
+        if choice.num_draft_tokens:
+            wrong(controller, state, choice)
+        else:
+            controller.observe_plain(state, choice, CONTEXT)
+        credit.append(state.shared.credit)
+    # A probe takes a fifth of a plain pass, and half of one is there before any has been earned.
+    assert chosen == [1, 0, 1] + [0] * 53
+    assert credit[2:52] == pytest.approx([0.1] * 50)
+    assert credit[52:] == pytest.approx([0.11, 0.12, 0.13, 0.14])
+
+
+def test_what_a_row_has_in_advance_is_its_share_of_a_pass():
+    controller = Controller(table(0.2, slope=0.0), (0.01,), follows_clock=False)
+    asks = [Ask(controller.row("greedy", 40), CONTEXT, 30) for _ in range(4)]
+    shared = asks[0].state.shared
+    shared.credit = 0.0
+    for _ in range(2):
+        controller.choose(asks, drafts=True)
+        assert shared.credit == pytest.approx(0.01 * 40)  # four rows, a quarter each
+
+
+def test_nothing_is_had_in_advance_where_something_is_looked_up():
+    """A probe would take its place."""
+    controller = Controller(table(0.2, slope=0.0), (0.01,), follows_clock=False)
+    ask = Ask(controller.row("greedy", 40), CONTEXT, 30, num_guessed=6, match_length=20)
+    ask.state.shared.credit = 0.0
+    assert controller.choose([ask], drafts=True)[0].source == "lookup"
+    assert ask.state.shared.credit == 0.0
+
+
 def test_no_stake_is_spent_on_a_draft_that_would_not_pay():
     controller = Controller(table(0.2, slope=0.0), prior=(0.85,), follows_clock=False)
-    state = controller.row("greedy", 64)
+    state = controller.row("greedy", 0)
     for _ in range(30):
         state.add_draft([False], [])
     state.stake, state.shared.credit = 0.15, 0.1
@@ -633,6 +672,7 @@ def test_a_row_that_drafts_nothing_emits_a_token_all_the_same(fixed, drafted):
     """Half a token for 0.3 of a pass gains where it is one row's, and loses where it is two's."""
     controller = Controller(table(0.3, slope=0.0), (0.5, 0.01), follows_clock=False)
     ask = Ask(controller.row("text"), CONTEXT, 8)
+    ask.state.claim(0.0)  # nothing pays for a probe
     (choice,) = controller.choose([ask], drafts=True, fixed=fixed)
     assert (choice.source == "early_exit") == bool(drafted)
     assert ask.state.last == drafted
@@ -682,7 +722,7 @@ def test_tokens_that_are_drawn_cost_more_than_the_likeliest():
 
 def test_rows_probe_together_only_if_each_kind_of_request_can_pay():
     controller = Controller(table(0.2, slope=0.0), (0.01,), follows_clock=False)
-    states = [controller.row("greedy"), controller.row("coupled")]
+    states = [controller.row("greedy", 0), controller.row("coupled", 0)]
     asks = [Ask(state, CONTEXT, 30) for state in states]
     states[0].shared.credit, states[1].shared.credit = 1.0, 0.0
     assert [c.num_draft_tokens for c in controller.choose(asks, drafts=True)] == [0, 0]

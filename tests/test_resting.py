@@ -9,8 +9,8 @@ from layerskip.stopping import Choice
 
 def resting_row() -> tuple[Controller, RowState]:
     controller = Controller(table(0.2, slope=0.0), (0.01,), follows_clock=False)
-    state = controller.row("greedy")
-    state.shared.credit, state.stake = 0.0, 0.0
+    state = controller.row("greedy", 0)  # nothing to stake, and nothing in advance
+    state.shared.credit = 0.0
     assert controller.choose([Ask(state, CONTEXT, 30)], drafts=True)[0].source == "none"
     assert state.rests
     return controller, state
