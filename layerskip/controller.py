@@ -12,16 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layerskip.cost import DRAFTS_IN_A_ROW, CostTable
-from layerskip.estimates import DEFAULT_ACCEPTANCE, FIRST_CREDIT, Experience, RowState
+from layerskip.estimates import DEFAULT_ACCEPTANCE, Experience, RowState
 from layerskip.pace import NO_OFFER, Pace, Split, affordable, fill, offer, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import CONTEXT_STEP, PassTimes
 from layerskip.stopping import Choice, Stopper, another
 
 HYSTERESIS = 0.03
-PROBE_SHARE = 0.01
-BOUND = 0.03  # of its plain time, what a request may lose in all: to probes, to the credit that a
-STAKE_SHARE, STAKE_TOKENS = 0.016, 64  # first one finds, and beside those as much as it stakes
+# Of its plain time, what a request may lose: to drafts that it stakes, and to probes. Deciding
+# takes some, too, and all together has to stay below 3 %.
+STAKE_SHARE, PROBE_SHARE = 0.016, 0.01
+STAKE_TOKENS = 64  # of so many tokens at most: few requests are as long as they may be
 MOST_CREDIT = 1.0  # plain passes
 GUESS_SHARE = 0.2  # of a draft pass: looked-up tokens in it save another one more often
 MOST_AT_REST = 8  # rounds in which no row is asked again whether to draft
@@ -88,9 +89,8 @@ class Controller:
         """
         shared = self._experiences.setdefault(kind, Experience(self._prior))
         tokens = STAKE_TOKENS if shared.ledger > 0.0 else min(limit, STAKE_TOKENS)
-        bearable = (BOUND - PROBE_SHARE) * tokens - FIRST_CREDIT
-        stake = max(0.0, min(STAKE_SHARE * tokens, bearable))
-        return RowState(shared, stake=stake, advance=min(limit, STAKE_TOKENS), greedy=greedy)
+        advance = min(limit, STAKE_TOKENS)
+        return RowState(shared, stake=STAKE_SHARE * tokens, advance=advance, greedy=greedy)
 
     def calibration_error(self, kind: str) -> float:
         """Expected calibration error of the draft's confidence, for requests of ``kind``."""

@@ -20,7 +20,6 @@ LOOKUP_RATIO_WEIGHT = 8.0  # the same of looked-up tokens
 POSITION_WEIGHT, SHARED_WEIGHT, CALIBRATION_WEIGHT = 20.0, 6.0, 4.0  # of a prior, in trials
 PRIOR_FLOOR = 0.3  # drafts are right more often than they are sure
 LEAST_SURVIVAL = 0.02
-FIRST_CREDIT = 0.15  # plain passes
 LARGEST = 0.995  # of an estimate: nothing is certain
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 MATCH_EDGES = (2, 3, 5, 9, 17, FORCED_MATCH)
@@ -160,7 +159,7 @@ class Experience:
     lookups: dict[tuple[bool, int], Share] = field(default_factory=dict)
     calibration: Calibration = field(default_factory=Calibration)
     ledger: float = 0.0
-    credit: float = FIRST_CREDIT
+    credit: float = 0.0
 
     def __post_init__(self) -> None:
         self._acceptances = [self._acceptance(i) for i in range(MAX_AUTO_DRAFT_TOKENS)]

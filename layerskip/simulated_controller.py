@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerskip.controller import (
-    BOUND,
     HYSTERESIS,
     MOST_CREDIT,
     PAYING,
@@ -23,7 +22,6 @@ from layerskip.controller import (
     STAKE_TOKENS,
 )
 from layerskip.estimates import (
-    FIRST_CREDIT,
     LARGEST,
     LEAST_SURVIVAL,
     ROW_DISCOUNT,
@@ -126,7 +124,7 @@ class Automatic:
         self._expected_up_to = np.concatenate([[0.0], np.cumsum(self._common)])
         self._hits, self._expected = np.zeros(shape), np.zeros(shape)
         self._stake, self._drafted_last = np.zeros(shape), np.zeros(shape, dtype=np.bool_)
-        self._ledger, self._credit = np.zeros(shape[0]), np.full(shape[0], FIRST_CREDIT)
+        self._ledger, self._credit = np.zeros(shape[0]), np.zeros(shape[0])
         self._advance, self._owed = (np.zeros(shape, dtype=np.int64) for _ in range(2))
         self._probing = np.zeros(shape[0], dtype=np.bool_)
         nothing = np.zeros(shape[0])
@@ -184,9 +182,7 @@ class Automatic:
             state[batches.fresh] = 0
         own = np.minimum(self._stream.limits[batches.requests], STAKE_TOKENS)
         tokens = np.where(self._ledger[:, None] > 0.0, STAKE_TOKENS, own)
-        bearable = np.maximum(0.0, (BOUND - PROBE_SHARE) * tokens - FIRST_CREDIT)
-        stake = np.minimum(STAKE_SHARE * tokens, bearable)
-        self._stake = np.where(batches.fresh, stake, self._stake)
+        self._stake = np.where(batches.fresh, STAKE_SHARE * tokens, self._stake)
         self._advance = np.where(batches.fresh, own, self._advance)
         self._owed[batches.fresh] = 0
 
