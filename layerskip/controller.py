@@ -175,11 +175,9 @@ class Controller:
             found = _weighed(asks, pace, lines, fixed, resting=resting)
         idle = resting and not any(found.drafted)
         left = 0.0 if longest else stake
-        if idle and drafts and not any(found.looked_up):
-            for a in asks:
-                a.state.claim(PROBE_SHARE * pace.token / pace.plain)
-        probing = idle and drafts and _may_probe(asks, pace, left)
-        if idle and not probing:
+        plain = idle and not any(found.looked_up)
+        probing = idle and drafts and _may_probe(asks, pace, left, claims=plain)
+        if plain and not probing:
             _rest(asks, pace, left)
         if probing:
             mosts = [min(1, a.most) for a in asks]
@@ -308,17 +306,22 @@ def _probe_cost(asks: Sequence[Ask], pace: Pace) -> float:
     return (pace.start + pace.draft(rows) + verify) / pace.plain
 
 
-def _may_probe(asks: Sequence[Ask], pace: Pace, left: float) -> bool:
+def _may_probe(asks: Sequence[Ask], pace: Pace, left: float, *, claims: bool) -> bool:
     """Whether what plain rounds earned pays for trying the early exit, which the rows gave up, once
     more: all rows together, since they share its pass.
 
     Args:
         left: seconds of each row's stake, if they are too few for a draft. They are added where by
             what is known a draft would pay: or one bad draft would end all for a long time.
+        claims: whether rows have what they will earn in advance: not while they look up, since a
+            probe would take the place of that.
     """
-    rows = sum(a.room > 0 for a in asks)
+    trying = [a for a in asks if a.room > 0]
+    rows = len(trying)
     if rows == 0 or any(a.state.probing for a in asks):  # a round ahead, one is not judged yet
         return False
+    for a in trying if claims else ():
+        a.state.claim(PROBE_SHARE * pace.token / pace.plain)
     cost = _probe_cost(asks, pace)
     for shared in (a.state.shared for a in asks):  # of each kind of request, once or more
         shared.credit = min(shared.credit, max(MOST_CREDIT, cost))  # a long rest buys no long run

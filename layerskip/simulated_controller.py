@@ -188,7 +188,7 @@ class Automatic:
 
     def _claim(self, batches: Batches, prices: Prices) -> None:
         """Where nothing would be drafted, rows have what their plain rounds earn in advance."""
-        claimed = np.where(self._probing[:, None] & batches.decoding, self._advance, 0)
+        claimed = np.where(self._probing[:, None] & (batches.room > 0), self._advance, 0)
         earned = PROBE_SHARE * prices.token / np.maximum(prices.single, TINY)
         self._credit += earned * claimed.sum(1)
         self._owed, self._advance = self._owed + claimed, self._advance - claimed

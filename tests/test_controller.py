@@ -182,13 +182,25 @@ def test_what_a_row_has_in_advance_is_its_share_of_a_pass():
         assert shared.credit == pytest.approx(0.01 * 40)  # four rows, a quarter each
 
 
+def test_a_row_that_has_no_room_for_a_draft_has_nothing_in_advance():
+    """Or each request would leave it to the next one at its end."""
+    controller = Controller(table(0.2, slope=0.0), (0.01,), follows_clock=False)
+    rows = [controller.row("greedy", 40) for _ in range(2)]
+    asks = [Ask(state, CONTEXT, room) for state, room in zip(rows, (30, 0), strict=True)]
+    controller.choose(asks, drafts=True)
+    assert (rows[0].owed, rows[1].owed) == (40, 0)
+    assert rows[0].shared.credit == pytest.approx(0.01 * 40 / 2)
+
+
 def test_nothing_is_had_in_advance_where_something_is_looked_up():
-    """A probe would take its place."""
+    """A probe would take its place. It is had in the next round without."""
     controller = Controller(table(0.2, slope=0.0), (0.01,), follows_clock=False)
     ask = Ask(controller.row("greedy", 40), CONTEXT, 30, num_guessed=6, match_length=20)
-    ask.state.shared.credit = 0.0
     assert controller.choose([ask], drafts=True)[0].source == "lookup"
     assert ask.state.shared.credit == 0.0
+    found = controller.choose([replace(ask, num_guessed=0)], drafts=True)[0]
+    assert (found.source, ask.state.probing) == ("early_exit", True)
+    assert ask.state.shared.credit == pytest.approx(0.4)
 
 
 def test_no_stake_is_spent_on_a_draft_that_would_not_pay():
