@@ -272,13 +272,13 @@ class RowState:
         self.shared.credit += self._advance * earned
         self.owed, self._advance = self.owed + self._advance, 0
 
-    def earns(self) -> bool:
-        """Whether a plain round that is over earns something for probes."""
+    def earn(self, earned: float) -> None:
+        """What a plain round that is over earns for probes, unless the request has had that."""
         if self.owed:
             self.owed -= 1
-            return False
+            return
         self._advance = max(0, self._advance - 1)
-        return True
+        self.shared.credit += earned
 
     def rest_for(self, rounds: int, awaited: float, token: float) -> None:
         """Draft nothing in so many rounds, of ``token`` seconds each, unless the credit comes to
