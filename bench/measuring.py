@@ -5,6 +5,7 @@ machine; before or after that, in random order, each of transformers' modes. A d
 ahead of its host would do one's work in the other's time: there all modes take turns by texts.
 """
 
+import gc
 import random
 import statistics
 import time
@@ -169,6 +170,7 @@ class Measured:
         longest = 0.0
         if not self.source.groups:
             return
+        gc.unfreeze()  # decoders of other cells may be garbage by now
         self.source.prepare()
         if self.cell.batch == 1:  # others are not predicted
             self.cost = self.lab.cost_now(min(TABLE_SECONDS, TABLE_SHARE * seconds))

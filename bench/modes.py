@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from paired import Clock, by_turns, total
+from paired import Clock, by_turns, collected, total
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
@@ -198,6 +198,7 @@ class Theirs:
             for model in self._models:
                 stack.enter_context(configured(model, self.settings.get(mode, NOT_TUNED)))
             counts = [stack.enter_context(counted(m, count)) for m in self._models]
+            collected()
             began, arrivals = Clock.now(), _Arrivals()
             out = self.model.generate(
                 ids,

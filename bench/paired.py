@@ -5,6 +5,7 @@ turns within a prompt: round by round, each on its own clock (``decode_together`
 """
 
 import datetime
+import gc
 import json
 import math
 import os
@@ -77,6 +78,16 @@ class Decoded:
         return DecodeStats.from_rounds(self.rounds, prompt_tokens=0, kv_cache_bytes=0)
 
 
+def collected() -> None:
+    """Before something is timed: no garbage is left, and what is in use is set aside.
+
+    One full collection goes through 400,000 objects of torch and transformers. It takes as long as
+    fifty tokens do (bench/LOG.md, 2026-11-25), and fell on whichever mode came next.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def by_turns(works: Mapping[str, Iterator[int]], chance: random.Random) -> dict[str, list[Clock]]:
     """Works that tell after each step how far they are; what each step took.
 
@@ -84,6 +95,7 @@ def by_turns(works: Mapping[str, Iterator[int]], chance: random.Random) -> dict[
     """
     laps: dict[str, list[Clock]] = {name: [] for name in works}
     far = dict.fromkeys(works, 0)
+    collected()
     while far:
         name = min(far, key=lambda n: (far[n], chance.random()))
         began = Clock.now()

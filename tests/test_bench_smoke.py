@@ -1,5 +1,6 @@
 """The scripts of bench/ run, at a tiny size, and write what they promise."""
 
+import gc
 import itertools
 import json
 import random
@@ -155,6 +156,23 @@ def test_works_take_turns_by_how_far_they_are(scripts: SimpleNamespace) -> None:
     second = told.index(("fast", 6))  # once the other is as far as its first step went
     assert ("slow", 3) in told[:second]
     assert ("slow", 5) not in told[:second]
+
+
+def test_what_is_timed_goes_through_no_old_objects(scripts: SimpleNamespace) -> None:
+    """A full collection takes as long as fifty tokens, and falls on one of those compared."""
+    found: list[tuple[int, int]] = []
+
+    def work() -> Iterator[int]:
+        found.append((gc.get_freeze_count(), gc.collect()))
+        yield 1
+
+    garbage: list[Any] = []
+    garbage.append(garbage)
+    del garbage
+    scripts.paired.by_turns({"": work()}, random.Random(0))
+    ((set_aside, collected),) = found
+    assert set_aside > 10_000
+    assert collected == 0
 
 
 def test_decoding_together_is_decoding_alone(scripts: SimpleNamespace) -> None:
