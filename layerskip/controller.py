@@ -25,7 +25,7 @@ STAKE_SHARE, PROBE_SHARE = 0.016, 0.01
 STAKE_TOKENS = 64  # of so many tokens at most: few requests are as long as they may be
 MOST_CREDIT = 1.0  # plain passes
 GUESS_SHARE = 0.2  # of a draft pass: looked-up tokens in it save another one more often
-MOST_AT_REST = 8  # rounds in which no row is asked again whether to draft
+MOST_AT_REST = 16  # rounds in which no row is asked again whether to draft
 PAYING = 0.4  # of what a drafted token costs at least: one that gains less is not looked at
 
 

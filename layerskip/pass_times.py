@@ -9,7 +9,8 @@ from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 CONTEXT_STEP = 64
 MOST_REMEMBERED = 100_000  # seconds looked up in the table
 SHORTEST = 1e-9  # seconds of a pass: nothing is divided by zero
-ALL_OF, ONE_IN = 32, 8  # rounds: all of the first ones are learnt from, then one in eight
+# Rounds: all of the first ones are learnt from, then one in eight. A plain one tells less.
+FIRST_DRAFTED, FIRST_PLAIN, ONE_IN = 32, 8, 8
 
 
 class PassTimes:
@@ -105,7 +106,7 @@ class PassTimes:
         self._unlearnt += 1
         self._seen[drafted] += 1
         seen = self._seen[drafted]
-        return seen <= ALL_OF or seen % ONE_IN == 0
+        return seen <= (FIRST_DRAFTED if drafted else FIRST_PLAIN) or seen % ONE_IN == 0
 
     def observe_draft(self, measured: float, expected: float) -> None:
         """What a round's draft took beside what ``draft`` says of its passes."""

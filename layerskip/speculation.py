@@ -400,8 +400,9 @@ class Speculator:
         if row.state is None or self.controller is None:
             return
         guess = attempt.guess
-        right = judged(guess.tokens, emitted)
-        row.state.add_lookup(guess.match_length, right, stored=guess.stored)
+        if guess.tokens:
+            right = judged(guess.tokens, emitted)
+            row.state.add_lookup(guess.match_length, right, stored=guess.stored)
         drafted = len(attempt.draft.tokens)
         if attempt.source != "early_exit" and not attempt.draft.num_passes:
             self.controller.observe_plain(row.state, attempt.choice, row.length)

@@ -9,7 +9,7 @@ from controlling import CONTEXT, table
 from layerskip.clocks import Clocks
 from layerskip.controller import Controller
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
-from layerskip.pass_times import ALL_OF, ONE_IN
+from layerskip.pass_times import FIRST_DRAFTED, FIRST_PLAIN, ONE_IN
 
 
 def run_rounds(controller, count, *, pace=1.0, drafts=1.0, verify=1.0, tokens=5, rows=1):
@@ -94,14 +94,14 @@ def test_a_machine_that_gets_slower_while_nothing_is_drafted_changes_no_ratio():
     assert draft / verify == pytest.approx(before[0] / before[1], rel=0.005)
 
 
-@pytest.mark.parametrize("drafted", [False, True])
-def test_all_of_the_first_rounds_are_learnt_from_and_then_one_in_eight(drafted):
+@pytest.mark.parametrize(("drafted", "first"), [(False, FIRST_PLAIN), (True, FIRST_DRAFTED)])
+def test_all_of_the_first_rounds_are_learnt_from_and_then_one_in_eight(drafted, first):
     """Of either kind by itself, so that none is missed for the others' number."""
     times = Controller(table()).times
-    assert all(times.due(drafted=drafted) for _ in range(ALL_OF))
+    assert all(times.due(drafted=drafted) for _ in range(first))
     told = [(times.due(drafted=drafted), times.due(drafted=not drafted)) for _ in range(16)]
     assert [mine for mine, _ in told] == [*[False] * 7, True] * 2
-    assert all(other for _, other in told)
+    assert all(other for _, other in told[:FIRST_PLAIN])
 
 
 def test_prices_are_the_same_objects_until_something_is_learnt():

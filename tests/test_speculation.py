@@ -21,7 +21,7 @@ from layerskip.estimates import lookup_confidence
 from layerskip.exactness import MAX_PASS_ROWS
 from layerskip.guessing import guesser, judged
 from layerskip.lookup import FORCED_MATCH, Guess, TokenIndex
-from layerskip.pass_times import ALL_OF, ONE_IN, PassTimes
+from layerskip.pass_times import FIRST_PLAIN, ONE_IN, PassTimes
 from layerskip.plan import PlanFile
 from layerskip.speculation import Speculator
 from layerskip.stopping import PLAIN, Choice
@@ -392,11 +392,11 @@ def test_most_rounds_of_a_long_text_are_not_learnt_from(toy, monkeypatch):
     learnt, observe = [], Clocks.observe
     monkeypatch.setattr(Clocks, "observe", lambda *given: learnt.append(1) or observe(*given))
     lm = with_controller(toy, Controller(cost_of(2.0)), num_draft_tokens="auto", lookup=False)
-    out = run(lm, max_new_tokens=1 + ALL_OF)  # the first token is the prefill's
-    assert len(learnt) == len(out.rounds) - 1 == ALL_OF
+    out = run(lm, max_new_tokens=1 + FIRST_PLAIN)  # the first token is the prefill's
+    assert len(learnt) == len(out.rounds) - 1 == FIRST_PLAIN
     out = run(lm, max_new_tokens=1 + 4 * ONE_IN)
     assert len(out.rounds) - 1 == 4 * ONE_IN
-    assert len(learnt) == ALL_OF + 4
+    assert len(learnt) == FIRST_PLAIN + 4
 
 
 def test_what_deciding_takes_is_no_draft_s(toy, monkeypatch):
