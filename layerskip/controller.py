@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from layerskip.cost import DRAFTS_IN_A_ROW, CostTable
 from layerskip.estimates import DEFAULT_ACCEPTANCE, Experience, RowState
-from layerskip.pace import NO_OFFER, Pace, Split, affordable, fill, offer, split
+from layerskip.pace import NO_OFFER, Pace, Split, affordable, offer, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import CONTEXT_STEP, PassTimes
 from layerskip.stopping import Choice, Stopper, another
@@ -205,7 +205,7 @@ class Controller:
         pace = self._pace(ask.context, 1, greedy=state.greedy)
         most = min(affordable(pace.token * state.stake, pace), ask.most)
         line = state.survivals(most, PAYING * pace.least)
-        (count,), rate = fill(pace, [line], 1.0, (), bias=1.0 - HYSTERESIS)
+        count, rate = pace.of_one(line, bias=1.0 - HYSTERESIS)
         if not count or _offered(ask, pace, line)[0]:
             return None
         state.last, state.probing = count, False

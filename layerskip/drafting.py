@@ -142,9 +142,10 @@ class EarlyExitDrafter:
         for g, given in zip(asking, inputs, strict=True):
             g.prepare(given)
         bare = [g for g in asking if g.request.sampler.is_argmax]
-        tokens = [] if not bare else _greedy(logits, head)
+        scores = logits.float() if bare else logits
+        tokens = _greedy(scores, head) if bare else []
         sure = any(g.request.with_confidence for g in bare)
-        likeliest = logits.float().softmax(-1).amax(-1).tolist() if sure else []
+        likeliest = scores.softmax(-1).amax(-1).tolist() if sure else []
         done = 0
         for g, given in zip(asking, inputs, strict=True):
             at = slice(done, done + len(given))

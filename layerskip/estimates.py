@@ -150,6 +150,8 @@ class Experience:
     """What requests of one kind (greedy, coupled, token, block) have in common.
 
     Attributes:
+        acceptances: of a request's first, second, ... drafted token once those before it are
+            accepted.
         ledger: what their drafts gained less what they lost, in tokens of plain rounds.
         credit: plain passes of one row that probes may lose: a share of those without a draft.
     """
@@ -162,16 +164,16 @@ class Experience:
     credit: float = 0.0
 
     def __post_init__(self) -> None:
-        self._acceptances = [self._acceptance(i) for i in range(MAX_AUTO_DRAFT_TOKENS)]
+        self.acceptances = [self._acceptance(i) for i in range(MAX_AUTO_DRAFT_TOKENS)]
 
     def acceptance(self, i: int) -> float:
         """Of drafted token ``i`` (from 0) once those before it are accepted."""
-        return self._acceptances[min(i, MAX_AUTO_DRAFT_TOKENS - 1)]
+        return self.acceptances[min(i, MAX_AUTO_DRAFT_TOKENS - 1)]
 
     def add(self, i: int, success: bool) -> None:
         """What became of a drafted token ``i`` behind accepted ones."""
         self.positions[i].add(success, SHARED_DISCOUNT)
-        self._acceptances[i] = self._acceptance(i)
+        self.acceptances[i] = self._acceptance(i)
 
     def _acceptance(self, i: int) -> float:
         prior = self.prior[min(i, len(self.prior) - 1)]
@@ -222,10 +224,11 @@ class RowState:
     def survivals(self, most: int, least: float = 0.0) -> list[float]:
         """The chance that the first, the first two, ... of ``most`` drafted tokens are accepted;
         less than ``least``, and what hardly ever is, is left out."""
-        found, survival = [], 1.0
+        found, survival, ratio = [], 1.0, self._ratio.value
         least = max(least, LEAST_SURVIVAL)
-        for i in range(most):
-            survival *= self.acceptance(i)
+        # As ``acceptance`` has them, in few steps: each round of a row asks for all.
+        for own, common in zip(self._positions[:most], self.shared.acceptances, strict=False):
+            survival *= own.mean(min(LARGEST, common * ratio), POSITION_WEIGHT)
             if survival < least:
                 break
             found.append(survival)

@@ -86,6 +86,18 @@ class Pace:
             return self._alone[tokens - 1]
         return self._times.verify(tokens, self._context, rows=self.num_rows, greedy=self._greedy)
 
+    def of_one(self, gains: Sequence[float], *, bias: float) -> tuple[int, float]:
+        """As ``fill``, of a row by itself that looks nothing up, in few steps."""
+        best, count = bias / self._alone[0], 0
+        tokens, drafting, each = 1.0, self.start, self.drafts[1]
+        for i, gain in enumerate(gains, 1):
+            tokens += gain
+            drafting += each
+            rate = tokens / (drafting + self._alone[i])
+            if rate > best:
+                best, count = rate, i
+        return count, best if count else 1.0 / self._alone[0]
+
     def verify_share(self, each: int) -> float:
         """Of one row, if every row has ``each`` tokens in the verify pass."""
         shares = self._shares
