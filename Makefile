@@ -57,7 +57,8 @@ bench-full: $(TOOLS)  ## the whole matrix, exactness and scaling: hours; goes on
 		--benchmark-json=$(PART)/bench-full.json $(ARGS)
 	@$(BIN)/python bench/exactness_table.py --resume runs/bench-exactness.jsonl
 	@$(BIN)/python bench/scaling.py
-	@mv $(PART)/bench-full.json $(RESULTS)/bench-full.json
+	@$(BIN)/python -m json.tool --compact $(PART)/bench-full.json $(PART)/compact.json
+	@mv $(PART)/compact.json $(RESULTS)/bench-full.json
 	@rm -f runs/bench-full.jsonl runs/bench-exactness.jsonl
 	@$(BIN)/python bench/plots.py
 	@$(BIN)/python bench/readme.py

@@ -109,3 +109,10 @@ def pytest_benchmark_update_commit_info(config: pytest.Config, commit_info: dict
     """Names of folders and branches mean nothing elsewhere."""
     commit_info["project"] = "layerskip"
     commit_info.pop("branch", None)
+
+
+def pytest_benchmark_update_json(config: pytest.Config, output_json: dict) -> None:
+    """The whole matrix is kept without its single samples, which are most of its file."""
+    if config.getoption("--matrix") == "full":
+        for benchmark in output_json["benchmarks"]:
+            benchmark["stats"].pop("data", None)

@@ -1,5 +1,6 @@
 """The benchmark suite: its cells, its modes, what it writes, and the tables made of that."""
 
+import importlib.util
 import io
 import json
 import os
@@ -425,6 +426,20 @@ def test_its_file_says_where_and_with_what_but_no_names(written: Any) -> None:
     assert machine["node"] == ""
     assert "branch" not in written["commit_info"]
     assert "id" in written["commit_info"]
+
+
+@pytest.mark.parametrize(("matrix", "kept"), [("full", {"mean"}), ("quick", {"mean", "data"})])
+def test_the_whole_matrix_leaves_single_samples_out(
+    bench: Any, matrix: str, kept: set[str]
+) -> None:
+    spec = importlib.util.spec_from_file_location("bench_conftest", BENCH / "conftest.py")
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    document = {"benchmarks": [{"stats": {"mean": 1.0, "data": [1.0]}}]}
+    conftest.pytest_benchmark_update_json(
+        SimpleNamespace(getoption={"--matrix": matrix}.get), document
+    )
+    assert set(document["benchmarks"][0]["stats"]) == kept
 
 
 def results(folder: Path, written: dict[str, Any], greedy: dict[str, Any]) -> Path:
