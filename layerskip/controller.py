@@ -21,7 +21,7 @@ from layerskip.stopping import Choice, Stopper, another
 HYSTERESIS = 0.03
 # Of its plain time, what a request may lose: to drafts that it stakes, and to probes. Deciding
 # takes some, too, and all together has to stay below 3 %.
-STAKE_SHARE, PROBE_SHARE = 0.016, 0.01
+STAKE_SHARE, PROBE_SHARE = 0.015, 0.01
 STAKE_TOKENS = 64  # of so many tokens at most: few requests are as long as they may be
 MOST_CREDIT = 1.0  # plain passes
 GUESS_SHARE = 0.2  # of a draft pass: looked-up tokens in it save another one more often
@@ -143,6 +143,12 @@ class Controller:
                 stopper.stop(alone=any(going))
         return going
 
+    def at_rest(self, states: Sequence[RowState]) -> list[Choice] | None:
+        """One plain round of each row, if all of them are at rest and look nothing up."""
+        if not all(state.rests for state in states):
+            return None
+        return [Choice("none", 0, plain_seconds=state.rest()) for state in states]
+
     def choose(
         self, asks: Sequence[Ask], *, drafts: bool, fixed: Sequence[int] = ()
     ) -> list[Choice]:
@@ -154,8 +160,8 @@ class Controller:
             fixed: numbers of draft tokens of the round's other rows.
         """
         offered = any(a.num_guessed for a in asks)
-        if not offered and all(a.state.rests for a in asks):
-            return [Choice("none", 0, plain_seconds=a.state.rest()) for a in asks]
+        if not offered and (rest := self.at_rest([a.state for a in asks])) is not None:
+            return rest
         if len(asks) == 1 and drafts and not fixed:
             (ask,) = asks
             if ask.state.last and (again := self._again(ask)) is not None:

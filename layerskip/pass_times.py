@@ -10,7 +10,7 @@ CONTEXT_STEP = 64
 MOST_REMEMBERED = 100_000  # seconds looked up in the table
 SHORTEST = 1e-9  # seconds of a pass: nothing is divided by zero
 # Rounds: all of the first ones are learnt from, then one in eight. A plain one tells less.
-FIRST_DRAFTED, FIRST_PLAIN, ONE_IN = 32, 8, 8
+FIRST_DRAFTED, FIRST_PLAIN, ONE_IN = 32, 4, 8
 
 
 class PassTimes:

@@ -82,7 +82,7 @@ def test_a_hard_request_among_easy_ones_loses_three_percent_at_most(cost):
 def test_what_drafts_gained_may_be_staked_again():
     controller = Controller(table(0.2, slope=0.0), follows_clock=False)
     short, first = controller.row("greedy", 16), controller.row("greedy", 500)
-    assert short.stake == pytest.approx(0.016 * 16)  # and a hundredth of each for probes
+    assert short.stake == pytest.approx(0.015 * 16)  # and a hundredth of each for probes
     assert controller.row("greedy", 40).stake == pytest.approx(first.stake * 40 / 64)
     choice = Choice(
         "early_exit", 4, plain_seconds=1.0, draft_seconds=0.2, verify_seconds=(0.1,) * 4
