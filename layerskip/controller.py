@@ -231,6 +231,8 @@ class Controller:
     def observe_plain(self, state: RowState, choice: Choice, context: int) -> None:
         """A round without an early exit's draft: it earns credit for probes, if its row has not had
         that in advance. What looked-up tokens cost is weighed before, and charged to nobody."""
+        if state.repays():
+            return
         plain = self.times.verify(1, context, greedy=state.greedy)
         state.earn(PROBE_SHARE * choice.plain_seconds / plain)
 

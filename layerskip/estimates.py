@@ -275,11 +275,15 @@ class RowState:
         self.shared.credit += self._advance * earned
         self.owed, self._advance = self.owed + self._advance, 0
 
+    def repays(self) -> bool:
+        """Whether a plain round that is over earns nothing, since the request has had that."""
+        if not self.owed:
+            return False
+        self.owed -= 1
+        return True
+
     def earn(self, earned: float) -> None:
-        """What a plain round that is over earns for probes, unless the request has had that."""
-        if self.owed:
-            self.owed -= 1
-            return
+        """What a plain round that is over earns for probes, if it ``repays`` nothing."""
         self._advance = max(0, self._advance - 1)
         self.shared.credit += earned
 
