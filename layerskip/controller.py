@@ -144,7 +144,8 @@ class Controller:
         return going
 
     def at_rest(self, states: Sequence[RowState]) -> list[Choice] | None:
-        """One plain round of each row, if all of them are at rest and look nothing up."""
+        """One plain round of each row if all of them are at rest, which is for rounds in which
+        nothing was looked up; None if they are not."""
         if not all(state.rests for state in states):
             return None
         return [Choice("none", 0, plain_seconds=state.rest()) for state in states]

@@ -101,7 +101,8 @@ def test_all_of_the_first_rounds_are_learnt_from_and_then_one_in_eight(drafted, 
     assert all(times.due(drafted=drafted) for _ in range(first))
     told = [(times.due(drafted=drafted), times.due(drafted=not drafted)) for _ in range(16)]
     assert [mine for mine, _ in told] == [n % 8 == 0 for n in range(first + 1, first + 17)]
-    assert all(other for _, other in told[:FIRST_PLAIN])
+    others = FIRST_PLAIN if drafted else FIRST_DRAFTED
+    assert all(other for _, other in told[:others])
 
 
 def test_prices_are_the_same_objects_until_something_is_learnt():
