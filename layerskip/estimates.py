@@ -17,7 +17,10 @@ ROW_DISCOUNT, SHARED_DISCOUNT, CALIBRATION_DISCOUNT = 0.97, 0.99, 0.998
 CONFIDENCE_DISCOUNT = 0.99  # a text's ratio to its confidences is steadier than its drafts' luck
 ROW_WEIGHT, CONFIDENCE_WEIGHT = 3.0, 8.0  # of "like the others", in expected successes
 LOOKUP_RATIO_WEIGHT = 8.0  # the same of looked-up tokens
-POSITION_WEIGHT, SHARED_WEIGHT, CALIBRATION_WEIGHT = 20.0, 6.0, 4.0  # of a prior, in trials
+POSITION_WEIGHT, LOOKUP_WEIGHT, CALIBRATION_WEIGHT = 20.0, 6.0, 4.0  # of a prior, in trials
+# The same of a plan's acceptance, until it wears off: the first tokens of eight rows, all of one
+# round, tell less than the texts that it was measured on.
+PRIOR_WEIGHT = 20.0
 PRIOR_FLOOR = 0.3  # drafts are right more often than they are sure
 LEAST_SURVIVAL = 0.02
 LARGEST = 0.995  # of an estimate: nothing is certain
@@ -164,6 +167,7 @@ class Experience:
     credit: float = 0.0
 
     def __post_init__(self) -> None:
+        self._weights = [PRIOR_WEIGHT] * MAX_AUTO_DRAFT_TOKENS
         self.acceptances = [self._acceptance(i) for i in range(MAX_AUTO_DRAFT_TOKENS)]
 
     def acceptance(self, i: int) -> float:
@@ -173,11 +177,12 @@ class Experience:
     def add(self, i: int, success: bool) -> None:
         """What became of a drafted token ``i`` behind accepted ones."""
         self.positions[i].add(success, SHARED_DISCOUNT)
+        self._weights[i] *= SHARED_DISCOUNT
         self.acceptances[i] = self._acceptance(i)
 
     def _acceptance(self, i: int) -> float:
         prior = self.prior[min(i, len(self.prior) - 1)]
-        return self.positions[i].mean(prior, SHARED_WEIGHT)
+        return self.positions[i].mean(prior, self._weights[i])
 
     def lookup(self, match_bin: int, stored: bool) -> Share:
         """Of looked-up tokens; a match in a store says less than one in the text itself."""
@@ -186,7 +191,7 @@ class Experience:
     def lookup_acceptance(self, match_bin: int, stored: bool) -> float:
         """Of a looked-up token once those before it are accepted."""
         prior = LOOKUP_PRIORS[match_bin] / (1 + stored)
-        return self.lookup(match_bin, stored).mean(prior, SHARED_WEIGHT)
+        return self.lookup(match_bin, stored).mean(prior, LOOKUP_WEIGHT)
 
 
 def _shares(count: int) -> list[Share]:

@@ -343,6 +343,26 @@ def test_what_begins_a_draft_is_counted_once():
     assert choice.gained(1, 4, 3) == pytest.approx(1.0 - 0.4 - 3 * 0.1)
 
 
+def test_one_unlucky_round_of_eight_rows_says_less_than_the_plan():
+    """Each row's first token takes 0.51 of its plain round; of eight, two are right."""
+    controller = Controller(table(0.1, slope=0.08), (0.8,), follows_clock=False)
+    asks = [Ask(controller.row("greedy"), CONTEXT, 60) for _ in range(8)]
+    for i, (ask, choice) in enumerate(zip(asks, controller.choose(asks, drafts=True), strict=True)):
+        controller.observe_draft(ask.state, choice, CONTEXT, [i < 2], [0.6], num_passes=1)
+    again = controller.choose(asks, drafts=True)
+    assert [c.source for c in again[:2]] == ["early_exit"] * 2
+    assert not any(ask.state.probing for ask in asks)
+
+
+def test_what_a_plan_says_wears_off():
+    shared = Experience((0.8,))
+    assert shared.acceptance(0) == pytest.approx(0.8)
+    for _ in range(400):
+        shared.add(0, False)
+    assert shared.acceptance(0) < 0.01
+    assert shared.acceptance(1) == pytest.approx(0.8)
+
+
 def test_nothing_is_drafted_where_there_is_no_room_or_no_drafter():
     controller = Controller(table(), follows_clock=False)
     state = controller.row("greedy")
