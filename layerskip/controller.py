@@ -8,11 +8,12 @@ never depends on any of this; for token-level and block verification a drafted t
 in the draft, so that its length depends only on what was drawn before (DESIGN 3.5).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layerskip.cost import DRAFTS_IN_A_ROW, CostTable
-from layerskip.estimates import DEFAULT_ACCEPTANCE, Experience, RowState
+from layerskip.estimates import DEFAULT_ACCEPTANCE, Experience, RowState, lookup_confidence
 from layerskip.pace import NO_OFFER, Pace, Split, affordable, offer, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import CONTEXT_STEP, PassTimes
@@ -26,6 +27,9 @@ STAKE_TOKENS = 64  # of so many tokens at most: few requests are as long as they
 MOST_CREDIT = 1.0  # plain passes
 GUESS_SHARE = 0.2  # of a draft pass: looked-up tokens in it save another one more often
 MOST_AT_REST = 16  # rounds in which no row is asked again whether to draft
+# Where a token more in the verify pass costs so much of a row's plain round, hardly any look-up
+# pays, and looking up takes 1 % of a round of eight rows.
+DEAR, AWAKE_ONE_IN = 1 / 3, 4
 PAYING = 0.4  # of what a drafted token costs at least: one that gains less is not looked at
 
 
@@ -48,6 +52,11 @@ class Ask:
     num_guessed: int = 0
     match_length: int = 0
     stored: bool = False
+
+    @property
+    def confidence(self) -> float:
+        """What speaks for the first looked-up token; 0 of none."""
+        return lookup_confidence(self.match_length, self.stored) if self.num_guessed else 0.0
 
     @property
     def most(self) -> int:
@@ -143,10 +152,16 @@ class Controller:
                 stopper.stop(alone=any(going))
         return going
 
-    def at_rest(self, states: Sequence[RowState]) -> list[Choice] | None:
-        """One plain round of each row if all of them are at rest, which is for rounds in which
-        nothing was looked up; None if they are not."""
-        if not all(state.rests for state in states):
+    def at_rest(
+        self, states: Sequence[RowState], confidences: Sequence[float]
+    ) -> list[Choice] | None:
+        """One plain round of each row if all of them are at rest; None if they are not.
+
+        Args:
+            confidences: of what was looked up for each; 0: nothing was.
+        """
+        beside = len(states)
+        if not all(s.rests(beside, c) for s, c in zip(states, confidences, strict=True)):
             return None
         return [Choice("none", 0, plain_seconds=state.rest()) for state in states]
 
@@ -160,8 +175,8 @@ class Controller:
             drafts: whether there is an early exit.
             fixed: numbers of draft tokens of the round's other rows.
         """
-        offered = any(a.num_guessed for a in asks)
-        if not offered and (rest := self.at_rest([a.state for a in asks])) is not None:
+        rest = self.at_rest([a.state for a in asks], [a.confidence for a in asks])
+        if rest is not None:
             return rest
         if len(asks) == 1 and drafts and not fixed:
             (ask,) = asks
@@ -178,14 +193,14 @@ class Controller:
         lines = [a.state.survivals(most, least) for a, most in zip(asks, mosts, strict=True)]
         resting = not any(a.state.last for a in asks)
         found = Split([0] * len(asks), [0] * len(asks), 0.0)
-        if any(lines) or offered:
+        if any(lines) or any(a.num_guessed for a in asks):
             found = _weighed(asks, pace, lines, fixed, resting=resting)
         idle = resting and not any(found.drafted)
         left = 0.0 if longest else stake
         plain = idle and not any(found.looked_up)
         probing = idle and drafts and _may_probe(asks, pace, left, claims=plain)
         if plain and not probing:
-            _rest(asks, pace, left)
+            _rest(asks, pace, left, drafts=drafts)
         if probing:
             mosts = [min(1, a.most) for a in asks]
             found = Split(mosts, [0] * len(asks), found.rate)
@@ -194,6 +209,8 @@ class Controller:
         choices = []
         for a, n, most, looked_up in zip(asks, counts, mosts, lookups, strict=True):
             a.state.probing = probing
+            if looked_up or (n and not probing):
+                a.state.wakes()
             if looked_up:
                 choices.append(Choice("lookup", looked_up, found.rate, plain_seconds=pace.token))
                 continue
@@ -298,13 +315,21 @@ def _offered(ask: Ask, pace: Pace, line: Sequence[float]) -> tuple[int, float]:
     return offer(pace, line, ask.state.lookup_survivals(ask.match_length, ask.stored, most))
 
 
-def _rest(asks: Sequence[Ask], pace: Pace, left: float) -> None:
+def _rest(asks: Sequence[Ask], pace: Pace, left: float, *, drafts: bool) -> None:
     """Rounds at rest should cost nothing: a few of them are not thought about, unless what they
-    earn comes to pay for a probe."""
+    earn comes to pay for a probe, if there is something to try."""
     rows = sum(a.room > 0 for a in asks)
-    awaited = _probe_cost(asks, pace) - left * rows / pace.plain
+    awaited = _probe_cost(asks, pace) - left * rows / pace.plain if drafts else math.inf
+    one_in = AWAKE_ONE_IN if pace.steps[0] > DEAR * pace.token else 1
     for a in asks:
-        a.state.rest_for(MOST_AT_REST, awaited, pace.token)
+        a.state.rest_for(
+            MOST_AT_REST,
+            awaited,
+            pace.token,
+            beside=pace.num_rows,
+            declined=a.confidence,
+            awake_one_in=one_in,
+        )
 
 
 def _probe_cost(asks: Sequence[Ask], pace: Pace) -> float:

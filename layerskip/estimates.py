@@ -216,6 +216,7 @@ class RowState:
         self._advance, self.owed = advance, 0
         self.last, self.probing = 0, False
         self._rests, self._awaited, self._token = 0, 0.0, 0.0
+        self._beside, self._declined, self._awake_one_in = 0, 0.0, 1
         self._positions = _shares(MAX_AUTO_DRAFT_TOKENS)
         self._ratio, self._lookup_ratio = Ratio(), Ratio(LOOKUP_RATIO_WEIGHT)
         self._confidence_ratio = Ratio(CONFIDENCE_WEIGHT, CONFIDENCE_DISCOUNT)
@@ -292,15 +293,41 @@ class RowState:
         self._advance = max(0, self._advance - 1)
         self.shared.credit += earned
 
-    def rest_for(self, rounds: int, awaited: float, token: float) -> None:
-        """Draft nothing in so many rounds, of ``token`` seconds each, unless the credit comes to
-        ``awaited`` before."""
-        self._rests, self._awaited, self._token = rounds, awaited, token
+    def rest_for(
+        self,
+        rounds: int,
+        awaited: float,
+        token: float,
+        *,
+        beside: int,
+        declined: float = 0.0,
+        awake_one_in: int = 1,
+    ) -> None:
+        """Draft nothing in so many rounds.
 
-    @property
-    def rests(self) -> bool:
-        """Whether the next round is one of those."""
-        return self._rests > 0 and self.shared.credit < self._awaited
+        Args:
+            awaited: the credit that ends it before.
+            token: seconds of each round.
+            beside: rows of each; with more or fewer of them it is over.
+            declined: confidence of what was looked up and not taken; what has more ends it, too.
+            awake_one_in: so many of these rounds is looked up at all.
+        """
+        self._rests, self._awaited, self._token, self._beside = rounds, awaited, token, beside
+        self._declined, self._awake_one_in = max(self._declined, declined), awake_one_in
+
+    def wakes(self) -> None:
+        """It drafts, or takes what is looked up."""
+        self._declined = 0.0
+
+    def rests(self, beside: int, confidence: float = 0.0) -> bool:
+        """Whether the next round, of so many rows, is one of those, with looked-up tokens of such a
+        confidence."""
+        idle = self._rests > 0 and self.shared.credit < self._awaited
+        return idle and beside == self._beside and confidence <= self._declined
+
+    def sleeps(self, beside: int) -> bool:
+        """Whether it is one of those in which nothing is looked up either."""
+        return self._rests % self._awake_one_in != 0 and self.rests(beside)
 
     def rest(self) -> float:
         """One of them: the seconds that it is expected to take."""

@@ -45,6 +45,7 @@ class Pace:
         self.plain = times.verify(1, context, greedy=greedy)
         self.drawing = times.drawing(greedy=greedy)
         self._shares: list[float] = []
+        self._verify: dict[int, float] = {}  # tokens of a pass: each choice asks for dozens
         self.token = self.verify_share(1)
         drafting = drafting or rows
         self.draft_share = self.draft(drafting) / drafting
@@ -60,7 +61,7 @@ class Pace:
 
     def settled(self, tokens: int, drafting: int) -> "Pace":
         """The same once it is known how many tokens are drafted, and in how many rows."""
-        if self.num_rows == 1:
+        if self.num_rows == 1 or not tokens:
             return self
         shape = (self._context, self.num_rows, tokens, drafting)
         return Pace(self._times, *shape, greedy=self._greedy)
@@ -84,7 +85,11 @@ class Pace:
         """Seconds of the verify pass."""
         if self.num_rows == 1:
             return self._alone[tokens - 1]
-        return self._times.verify(tokens, self._context, rows=self.num_rows, greedy=self._greedy)
+        if tokens not in self._verify:
+            shape = tokens, self._context
+            seconds = self._times.verify(*shape, rows=self.num_rows, greedy=self._greedy)
+            self._verify[tokens] = seconds
+        return self._verify[tokens]
 
     def of_one(self, gains: Sequence[float], *, bias: float) -> tuple[int, float]:
         """As ``fill``, of a row by itself that looks nothing up, in few steps."""

@@ -131,7 +131,13 @@ class Speculator:
     def decide(self, rows: Sequence[Row]) -> list[tuple[Choice, Guess]]:
         """What each row's round does, and what was looked up for it. No pass is run, so the time
         that this takes is no draft's."""
-        guesses = [guess_for(row, self.store, looks_up=self.looks_up) for row in rows]
+        # First of all, since plain rounds should cost nothing; nor is learnt from their look-ups.
+        if all(row.state is not None and row.state.sleeps(len(rows)) for row in rows):
+            guesses = [NO_GUESS] * len(rows)
+        else:
+            guesses = [guess_for(row, self.store, looks_up=self.looks_up) for row in rows]
+        if (rest := self._at_rest(rows, guesses)) is not None:
+            return [(choice, NO_GUESS) for choice in rest]
         return list(zip(self._choices(rows, guesses), guesses, strict=True))
 
     def attempt(
@@ -184,13 +190,14 @@ class Speculator:
         draft = Draft(tokens, (), num_passes=len(tokens))
         return Attempt(request, choice, draft, NO_GUESS, None, landing.probing)
 
-    def _choices(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> list[Choice]:
+    def _at_rest(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> list[Choice] | None:
         states = [row.state for row in rows if row.state is not None]
-        if self.controller is not None and len(states) == len(rows):
-            # First of all, since plain rounds should cost nothing.
-            looked_up = any(guess.tokens for guess in guesses)
-            if not looked_up and (rest := self.controller.at_rest(states)) is not None:
-                return rest
+        if self.controller is None or len(states) < len(rows):
+            return None
+        found = [lookup_confidence(g.match_length, g.stored) if g.tokens else 0.0 for g in guesses]
+        return self.controller.at_rest(states, found)
+
+    def _choices(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> list[Choice]:
         choices: dict[int, Choice] = {}
         asks: dict[int, Ask] = {}
         for i, (row, guess) in enumerate(zip(rows, guesses, strict=True)):

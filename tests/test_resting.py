@@ -1,8 +1,10 @@
 """Rounds in which a row that drafts nothing is not even asked whether it should."""
 
+from collections.abc import Sequence
+
 from controlling import CONTEXT, table
 
-from layerskip.controller import MOST_AT_REST, Ask, Controller
+from layerskip.controller import AWAKE_ONE_IN, MOST_AT_REST, Ask, Controller
 from layerskip.estimates import RowState
 from layerskip.stopping import Choice
 
@@ -12,7 +14,7 @@ def resting_row() -> tuple[Controller, RowState]:
     state = controller.row("greedy", 0)  # nothing to stake, and nothing in advance
     state.shared.credit = 0.0
     assert controller.choose([Ask(state, CONTEXT, 30)], drafts=True)[0].source == "none"
-    assert state.rests
+    assert state.rests(1)
     return controller, state
 
 
@@ -54,3 +56,61 @@ def test_a_row_at_rest_probes_in_the_round_that_can_pay_for_it():
         )
     # A draft pass is a fifth of a plain one, and a round earns a hundredth.
     assert len(drafted) == 20
+
+
+def looking_up(num_rows: int, *, slope: float) -> tuple[Controller, list[RowState]]:
+    """Rows whose looked-up tokens are never right; no drafts."""
+    controller = Controller(table(quantum=1, slope=slope), follows_clock=False)
+    states = [controller.row("greedy") for _ in range(num_rows)]
+    for state in states:
+        for match_length in (1, 4):
+            for _ in range(20):
+                state.add_lookup(match_length, [False], stored=False)
+    return controller, states
+
+
+def asked(states: Sequence[RowState], match_length: int) -> list[Ask]:
+    return [Ask(s, CONTEXT, 30, 4 * (match_length > 0), match_length) for s in states]
+
+
+def test_what_was_declined_is_not_weighed_again_but_more_is():
+    controller, states = looking_up(2, slope=0.1)
+    for state in states:
+        for _ in range(8):
+            state.add_lookup(20, [True] * 4, stored=False)
+    short, longer, long = (asked(states, length) for length in (1, 4, 20))
+    controller.choose(longer, drafts=False)
+    for asks in (short, longer, asked(states, 0)):
+        confidences = [a.confidence for a in asks]
+        assert controller.at_rest(states, confidences) is not None
+    assert controller.at_rest(states, [a.confidence for a in long]) is None
+    assert {c.source for c in controller.choose(long, drafts=False)} == {"lookup"}
+    # What is declined after that is weighed first.
+    controller.choose(short, drafts=False)
+    assert controller.at_rest(states, [a.confidence for a in longer]) is None
+
+
+def test_rows_that_only_look_up_await_no_credit():
+    controller, states = looking_up(2, slope=1.0)
+    states[0].shared.credit = 100.0
+    controller.choose(asked(states, 1), drafts=False)
+    assert all(state.rests(2) for state in states)
+
+
+def test_rest_is_over_when_another_row_has_ended():
+    controller, states = looking_up(2, slope=1.0)
+    controller.choose(asked(states, 1), drafts=False)
+    assert states[0].rests(2)
+    assert not states[0].rests(1)
+
+
+def test_where_verifying_is_dear_most_rounds_at_rest_look_nothing_up():
+    for slope, wanted in ((0.02, MOST_AT_REST), (1.0, MOST_AT_REST // AWAKE_ONE_IN)):
+        controller, states = looking_up(2, slope=slope)
+        controller.choose(asked(states, 1), drafts=False)
+        awake = 0
+        for _ in range(MOST_AT_REST):
+            awake += not any(state.sleeps(2) for state in states)
+            assert controller.at_rest(states, [0.0, 0.0]) is not None
+        assert awake == wanted
+        assert not any(state.sleeps(2) for state in states)

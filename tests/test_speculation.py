@@ -11,6 +11,7 @@ from decoding import PROMPT, SAMPLED, join
 from toys import PLANS, VOCAB_SIZE, make_model, random_ids
 from zoo import make_toy
 
+import layerskip.speculation
 from layerskip import DraftPlan, LookupStore, SamplingParams, SelfSpeculativeLM
 from layerskip.clocks import Clocks
 from layerskip.controller import Controller
@@ -19,7 +20,7 @@ from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.estimates import lookup_confidence
 from layerskip.exactness import MAX_PASS_ROWS
-from layerskip.guessing import guesser, judged
+from layerskip.guessing import guess_for, guesser, judged
 from layerskip.lookup import FORCED_MATCH, Guess, TokenIndex
 from layerskip.pass_times import FIRST_PLAIN, ONE_IN, PassTimes
 from layerskip.plan import PlanFile
@@ -211,6 +212,29 @@ def test_rows_of_a_batch_choose_for_themselves(toy, plain):
     assert outs[1].stats.num_draft_tokens == 0
     assert {r.num_draft_tokens for r in outs[2].rounds[1:-3]} == {3}
     assert outs[0].stats.num_draft_tokens > 0
+
+
+def test_rows_at_rest_are_seldom_looked_up_for_and_their_text_is_plain_text(toy, monkeypatch):
+    """Where a looked-up token costs as much as a plain round of its row."""
+    dear = Curve((1, 64), (0,), ((1.0, 64.0),))
+    controller = Controller(CostTable(dear, FREE, dear, 0.0, 1, {}), follows_clock=False)
+    lm, asked = with_controller(toy, controller, plan=None), []
+    monkeypatch.setattr(
+        layerskip.speculation,
+        "guess_for",
+        lambda row, *rest, **how: asked.append(row) or guess_for(row, *rest, **how),
+    )
+    prompts = [REPEATING, PROMPT]
+    texts = {}
+    for wanted in (0, "auto"):
+        asked.clear()
+        batch = lm.open_batch(max_new_tokens=NEW, num_draft_tokens=wanted, ignore_eos=True)
+        rows = [batch.add(prompt) for prompt in prompts]
+        while batch.unfinished:
+            batch.step()
+        texts[wanted] = [batch.remove(row).token_ids for row in rows]
+    assert texts["auto"] == texts[0]
+    assert 2 * NEW / 8 < len(asked) < 2 * NEW / 2
 
 
 def test_a_dear_draft_is_given_up_and_the_response_says_so(toy):
