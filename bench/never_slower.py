@@ -11,6 +11,7 @@ Every mode must emit plain decoding's tokens, or the script stops.
 
 - adversarial, random: no drafted token is right, or hardly any, yet the model is as sure of them as
   ever (bench/bad_drafters.py); in a stream of requests, and with a controller that knows nothing.
+- adversarial, batch: eight rows at temperature 0.8 whose drafts are never right, and who look up.
 - bimodal: requests of 0.95 and 0.05 acceptance in random order, one controller; the latter alone.
 - switching: the same text with 0 drafted tokens in every round, with k, and with both in turn. The
   overhead is that of the alternating rounds over as many of both kinds among their own, by their
@@ -29,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bad_drafters import Corrupted, Random, install
+from bad_drafters import Corrupted, Losing, Random, install
 from paired import (
     Clock,
     Decoded,
@@ -53,11 +54,11 @@ from tasks import examples_from
 from layerskip import Round, SamplingParams, SelfSpeculativeLM
 from layerskip.cost import CostTable
 
-ROWS = 32
+ROWS, BATCH = 32, 8
 SWITCHED = 5  # draft tokens
 SHORT, FIRSTS = 16, 8  # tokens; first tokens, each a prefill alone, that are timed in a turn
 CONTEXT = 200  # of the cost table, for what is counted
-GREEDY = SamplingParams()
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8, seed=0)
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,16 @@ def bad(accuracies: Sequence[float] | None, *, cold: bool = False) -> Case:
     return case
 
 
+def bad_batch(lab: Lab, chance: random.Random) -> Callable[[int], list[Pair]]:
+    lm = lab.lm(lookup=True)
+    install(lm, Losing(lm)).lost = 1.0
+
+    def turn(i: int) -> list[Pair]:
+        return [together(lm, lab, some_of(lab, i, BATCH), chance, joins=False, sampling=SAMPLED)]
+
+    return turn
+
+
 def switching(lab: Lab, chance: random.Random) -> Callable[[int], list[Pair]]:
     lm = lab.lm()
 
@@ -210,33 +221,57 @@ def ramp(lab: Lab, chance: random.Random) -> Callable[[int], list[Pair]]:
     lm = lab.lm(lookup=True)
 
     def turn(i: int) -> list[Pair]:
-        some = [lab.prompts[(i * lab.rows + n) % len(lab.prompts)] for n in range(lab.rows)]
-        texts: dict[str, dict[int, tuple[int, ...]]] = {"plain": {}, "auto": {}}
-        works = {
-            name: ramped(lm, some, lab, 0 if name == "plain" else "auto", texts[name])
-            for name in texts
-        }
-        spent = {name: total(laps) for name, laps in by_turns(works, chance).items()}
-        same(texts["auto"], texts["plain"])
-        return [Pair(spent["plain"], spent["auto"])]
+        return [together(lm, lab, some_of(lab, i, lab.rows), chance, joins=True, sampling=GREEDY)]
 
     return turn
 
 
-def ramped(
+def some_of(lab: Lab, turn: int, rows: int) -> list[list[int]]:
+    """The turn's prompts, a batch of them."""
+    return [lab.prompts[(turn * rows + n) % len(lab.prompts)] for n in range(rows)]
+
+
+def together(
     lm: SelfSpeculativeLM,
-    prompts: Sequence[list[int]],
     lab: Lab,
-    num_draft_tokens: Any,
+    prompts: Sequence[list[int]],
+    chance: random.Random,
+    *,
+    joins: bool,
+    sampling: SamplingParams,
+) -> Pair:
+    """A batch plainly and automatically, by turns; see ``batched``."""
+    texts: dict[str, dict[int, tuple[int, ...]]] = {"plain": {}, "auto": {}}
+    works = {}
+    for name in texts:
+        batch = lm.open_batch(
+            max_new_tokens=lab.tokens,
+            num_draft_tokens=0 if name == "plain" else "auto",
+            ignore_eos=True,
+            sampling=sampling,
+        )
+        joining = [lab.tokens // 2 * n // len(prompts) * joins for n in range(len(prompts))]
+        some = list(zip(joining, prompts, strict=True))
+        works[name] = batched(batch, some, texts[name], at_once=name == "plain")
+    spent = {name: total(laps) for name, laps in by_turns(works, chance).items()}
+    same(texts["auto"], texts["plain"])
+    return Pair(spent["plain"], spent["auto"])
+
+
+def batched(
+    batch: Any,
+    prompts: Sequence[tuple[int, list[int]]],
     texts: dict[int, tuple[int, ...]],
+    *,
+    at_once: bool,
 ) -> Iterator[int]:
-    """Tokens that all rows have emitted, step by step; ``texts`` gets theirs. All rows have joined
-    by the time that the first one has emitted half of its text; then they end one after another."""
-    batch = lm.open_batch(
-        max_new_tokens=lab.tokens, num_draft_tokens=num_draft_tokens, ignore_eos=True
-    )
-    joins = [lab.tokens // 2 * n // len(prompts) for n in range(len(prompts))]
-    waiting = list(zip(joins, prompts, strict=True))[::-1]
+    """Tokens that all rows have emitted, step by step; ``texts`` gets theirs.
+
+    Each joins once the first one has emitted so many tokens; in the ramp the last by the time that
+    it has half of its text, and then they end one after another. Drafts may end one before that:
+    only plainly have all to be there ``at_once``.
+    """
+    waiting = list(prompts)[::-1]
     emitted = first = most = 0  # tokens: of all, of the row that joined first; rows
     while waiting or batch.unfinished:
         while waiting and waiting[-1][0] <= first:
@@ -248,8 +283,7 @@ def ramped(
             if record.finish_reason is not None:
                 texts[record.row] = batch.remove(record.row).token_ids
         yield emitted
-    # Drafts may have ended one before the first row has emitted half.
-    assert num_draft_tokens != 0 or most == lab.rows, f"{most} rows at most, not {lab.rows}"
+    assert not at_once or most == len(prompts), f"{most} rows at most, not {len(prompts)}"
 
 
 def short(lab: Lab, chance: random.Random) -> Callable[[int], list[Pair]]:
@@ -274,6 +308,7 @@ SETUPS: dict[str, Case] = {
     "adversarial": bad((0.0,)),
     "adversarial, cold": bad((0.0,), cold=True),
     "random": bad(None),
+    "adversarial, batch": bad_batch,
     "bimodal": bad((0.95, 0.05)),
     "switching": switching,
     "ramp": ramp,
@@ -283,6 +318,7 @@ BOUNDS = {  # percent slower
     "adversarial": 3.0,
     "adversarial, cold": 3.0,
     "random": 3.0,
+    "adversarial, batch": 3.0,
     "bimodal": 3.0,
     "bimodal at 0.05": 3.0,
     "bimodal at 0.95": 3.0,
