@@ -9,7 +9,7 @@ in the draft, so that its length depends only on what was drawn before (DESIGN 3
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from layerskip.cost import DRAFTS_IN_A_ROW, CostTable
@@ -153,7 +153,7 @@ class Controller:
         return going
 
     def at_rest(
-        self, states: Sequence[RowState], confidences: Sequence[float]
+        self, states: Sequence[RowState], confidences: Iterable[float]
     ) -> list[Choice] | None:
         """One plain round of each row if all of them are at rest; None if they are not.
 
@@ -175,7 +175,7 @@ class Controller:
             drafts: whether there is an early exit.
             fixed: numbers of draft tokens of the round's other rows.
         """
-        rest = self.at_rest([a.state for a in asks], [a.confidence for a in asks])
+        rest = self.at_rest([a.state for a in asks], (a.confidence for a in asks))
         if rest is not None:
             return rest
         if len(asks) == 1 and drafts and not fixed:

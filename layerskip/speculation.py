@@ -194,7 +194,8 @@ class Speculator:
         states = [row.state for row in rows if row.state is not None]
         if self.controller is None or len(states) < len(rows):
             return None
-        found = [lookup_confidence(g.match_length, g.stored) if g.tokens else 0.0 for g in guesses]
+        # Not in a list: where the first row drafts, no other's is asked for.
+        found = (lookup_confidence(g.match_length, g.stored) if g.tokens else 0.0 for g in guesses)
         return self.controller.at_rest(states, found)
 
     def _choices(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> list[Choice]:
