@@ -326,7 +326,7 @@ def _rest(asks: Sequence[Ask], pace: Pace, left: float, *, drafts: bool) -> None
             MOST_AT_REST,
             awaited,
             pace.token,
-            beside=pace.num_rows,
+            beside=len(asks),
             declined=a.confidence,
             awake_one_in=one_in,
         )

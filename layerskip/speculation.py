@@ -132,7 +132,7 @@ class Speculator:
         """What each row's round does, and what was looked up for it. No pass is run, so the time
         that this takes is no draft's."""
         # First of all, since plain rounds should cost nothing; nor is learnt from their look-ups.
-        if all(row.state is not None and row.state.sleeps(len(rows)) for row in rows):
+        if all(_sleeps(row, len(rows)) for row in rows):
             guesses = [NO_GUESS] * len(rows)
         else:
             guesses = [guess_for(row, self.store, looks_up=self.looks_up) for row in rows]
@@ -438,6 +438,12 @@ class Speculator:
             num_positions=attempt.draft.num_positions,
         )
         row.state.probing = latest
+
+
+def _sleeps(row: Row, beside: int) -> bool:
+    """Whether nothing is looked up for it; what a grammar forces pays in any batch."""
+    free = row.spec.sampler.constraint is None
+    return free and row.state is not None and row.state.sleeps(beside)
 
 
 def _num_tokens(attempts: Sequence[Attempt]) -> int:

@@ -97,6 +97,12 @@ def test_rows_that_only_look_up_await_no_credit():
     assert all(state.rests(2) for state in states)
 
 
+def test_rows_rest_beside_one_whose_number_is_fixed():
+    controller, states = looking_up(2, slope=1.0)
+    controller.choose(asked(states, 1), drafts=False, fixed=(2,))
+    assert controller.at_rest(states, [0.0, 0.0]) is not None
+
+
 def test_rest_is_over_when_another_row_has_ended():
     controller, states = looking_up(2, slope=1.0)
     controller.choose(asked(states, 1), drafts=False)

@@ -214,6 +214,19 @@ def test_rows_of_a_batch_choose_for_themselves(toy, plain):
     assert outs[0].stats.num_draft_tokens > 0
 
 
+def test_what_a_grammar_forces_is_not_slept_through():
+    free, forced = (
+        SimpleNamespace(
+            state=SimpleNamespace(sleeps=lambda beside: beside == 2),
+            spec=SimpleNamespace(sampler=SimpleNamespace(constraint=constraint)),
+        )
+        for constraint in (None, object())
+    )
+    batches = ([free, free], [free, forced], [free])
+    asleep = [all(layerskip.speculation._sleeps(r, len(rows)) for r in rows) for rows in batches]
+    assert asleep == [True, False, False]
+
+
 def test_rows_at_rest_are_seldom_looked_up_for_and_their_text_is_plain_text(toy, monkeypatch):
     """Where a looked-up token costs as much as a plain round of its row."""
     dear = Curve((1, 64), (0,), ((1.0, 64.0),))
