@@ -188,7 +188,8 @@ def wrapped(
 
 def forget(lm: SelfSpeculativeLM) -> None:
     """Give ``lm`` a controller that has seen nothing, over the same table."""
-    lm._controller = Controller(lm.controller.cost, lm.plan_file.acceptance)
+    known = lm.plan_file
+    lm._controller = Controller(lm.controller.cost, known.acceptance, known.calibration)
 
 
 def ratios(of: Sequence[Clock], to: Sequence[Clock]) -> dict[str, Any]:

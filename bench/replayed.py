@@ -36,6 +36,7 @@ from layerskip import SelfSpeculativeLM
 from layerskip.compare import repeated_share
 from layerskip.controller import Ask, Controller
 from layerskip.cost import CostTable, Curve
+from layerskip.plan import PlanFile
 from layerskip.stopping import Choice, Stopper
 
 FILE = Path("runs/drafts.jsonl")
@@ -66,6 +67,11 @@ class Recorded:
     temperature: float
     repeated: float
     drafts: list[tuple[int, list[float]]]
+
+    @property
+    def kind(self) -> str:
+        """Of requests that learn from each other."""
+        return "coupled" if self.temperature else "greedy"
 
 
 def record(lm: SelfSpeculativeLM, ids: list[int], temperature: float, tokens: int) -> Recorded:
@@ -208,7 +214,9 @@ class Decoder:
                 row.choice = Choice("early_exit", min(self.fixed, row.room))
         else:
             for row in going:
-                row.state = row.state or self.controller.row("text", len(row.text.drafts) + 1)
+                row.state = row.state or self.controller.row(
+                    row.text.kind, len(row.text.drafts) + 1
+                )
             asks = [Ask(row.state, row.context, min(row.room, DEPTH)) for row in going]
             for row, choice in zip(going, self.controller.choose(asks, drafts=True), strict=True):
                 row.choice = choice
@@ -259,7 +267,7 @@ class Decoder:
 
 
 def judged(
-    texts: Sequence[Recorded], cost: CostTable, acceptance: Sequence[float], rows: int
+    texts: Sequence[Recorded], cost: CostTable, known: PlanFile, rows: int
 ) -> dict[str, Any]:
     """The best fixed number, its speed-up, and what automatic drafting reaches of it by table; the
     calibration error of a controller that sees each text once, and what it would be by chance."""
@@ -270,30 +278,30 @@ def judged(
     best = min(fixed, key=lambda k: fixed[k])
     reached = {}
     for wrong in WRONG:
-        controller = Controller(believed(cost, *wrong), acceptance)
+        controller = Controller(believed(cost, *wrong), known.acceptance, known.calibration)
         seconds = Decoder(cost, controller).run(stream, rows)
         reached["{:g}/{:g}".format(*wrong)] = fixed[best] / seconds
-    once = Controller(believed(cost, *WRONG[0]), acceptance)
+    once = Controller(believed(cost, *WRONG[0]), known.acceptance, known.calibration)
     Decoder(cost, once).run(stream[: len(texts)], rows)
-    short = [beginning(texts, cost, acceptance, rows, seed) for seed in range(STREAMS)]
+    short = [beginning(texts, cost, known, rows, seed) for seed in range(STREAMS)]
     return {
         "texts": len(texts),
         "best": best,
         "speedup": plain / fixed[best],
         "automatic_to_best_fixed": reached,
         "short_streams": {"mean": statistics.fmean(short), "worst": min(short)},
-        "calibration_error": once.calibration_error("text"),
-        "calibration_error_by_chance": once.calibration_error_by_chance("text"),
+        "calibration_error": once.calibration_error(texts[0].kind),
+        "calibration_error_by_chance": once.calibration_error_by_chance(texts[0].kind),
     }
 
 
 def beginning(
-    texts: Sequence[Recorded], cost: CostTable, acceptance: Sequence[float], rows: int, seed: int
+    texts: Sequence[Recorded], cost: CostTable, known: PlanFile, rows: int, seed: int
 ) -> float:
     """Automatic drafting over the fixed number that is best for a short stream."""
     stream = random.Random(seed).choices(texts, k=REQUESTS)
     best = min(Decoder(cost, fixed=k).run(stream, rows) for k in FIXED)
-    controller = Controller(believed(cost, *WRONG[0]), acceptance)
+    controller = Controller(believed(cost, *WRONG[0]), known.acceptance, known.calibration)
     return best / Decoder(cost, controller, noise=random.Random(seed)).run(stream, rows)
 
 
@@ -331,20 +339,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON of the figures")
     options = parser.parse_args()
     quiet()
-    known = SelfSpeculativeLM.load_parts(options.model, dtype=options.dtype)
+    parts = SelfSpeculativeLM.load_parts(options.model, dtype=options.dtype)
     if not options.drafts.is_file():
-        loaded = SelfSpeculativeLM(*known[:3], num_draft_tokens=DEPTH, lookup=False)
+        loaded = SelfSpeculativeLM(*parts[:3], num_draft_tokens=DEPTH, lookup=False)
         record_all(loaded, options)
     else:
         print(f"drafts of {options.drafts}: no option of the recording counts now", file=sys.stderr)
     texts = [t for t in read(options.drafts) if t.temperature or t.repeated <= MAX_REPEATED]
-    acceptance = known[2].acceptance
+    known = parts[2]
     cost = truth(options.c) if options.cost is None else CostTable.load(options.cost)
     by_temperature = {
         f"{temperature:g}": judged(
             [text for text in texts if text.temperature == temperature],
             cost,
-            acceptance,
+            known,
             options.rows,
         )
         for temperature in sorted({text.temperature for text in texts})

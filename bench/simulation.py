@@ -292,7 +292,8 @@ def sitting(
                 tables.append(measure_cost(lm.stack, lm.plan, head=lm.draft_head, seconds=seconds))
                 progress.advance(task)
             if turn == 0:
-                lm._controller = Controller(tables[0], lm.plan_file.acceptance)
+                known = lm.plan_file
+                lm._controller = Controller(tables[0], known.acceptance, known.calibration)
                 for policy in options.policies:  # what a process does once is no part of a round
                     alone(lm, requests[0], policy)
             with clocked(options.clock):

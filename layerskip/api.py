@@ -280,7 +280,7 @@ class SelfSpeculativeLM:
                     draft_vocabulary=self._known.draft_vocabulary,
                     head=self._head,
                 )
-                self._controller = Controller(cost, self._known.acceptance)
+                self._controller = Controller(cost, self._known.acceptance, self._known.calibration)
             return self._controller
 
     def generate(

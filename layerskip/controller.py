@@ -9,11 +9,17 @@ in the draft, so that its length depends only on what was drawn before (DESIGN 3
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from layerskip.cost import DRAFTS_IN_A_ROW, CostTable
-from layerskip.estimates import DEFAULT_ACCEPTANCE, Experience, RowState, lookup_confidence
+from layerskip.estimates import (
+    DEFAULT_ACCEPTANCE,
+    Calibration,
+    Experience,
+    RowState,
+    lookup_confidence,
+)
 from layerskip.pace import NO_OFFER, Pace, Split, affordable, offer, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import CONTEXT_STEP, PassTimes
@@ -72,14 +78,21 @@ class Controller:
     Args:
         cost: of passes.
         prior: acceptance by position, measured when the plan was chosen; empty: unknown.
+        calibration: of "greedy" and "sampled" drafts, as of a ``PlanFile``; None: unknown.
         follows_clock: whether measured seconds correct the table while decoding.
     """
 
     def __init__(
-        self, cost: CostTable, prior: Sequence[float] = (), *, follows_clock: bool = True
+        self,
+        cost: CostTable,
+        prior: Sequence[float] = (),
+        calibration: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+        *,
+        follows_clock: bool = True,
     ) -> None:
         self.cost, self.times = cost, PassTimes(cost, follows_clock=follows_clock)
         self._prior = tuple(prior) or (DEFAULT_ACCEPTANCE,)
+        self._calibration = dict(calibration or {})
         self._experiences: dict[str, Experience] = {}
         self._guesses: dict[tuple[int, int], int] = {}  # of so many rows, at such contexts
         self._paces: tuple[object, dict[tuple[int, int, bool], Pace]] = (None, {})
@@ -96,10 +109,16 @@ class Controller:
             limit: most tokens of it.
             greedy: whether it takes the likeliest token, and nothing is done to the logits before.
         """
-        shared = self._experiences.setdefault(kind, Experience(self._prior))
+        shared = self._experiences.get(kind) or self._begun(kind)
         tokens = STAKE_TOKENS if shared.ledger > 0.0 else min(limit, STAKE_TOKENS)
         advance = min(limit, STAKE_TOKENS)
         return RowState(shared, stake=STAKE_SHARE * tokens, advance=advance, greedy=greedy)
+
+    def _begun(self, kind: str) -> Experience:
+        """What requests of a kind have in common before the first of them."""
+        known = self._calibration.get("greedy" if kind == "greedy" else "sampled", ())
+        begun = Experience(self._prior, calibration=Calibration(known))
+        return self._experiences.setdefault(kind, begun)
 
     def calibration_error(self, kind: str) -> float:
         """Expected calibration error of the draft's confidence, for requests of ``kind``."""

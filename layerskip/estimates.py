@@ -9,6 +9,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from layerskip.lookup import FORCED_MATCH, LONGEST_MATCH
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
@@ -21,6 +23,7 @@ POSITION_WEIGHT, LOOKUP_WEIGHT, CALIBRATION_WEIGHT = 20.0, 6.0, 4.0  # of a prio
 # The same of a plan's acceptance, until it wears off: the first tokens of eight rows, all of one
 # round, tell less than the texts that it was measured on.
 PRIOR_WEIGHT = 20.0
+KNOWN_CALIBRATION_WEIGHT = 20.0  # the same of a plan's calibration, for good
 PRIOR_FLOOR = 0.3  # drafts are right more often than they are sure
 LEAST_SURVIVAL = 0.02
 LARGEST = 0.995  # of an estimate: nothing is certain
@@ -116,14 +119,24 @@ class ToldChances:
 class Calibration:
     """From a draft's confidence to the chance that its token is accepted, learnt on line.
 
+    Args:
+        known: points of it, ``(confidence, share accepted)`` with increasing confidences, to begin
+            with; none: drafts are right a little more often than they are sure.
+
     Attributes:
         told: the chances that judged tokens were given when they were drafted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Sequence[tuple[float, float]] = ()) -> None:
         self._bins = [Share() for _ in range(len(EDGES) + 1)]
         bins = zip((0.0, *EDGES), (*EDGES, 1.0), strict=True)
         self._middles = [(a + b) / 2 for a, b in bins]
+        self._priors = [PRIOR_FLOOR + (1.0 - PRIOR_FLOOR) * middle for middle in self._middles]
+        self._weight = CALIBRATION_WEIGHT
+        if known:
+            confidences, shares = zip(*known, strict=True)
+            self._priors = np.interp(self._middles, confidences, shares).tolist()
+            self._weight = KNOWN_CALIBRATION_WEIGHT
         self._means = [self._mean(i) for i in range(len(self._bins))]
         self.told = ToldChances()
 
@@ -136,9 +149,13 @@ class Calibration:
         share = (confidence - low) / (high - low)
         return (1.0 - share) * self._means[i - 1] + share * self._means[i]
 
+    @property
+    def points(self) -> tuple[tuple[float, float], ...]:
+        """What is known now, in the form of ``known``."""
+        return tuple(zip(self._middles, self._means, strict=True))
+
     def _mean(self, i: int) -> float:
-        prior = PRIOR_FLOOR + (1.0 - PRIOR_FLOOR) * self._middles[i]
-        return self._bins[i].mean(prior, CALIBRATION_WEIGHT)
+        return self._bins[i].mean(self._priors[i], self._weight)
 
     def add(self, confidence: float, told: float, accepted: bool) -> None:
         """What became of a token, and the chance that it was given."""

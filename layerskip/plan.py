@@ -100,6 +100,9 @@ class PlanFile:
         fingerprint: of the checkpoint that it was chosen on.
         acceptance: measured, by draft position: the share that is accepted of what is verified
             after accepted tokens only. What a controller begins with.
+        calibration: of "greedy" and of "sampled" drafts, where measured: points
+            ``(confidence, share accepted)`` of what is verified after accepted tokens only, with
+            increasing confidences, between which it is linear. A controller begins with it, too.
         measurements: what the choice was made by; ready for JSON.
     """
 
@@ -109,6 +112,7 @@ class PlanFile:
     cost: CostTable | None = None
     fingerprint: str | None = None
     acceptance: tuple[float, ...] = ()
+    calibration: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     measurements: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -117,6 +121,7 @@ class PlanFile:
             _check_vocabulary(self.draft_vocabulary)
         for share in self.acceptance:
             check_number("an acceptance", share, 0.0, 1.0)
+        _check_calibration(self.calibration)
         if self.fingerprint is not None and not isinstance(self.fingerprint, str):
             raise TypeError(f"fingerprint must be text, got {self.fingerprint!r}")
         if not isinstance(self.measurements, Mapping):
@@ -137,6 +142,7 @@ class PlanFile:
             "draft_vocabulary": None if vocabulary is None else list(vocabulary),
             "fingerprint": self.fingerprint,
             "acceptance": list(self.acceptance),
+            "calibration": {kind: list(points) for kind, points in self.calibration.items()},
             "measurements": dict(self.measurements),
             "cost": None if self.cost is None else self.cost.to_dict(),
         }
@@ -182,7 +188,10 @@ def _from_dict(content: Mapping[str, Any]) -> PlanFile:
             "acceptance": tuple(content["acceptance"]),
             "measurements": content["measurements"],
         }
-    return PlanFile(plan, "auto" if wanted is None else wanted, **settings)
+    told = content.get("calibration", {})  # not every file of version 2 has it
+    if isinstance(told, dict):
+        told = {kind: tuple(map(tuple, points)) for kind, points in told.items()}
+    return PlanFile(plan, "auto" if wanted is None else wanted, calibration=told, **settings)
 
 
 def _check_vocabulary(ids: object) -> None:
@@ -192,6 +201,22 @@ def _check_vocabulary(ids: object) -> None:
         check_integer("a token id of draft_vocabulary", token, 0)
     if not ids or any(a >= b for a, b in pairwise(ids)):
         raise ValueError("draft_vocabulary must be one or more strictly increasing token ids")
+
+
+def _check_calibration(calibration: object) -> None:
+    if not isinstance(calibration, Mapping) or not {"greedy", "sampled"}.issuperset(calibration):
+        raise ValueError(
+            f'calibration must map "greedy", "sampled" or both to points, got {calibration!r}'
+        )
+    for points in calibration.values():
+        if not isinstance(points, tuple) or any(
+            not isinstance(point, tuple) or len(point) != 2 for point in points
+        ):
+            raise TypeError(f"a calibration must be a tuple of pairs of numbers, got {points!r}")
+        for value in (value for point in points for value in point):
+            check_number("a number of a calibration", value, 0.0, 1.0)
+        if not points or any(a >= b for (a, _), (b, _) in pairwise(points)):
+            raise ValueError("a calibration must be one or more points of increasing confidence")
 
 
 def ranges(layers: Sequence[int]) -> str:

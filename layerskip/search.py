@@ -31,7 +31,7 @@ from layerskip.profiling import measure_cost
 from layerskip.prompts import Example
 from layerskip.search_result import SearchResult, Tried
 from layerskip.skipping import closest_skip_sets, neighbours
-from layerskip.timing import time_against_plain
+from layerskip.timing import Way, confidence_points, time_against_plain
 from layerskip.trimming import STEPS, Trimming, TrimmingSettings, trim
 
 DEFAULT_SAMPLING = SamplingParams(temperature=0.8, seed=0)
@@ -125,7 +125,7 @@ class _Search:
         self.tried: dict[tuple[int, ...], Tried] = {}
         self.texts: list[Text] = []
         self.done = 0
-        self.steps = 6 + self.depth + settings.refinements + STEPS
+        self.steps = 7 + self.depth + settings.refinements + STEPS
 
     def run(self) -> SearchResult:
         if self.depth < 2:
@@ -279,7 +279,10 @@ class _Search:
             acceptance=best.counts.acceptance,
             measurements=found | {"vocabulary": trimming.to_dict()},
         )
-        return SearchResult(_trimmed(file, trimming), self._ranked(), said, trimming)
+        file = _trimmed(file, trimming)
+        self._say("how sure drafts are that turn out right")
+        file = replace(file, calibration=self._calibration(best.plan, file.draft_vocabulary))
+        return SearchResult(file, self._ranked(), said, trimming)
 
     def _trim(self, plan: DraftPlan, table: CostTable) -> Trimming:
         settings = self.settings
@@ -299,6 +302,28 @@ class _Search:
             ),
             journal=self.journal,
             say=self._say,
+        )
+
+    def _calibration(
+        self, plan: DraftPlan, vocabulary: Sequence[int] | None
+    ) -> dict[str, tuple[tuple[float, float], ...]]:
+        """Of greedy drafts, and of sampled ones if the texts are."""
+        head = None if vocabulary is None else self.stack.head_over(vocabulary)
+        way, sampling = Way(self.settings.max_draft_tokens, head), self.settings.sampling
+        kinds = {"greedy": replace(sampling, temperature=0.0)}
+        if not sampling.greedy:
+            kinds["sampled"] = sampling
+
+        def measure() -> dict[str, Any]:
+            return {
+                kind: confidence_points(self.stack, plan, way, self.texts, sampling=s)
+                for kind, s in kinds.items()
+            }
+
+        return self.journal.once(
+            f"calibration of draft layers {ranges(plan.layers)}",
+            measure,
+            lambda entry: {kind: tuple((c, a) for c, a in entry[kind]) for kind in kinds},
         )
 
     def _own_costs(self, plan: DraftPlan) -> CostTable:

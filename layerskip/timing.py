@@ -1,4 +1,5 @@
-"""Decoding the same texts in several ways, in turn: what one way takes against another."""
+"""Decoding the same texts in several ways: what one takes against another, and how sure drafts are
+that turn out right."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,10 +9,11 @@ from layerskip.calibration import Text
 from layerskip.decode import Decoder
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
+from layerskip.estimates import Calibration
 from layerskip.model import DecoderStack
 from layerskip.params import SamplingParams
 from layerskip.plan import DraftPlan
-from layerskip.row import RowSpec
+from layerskip.row import Row, RowSpec
 from layerskip.sampling import Sampler
 
 
@@ -46,10 +48,7 @@ def time_in_turn(
     """
 
     def seconds(text: Text, way: Way) -> float:
-        decoder = Decoder(stack, EarlyExitDrafter(stack, plan), plan, head=way.head)
-        sampler = Sampler(sampling, text.seed, stack.vocab_size)
-        limit = len(text.ids) - text.start
-        row = decoder.join(RowSpec(text.ids[: text.start], sampler, limit, way.num_draft_tokens))
+        decoder, row = _begun(stack, plan, text, way, sampling)
         decoder.step()
         began = clock()
         while row.finish_reason is None:
@@ -77,3 +76,36 @@ def time_against_plain(
     ways = (PLAIN, Way(num_draft_tokens))
     took = time_in_turn(stack, plan, ways, texts, sampling=sampling, clock=clock)
     return [plain / drafted for plain, drafted in took]
+
+
+def confidence_points(
+    stack: DecoderStack,
+    plan: DraftPlan,
+    way: Way,
+    texts: Sequence[Text],
+    *,
+    sampling: SamplingParams,
+) -> tuple[tuple[float, float], ...]:
+    """``(confidence, share accepted)`` of what is drafted after each text's prompt in rounds with a
+    fixed number of tokens, as of ``PlanFile.calibration``. Only the prompts are read: what follows
+    them is what the model says."""
+    learnt = Calibration()
+    for text in texts:
+        decoder, row = _begun(stack, plan, text, way, sampling)
+        while row.finish_reason is None:
+            decoder.step()
+        for r in row.rounds:
+            # The first token that is wrong is judged, too; those behind it are not.
+            for i, confidence in enumerate(r.confidences[: r.num_accepted_tokens + 1]):
+                learnt.add(confidence, learnt.chance(confidence), i < r.num_accepted_tokens)
+    return tuple((round(c, 4), round(share, 4)) for c, share in learnt.points)
+
+
+def _begun(
+    stack: DecoderStack, plan: DraftPlan, text: Text, way: Way, sampling: SamplingParams
+) -> tuple[Decoder, Row]:
+    """A text's prompt, about to be decoded as far as the text goes."""
+    decoder = Decoder(stack, EarlyExitDrafter(stack, plan), plan, head=way.head)
+    sampler = Sampler(sampling, text.seed, stack.vocab_size)
+    prompt, limit = text.ids[: text.start], len(text.ids) - text.start
+    return decoder, decoder.join(RowSpec(prompt, sampler, limit, way.num_draft_tokens, tells=True))

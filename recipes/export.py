@@ -15,11 +15,18 @@ from corpus import END_OF_TEXT
 from matplotlib import pyplot as plt
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from layerskip import SamplingParams, SelfSpeculativeLM
+from layerskip.calibration import Text
+from layerskip.files import write_text
+from layerskip.prompts import held_out_code
+from layerskip.timing import Way, confidence_points
+
 if TYPE_CHECKING:
     from corpus import Corpus
     from trainer import Trainer
 
 SHARD_SIZE = "14MB"
+CALIBRATION_TEXTS, CALIBRATION_TOKENS, CALIBRATION_DRAFT = 64, 64, 8  # tokens of a text, a draft
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}Question: {{ m['content'] }}\n"
     "{% elif m['role'] == 'assistant' %}Answer: {{ m['content'] }}\n{% endif %}{% endfor %}"
@@ -67,11 +74,36 @@ def export_checkpoint(
     (partial / "layerskip.json").write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
     card = model_card(trainer, corpus, scores, note)
     (partial / "README.md").write_text(card, encoding="utf-8")
+    calibrate(partial)
     plot_curves(trainer.log, partial / "curves.png")
     shutil.rmtree(folder, ignore_errors=True)
     for path in partial.iterdir():
         path.chmod(0o644)
     partial.rename(folder)
+
+
+def calibrate(folder: Path) -> None:
+    """Measure what a controller begins with of its drafts' confidences, after functions that were
+    held out, and note it in the folder's ``layerskip.json``. A Python that has none of them notes
+    nothing."""
+    path = folder / "layerskip.json"
+    plan = json.loads(path.read_text(encoding="utf-8"))
+    examples = held_out_code(plan["held_out_modules"], CALIBRATION_TEXTS)
+    if not examples:
+        return
+    lm = SelfSpeculativeLM.from_pretrained(folder)
+    prompts = [lm.encode(example.prompt) for example in examples]
+    texts = [
+        Text((*ids, *[0] * CALIBRATION_TOKENS), len(ids), seed)
+        for seed, ids in enumerate(prompts)
+        if len(ids) + CALIBRATION_TOKENS <= lm.stack.max_positions
+    ]
+    way, found = Way(CALIBRATION_DRAFT), {}
+    for kind, temperature in (("greedy", 0.0), ("sampled", 0.8)):
+        sampling = SamplingParams(temperature=temperature)
+        found[kind] = confidence_points(lm.stack, lm.plan, way, texts, sampling=sampling)
+    content = json.dumps(plan | {"calibration": found}, indent=1) + "\n"
+    write_text(path, content)
 
 
 def acceptance_at(scores: Mapping[str, float], exit_layer: int) -> float:

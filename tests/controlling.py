@@ -1,6 +1,6 @@
 """Requests whose acceptance is known, decoded on paper: counted passes times a cost table."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -164,8 +164,13 @@ class Paper:
         return self.emitted / self.seconds
 
 
-def paper(cost: CostTable, fixed: int | None = None, prior: Sequence[float] = ()) -> Paper:
-    return Paper(Controller(cost, prior, follows_clock=False), fixed)
+def paper(
+    cost: CostTable,
+    fixed: int | None = None,
+    prior: Sequence[float] = (),
+    calibration: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+) -> Paper:
+    return Paper(Controller(cost, prior, calibration, follows_clock=False), fixed)
 
 
 def steady(acceptance: float, *, count: int, tokens: int = 128, **how) -> list[Request]:

@@ -52,8 +52,10 @@ def test_a_drafter_that_is_never_right_costs_three_percent_at_most(cost, boast, 
 
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
 def test_a_measured_prior_is_unlearnt_within_the_bound(cost):
-    run = paper(cost, prior=(0.9, 0.9)).run(steady(0.0, count=10, boast=0.98))
-    assert against_plain(run) >= 0.97
+    sure = dict.fromkeys(("greedy", "sampled"), ((0.0, 0.9), (1.0, 0.99)))
+    for calibration in (None, sure):
+        run = paper(cost, None, (0.9, 0.9), calibration).run(steady(0.0, count=10, boast=0.98))
+        assert against_plain(run) >= 0.97
 
 
 @pytest.mark.parametrize("tokens", [16, 24, 48, 64, 128])
@@ -608,6 +610,33 @@ def test_calibration_learns_what_confidence_means():
     assert calibration.chance(0.99) == pytest.approx(0.9, abs=0.05)
     assert calibration.told.error < 0.03
     assert 0.5 < calibration.chance(0.35) < 0.75 + 0.1  # between what is known
+
+
+def test_a_known_calibration_is_where_it_begins():
+    known = ((0.05, 0.5), (0.35, 0.8), (0.95, 0.98))
+    calibration = Calibration(known)
+    assert calibration.chance(0.05) == pytest.approx(0.5)
+    assert calibration.chance(0.2) == pytest.approx(0.65)  # between points it is linear
+    assert calibration.chance(0.999) == pytest.approx(0.98)  # and beyond them as at the last one
+    again = Calibration(calibration.points)
+    assert dict(again.points) == pytest.approx(dict(calibration.points))
+    for _ in range(5):
+        calibration.add(0.35, 0.8, accepted=False)
+    assert 0.6 < calibration.chance(0.35) < 0.7  # it takes 20 tokens to halve it
+    for _ in range(100):
+        calibration.add(0.35, 0.8, accepted=False)
+    assert calibration.chance(0.35) < 0.2
+    assert calibration.chance(0.05) == pytest.approx(0.5)
+
+
+def test_greedy_and_sampled_drafts_have_each_their_calibration():
+    known = {"greedy": ((0.5, 0.9),), "sampled": ((0.5, 0.7),)}
+    controller = Controller(table(), calibration=known)
+    kinds = {"greedy": 0.9, "coupled": 0.7, "token": 0.7, "block": 0.7}
+    for kind, chance in kinds.items():
+        assert controller.row(kind).chance(0.3) == pytest.approx(chance)
+    unknown = Controller(table(), calibration={"greedy": ((0.5, 0.9),)}).row("coupled")
+    assert unknown.chance(0.3) == Controller(table()).row("coupled").chance(0.3)
 
 
 def test_a_stretch_of_luck_says_little_of_a_request():

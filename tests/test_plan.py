@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,7 @@ FILE = PlanFile(
     cost=CostTable(CURVE, CURVE, CURVE, 0.5, 8, {"device": "cpu", "threads": 2}, (1, 2)),
     fingerprint="abc",
     acceptance=(0.8, 0.5),
+    calibration={"greedy": ((0.0, 0.25), (1.0, 0.875)), "sampled": ((0.5, 0.5),)},
     measurements={"plans": [{"draft_layers": [0], "speedup": 1.25}]},
 )
 
@@ -155,7 +157,22 @@ def test_the_built_in_checkpoint_s_plan_file_loads():
     scores = [card["scores"][f"{text}_{kind}_{exit_layer}"] for text, kind in SCORES]
     assert file.acceptance == (round(sum(scores) / len(scores), 3),)
     plan = DraftPlan(16, (0, 1))
-    assert file == PlanFile(plan, file.num_draft_tokens, acceptance=file.acceptance)
+    assert file == replace(
+        PlanFile(plan, "auto"), acceptance=file.acceptance, calibration=file.calibration
+    )
+    for points in (file.calibration["greedy"], file.calibration["sampled"]):
+        shares = [share for _, share in points]
+        assert shares[0] < 0.65 < 0.95 < shares[-1]
+    unsure = [points[2][1] for points in (file.calibration["greedy"], file.calibration["sampled"])]
+    assert unsure[0] > 0.75 > unsure[1]  # the model often says what is likeliest; not so by chance
+
+
+def test_a_plan_file_from_before_calibrations_is_read(tmp_path):
+    FILE.save(tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    del content["calibration"]
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    assert PlanFile.load(tmp_path / "plan.json") == replace(FILE, calibration={})
 
 
 def test_a_plan_is_read_out_of_a_plan_file(tmp_path):
@@ -185,6 +202,12 @@ def test_a_file_that_says_that_no_plan_pays_holds_no_plan(tmp_path):
         {"acceptance": [1.5]},
         {"acceptance": 0.5},
         {"acceptance": [10**400]},
+        {"calibration": 3},
+        {"calibration": {"greedy": 3}},
+        {"calibration": {"greedy": [3]}},
+        {"calibration": {"greedy": [[0.5]]}},
+        {"calibration": {"greedy": [["a", 0.5]]}},
+        {"calibration": {"often": [[0.5, 0.5]]}},
         {"measurements": []},
         {"cost": {}},
         {"cost": []},
@@ -259,6 +282,15 @@ def test_where_no_file_can_be_is_said(tmp_path):
         ({"draft_vocabulary": (2, 1)}, ValueError, "strictly increasing token ids"),
         ({"draft_vocabulary": [1]}, TypeError, r"must be a tuple of token ids or None, got \[1\]"),
         ({"acceptance": (2.0,)}, ValueError, "an acceptance must be finite and between 0 and 1"),
+        ({"calibration": {"block": ()}}, ValueError, r'must map "greedy", "sampled" or both to'),
+        ({"calibration": {"greedy": ((0.5,),)}}, TypeError, "must be a tuple of pairs of numbers"),
+        ({"calibration": {"greedy": ()}}, ValueError, "one or more points of increasing"),
+        (
+            {"calibration": {"greedy": ((0.5, 0.5), (0.5, 0.6))}},
+            ValueError,
+            "one or more points of increasing confidence",
+        ),
+        ({"calibration": {"greedy": ((0.5, 2.0),)}}, ValueError, "a number of a calibration must"),
         ({"fingerprint": 1}, TypeError, "fingerprint must be text, got 1"),
         ({"measurements": 3}, TypeError, "measurements must be a mapping, got 3"),
     ],

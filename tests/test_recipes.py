@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from layerskip import SelfSpeculativeLM
+from layerskip.prompts import Example
 
 REPO = Path(__file__).parents[1]
 RECIPES = REPO / "recipes"
@@ -133,6 +135,31 @@ def test_it_writes_curves_and_an_ordinary_folder(trained: dict[str, Any]) -> Non
     assert expected | {"model.safetensors", "tokenizer.json"} <= {p.name for p in folder.iterdir()}
     assert all(p.stat().st_mode & 0o777 == 0o644 for p in folder.iterdir())
     assert not list(out.glob("*.partial"))
+
+
+def test_a_plan_gets_the_calibration_of_its_drafts(
+    trained: dict[str, Any],
+    recipes: dict[str, ModuleType],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, export = tmp_path / "checkpoint", recipes["export"]
+    shutil.copytree(trained["out"] / "checkpoint", folder)
+    path = folder / "layerskip.json"
+    before = json.loads(path.read_text(encoding="utf-8"))
+    assert "calibration" not in before  # of the user's text no function is known
+    export.calibrate(folder)
+    assert json.loads(path.read_text(encoding="utf-8")) == before
+    monkeypatch.setattr(
+        export, "held_out_code", lambda modules, limit: [Example(f"x = {i}") for i in range(4)]
+    )
+    export.calibrate(folder)
+    after = json.loads(path.read_text(encoding="utf-8"))
+    points = after.pop("calibration")
+    assert after == before
+    known = SelfSpeculativeLM.from_pretrained(folder).plan_file.calibration
+    assert {kind: [list(p) for p in found] for kind, found in known.items()} == points
+    assert points["greedy"] != points["sampled"]
 
 
 def test_its_card_and_plan_say_what_was_measured(trained: dict[str, Any]) -> None:

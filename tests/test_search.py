@@ -395,6 +395,35 @@ def test_each_way_gets_its_own_time_and_head(talking, monkeypatch):
     assert heads == [*own[::-1], *own, *own[::-1], *own]
 
 
+@pytest.mark.parametrize("ids", [None, SOME_IDS], ids=["whole", "trimmed"])
+def test_confidences_are_held_against_what_is_accepted(talking, monkeypatch, ids):
+    judged: list[tuple[float, bool]] = []
+    learn = timing.Calibration.add
+
+    def noting(self, confidence, told, accepted):
+        judged.append((confidence, accepted))
+        learn(self, confidence, told, accepted)
+
+    monkeypatch.setattr(timing.Calibration, "add", noting)
+    prompts = [Example(e.prompt) for e in EXAMPLES]
+    texts = read_texts(talking, prompts, sampling=SAMPLED, max_texts=2, max_tokens=24)
+    head = None if ids is None else talking.stack.head_over(ids)
+    found = {}
+    for text in texts:
+        judged.clear()
+        given = talking.stack, PLANS["exit"], timing.Way(3, head), [text]
+        found[text] = dict(timing.confidence_points(*given, sampling=SAMPLED))
+        rounds = accepted(talking.stack, PLANS["exit"], text, SAMPLED, 3, ids)
+        expected = [i < n for n in rounds for i in range(min(n + 1, 3))]
+        assert [a for _, a in judged][: len(expected)] == expected
+        assert len(judged) <= len(expected) + 3  # the last rounds have room for fewer than three
+        confidences = [c for c, _ in judged]
+        assert len(set(confidences)) > 3
+        assert all(0.0 < c < 1.0 for c in confidences)
+    alone = dict(timing.confidence_points(*given[:3], [], sampling=SAMPLED))
+    assert all(points != alone and points.keys() == alone.keys() for points in found.values())
+
+
 class Stop(KeyboardInterrupt):
     pass
 
@@ -424,6 +453,7 @@ def counting(monkeypatch) -> list[str]:
     for owner, name in (
         (search, "measure_cost"),
         (search, "time_against_plain"),
+        (search, "confidence_points"),
         (search, "read_texts"),
         (search, "closest_skip_sets"),
         (Calibration, "chains"),
@@ -581,6 +611,12 @@ def test_a_draft_vocabulary_is_chosen_for_the_plan(given, tmp_path, monkeypatch)
     assert len(chosen.ids) == 128
     assert {0, 1} <= set(chosen.ids)  # special ones
     assert file.acceptance == chosen.counts.acceptance
+    way = timing.Way(settings.max_draft_tokens, lm.stack.head_over(chosen.ids))
+    sampled = settings.sampling
+    texts = read_texts(lm, EXAMPLES, sampling=sampled, max_texts=2, max_tokens=16)
+    for kind, sampling in (("greedy", SamplingParams()), ("sampled", sampled)):
+        points = timing.confidence_points(lm.stack, file.plan, way, texts, sampling=sampling)
+        assert file.calibration[kind] == points
     assert file.cost == given_cost(lm.stack, file.plan, draft_vocabulary=chosen.ids)
     assert file.measurements["coverage"] == chosen.promised < chosen.coverage
     assert file.measurements["vocabulary"]["chosen"]["num_ids"] == 128
@@ -608,6 +644,7 @@ def test_the_command_writes_a_plan_and_shows_what_it_tried(
     assert "0-2, 5" in shown.err
     file = PlanFile.load(tmp_path / "plan.json")
     assert file.plan.layers == (0, 1, 2, 5)
+    assert set(file.calibration) == {"greedy", "sampled"}
     assert document["draft_vocabulary"] == len(file.draft_vocabulary) == 128
     for words in ("draft vocabularies, ranked by", " 128 ", "a draft vocabulary of 128 of 331 ids"):
         assert words in shown.err
