@@ -17,7 +17,7 @@ from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 DEFAULT_ACCEPTANCE = 0.7
 ROW_DISCOUNT, SHARED_DISCOUNT, CALIBRATION_DISCOUNT = 0.97, 0.99, 0.998
 CONFIDENCE_DISCOUNT = 0.99  # a text's ratio to its confidences is steadier than its drafts' luck
-ROW_WEIGHT, CONFIDENCE_WEIGHT = 3.0, 8.0  # of "like the others", in expected successes
+ROW_WEIGHT, CONFIDENCE_WEIGHT = 3.0, 20.0  # of "like the others", in expected successes
 LOOKUP_RATIO_WEIGHT = 8.0  # the same of looked-up tokens
 POSITION_WEIGHT, LOOKUP_WEIGHT, CALIBRATION_WEIGHT = 20.0, 6.0, 4.0  # of a prior, in trials
 # The same of a plan's acceptance, until it wears off: the first tokens of eight rows, all of one
