@@ -281,7 +281,7 @@ class _Search:
         )
         file = _trimmed(file, trimming)
         self._say("how sure drafts are that turn out right")
-        file = replace(file, calibration=self._calibration(best.plan, file.draft_vocabulary))
+        file = replace(file, calibration=self._confidence_points(best.plan, file.draft_vocabulary))
         return SearchResult(file, self._ranked(), said, trimming)
 
     def _trim(self, plan: DraftPlan, table: CostTable) -> Trimming:
@@ -304,7 +304,7 @@ class _Search:
             say=self._say,
         )
 
-    def _calibration(
+    def _confidence_points(
         self, plan: DraftPlan, vocabulary: Sequence[int] | None
     ) -> dict[str, tuple[tuple[float, float], ...]]:
         """Of greedy drafts, and of sampled ones if the texts are."""

@@ -48,7 +48,7 @@ def time_in_turn(
     """
 
     def seconds(text: Text, way: Way) -> float:
-        decoder, row = _begun(stack, plan, text, way, sampling)
+        decoder, row = _begun(stack, plan, text, way, sampling, tells=False)
         decoder.step()
         began = clock()
         while row.finish_reason is None:
@@ -91,7 +91,7 @@ def confidence_points(
     them is what the model says."""
     learnt = Calibration()
     for text in texts:
-        decoder, row = _begun(stack, plan, text, way, sampling)
+        decoder, row = _begun(stack, plan, text, way, sampling, tells=True)
         while row.finish_reason is None:
             decoder.step()
         for r in row.rounds:
@@ -102,10 +102,17 @@ def confidence_points(
 
 
 def _begun(
-    stack: DecoderStack, plan: DraftPlan, text: Text, way: Way, sampling: SamplingParams
+    stack: DecoderStack,
+    plan: DraftPlan,
+    text: Text,
+    way: Way,
+    sampling: SamplingParams,
+    *,
+    tells: bool,
 ) -> tuple[Decoder, Row]:
     """A text's prompt, about to be decoded as far as the text goes."""
     decoder = Decoder(stack, EarlyExitDrafter(stack, plan), plan, head=way.head)
     sampler = Sampler(sampling, text.seed, stack.vocab_size)
     prompt, limit = text.ids[: text.start], len(text.ids) - text.start
-    return decoder, decoder.join(RowSpec(prompt, sampler, limit, way.num_draft_tokens, tells=True))
+    spec = RowSpec(prompt, sampler, limit, way.num_draft_tokens, tells=tells)
+    return decoder, decoder.join(spec)
