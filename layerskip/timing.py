@@ -2,7 +2,7 @@
 that turn out right."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from layerskip.calibration import Text
@@ -82,7 +82,7 @@ def confidence_points(
     stack: DecoderStack,
     plan: DraftPlan,
     way: Way,
-    texts: Sequence[Text],
+    texts: Iterable[Text],
     *,
     sampling: SamplingParams,
 ) -> tuple[tuple[float, float], ...]:

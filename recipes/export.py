@@ -13,6 +13,7 @@ mpl.use("Agg")
 import torch
 from corpus import END_OF_TEXT
 from matplotlib import pyplot as plt
+from rich.progress import track
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from layerskip import SamplingParams, SelfSpeculativeLM
@@ -101,7 +102,8 @@ def calibrate(folder: Path) -> None:
     way, found = Way(CALIBRATION_DRAFT), {}
     for kind, temperature in (("greedy", 0.0), ("sampled", 0.8)):
         sampling = SamplingParams(temperature=temperature)
-        found[kind] = confidence_points(lm.stack, lm.plan, way, texts, sampling=sampling)
+        shown = track(texts, f"how sure {kind} drafts are")
+        found[kind] = confidence_points(lm.stack, lm.plan, way, shown, sampling=sampling)
     content = json.dumps(plan | {"calibration": found}, indent=1) + "\n"
     write_text(path, content)
 
