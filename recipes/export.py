@@ -94,7 +94,7 @@ def calibrate(folder: Path) -> None:
         return
     lm = SelfSpeculativeLM.from_pretrained(folder)
     prompts = [lm.encode(example.prompt) for example in examples]
-    texts = [
+    texts = [  # of what follows a prompt only the length counts
         Text((*ids, *[0] * CALIBRATION_TOKENS), len(ids), seed)
         for seed, ids in enumerate(prompts)
         if len(ids) + CALIBRATION_TOKENS <= lm.stack.max_positions

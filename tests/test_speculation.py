@@ -562,11 +562,14 @@ def test_the_controller_knows_who_takes_the_likeliest_token(lm, sampling, greedy
 def test_a_plan_file_brings_cost_and_prior(toy, tmp_path, caplog):
     lm = SelfSpeculativeLM(toy(), None, PLANS["exit"])
     cost = lm.controller.cost
-    known = PlanFile(PLANS["exit"], cost=cost, acceptance=(0.9, 0.8))
+    sure = {"greedy": ((0.5, 0.9),), "sampled": ((0.5, 0.7),)}
+    known = PlanFile(PLANS["exit"], cost=cost, acceptance=(0.9, 0.8), calibration=sure)
     known.save(tmp_path / "plan.json")
     again = SelfSpeculativeLM(toy(), None, PlanFile.load(tmp_path / "plan.json"))
     assert again.controller.cost == cost
     assert again.controller.row("greedy").acceptance(1) == pytest.approx(0.8)
+    chances = [again.controller.row(kind).chance(0.3) for kind in ("greedy", "coupled")]
+    assert chances == pytest.approx([0.9, 0.7])
     assert not caplog.text
     other = SelfSpeculativeLM(make_model(shape="odd"), None, known)
     assert other.controller.cost != cost
