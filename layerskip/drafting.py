@@ -27,8 +27,9 @@ class DraftRequest:
         num_draft_tokens: how many to draft; 0 is plain decoding.
         sampler: shared with verification.
         context: prompt and output, for processors and grammar; empty if there is neither.
-        goes_on: asked after each token, with its confidence (``Drawn``); None drafts
-            ``num_draft_tokens``. The token stays in any case.
+        goes_on: asked after each token, with its confidence (``Drawn``) and whether the pass that
+            drafted it has run for the next one, too; None drafts ``num_draft_tokens``. The token
+            stays in any case.
         guess: looked-up tokens after those drafted so far, at most so many: the draft's layers
             check them in one pass, which changes no drafted token. None: there is no look-up.
         num_guesses: most of them in one pass.
@@ -43,7 +44,7 @@ class DraftRequest:
     num_draft_tokens: int
     sampler: Sampler
     context: tuple[int, ...] = ()
-    goes_on: Callable[[float], bool] | None = None
+    goes_on: Callable[[float, bool], bool] | None = None
     guess: Guesser | None = None
     num_guesses: int = 0
     own_ids: frozenset[int] = frozenset()
@@ -305,12 +306,13 @@ class _Growing:
             confidence = 0.0
         if self.request.with_confidence:
             self.confidences.append(confidence)
-        if goes_on is not None and not goes_on(confidence):
+        ahead = i + 1 < len(inputs) and inputs[i + 1] == self.tokens[-1]
+        if goes_on is not None and not goes_on(confidence, ahead):
             self.ended = True
         # The token stays and is verified: ending here leaves the output's distribution alone.
         if self.request.sampler.closed((*self.request.context, *self.tokens)):
             self.ended = True
-        return not self.done and i + 1 < len(inputs) and inputs[i + 1] == self.tokens[-1]
+        return ahead and not self.done
 
     def draft(self) -> Draft:
         # A state without a token drafted from it is left: verify runs that token by itself.

@@ -62,9 +62,14 @@ class Stopper:
         self.survival, self.gain = 1.0, 0.0
         self.stopped: StopReason = ""
 
-    def goes_on(self, confidence: float) -> bool:
+    def goes_on(self, confidence: float, ahead: bool = False) -> bool:
         """After a token that was drafted with ``confidence``, and stays: is another worth its
-        passes? What several rows share of them, ``Controller.going_on`` weighs."""
+        passes? What several rows share of them, ``Controller.going_on`` weighs.
+
+        Args:
+            ahead: whether the pass that drafted it has run for the next one, too, which had been
+                looked up: all that it still costs is to be verified.
+        """
         state, choice = self._state, self._choice
         chance = state.chance(confidence)
         self.confidences.append(confidence)
@@ -74,16 +79,16 @@ class Stopper:
         more = choice.verify_seconds[done] if done < len(choice.verify_seconds) else 0.0
         self.survival = self._reached * state.acceptance(done)
         self.gain = self.survival - choice.rate * more
-        if not self._shares and not self._pays(done):
+        if not self._shares and not self._pays(done, ahead):
             self.stop(alone=False)
         return not self.stopped
 
-    def _pays(self, done: int) -> bool:
+    def _pays(self, done: int, ahead: bool) -> bool:
         """Whether the next token, or several together, gain more than their passes take: the next
         one may cost the verify pass a whole tile, and those after it nothing there."""
         choice, survival = self._choice, self.survival
         price = choice.rate * choice.draft_seconds
-        gain = self.gain - price
+        gain = self.gain if ahead else self.gain - price
         for i in range(done + 1, choice.num_draft_tokens):
             if gain > 0.0 or survival <= price:
                 break

@@ -532,6 +532,17 @@ def test_a_row_by_itself_fills_a_tile_that_its_next_token_alone_would_not_pay_fo
     assert not going(1, 0.99)
 
 
+def test_a_token_that_its_pass_has_run_for_is_weighed_against_its_place_in_the_verify_pass():
+    def going(verify: float, confidence: float, *, ahead: bool) -> bool:
+        choice = Choice("early_exit", 2, 2.0, (0.0, verify), draft_seconds=0.45)
+        return Stopper(RowState(Experience((0.9,))), choice).goes_on(confidence, ahead)
+
+    assert not going(0.0, 0.9, ahead=False)
+    assert going(0.0, 0.9, ahead=True)
+    assert going(0.0, 0.1, ahead=True)
+    assert not going(0.45, 0.9, ahead=True)
+
+
 def test_rows_share_a_draft_pass_or_none_of_them_goes_on():
     controller = Controller(table(0.4, slope=0.0), follows_clock=False)
     choice = Choice("early_exit", 8, rate=2.0, draft_seconds=0.4)

@@ -156,6 +156,21 @@ def test_automatic_drafts_take_guesses_and_charge_them(toy, plain, monkeypatch):
     assert guessed.stats.num_draft_passes < 0.9 * guessed.stats.num_draft_tokens
 
 
+def test_tokens_that_a_pass_has_run_for_are_drafted_however_dear_the_next_pass_is(
+    toy, plain, monkeypatch
+):
+    text = run(plain).token_ids
+    controller = Scripted(Choice("early_exit", 5, 1.0, (0.0,) * 16, draft_seconds=1e9))
+    monkeypatch.setattr(controller, "guesses", lambda rows, context: 4)
+    for known in (False, store_of([*REPEATING, *text])):
+        out = run(with_controller(toy, controller, lookup=known))
+        drafted = [r for r in out.rounds if r.drafter == "early_exit"]
+        assert out.token_ids == text
+        assert {r.num_draft_passes for r in drafted} == {1}
+        assert all(len(r.chances) == r.num_draft_tokens for r in drafted)
+        assert any(r.num_draft_tokens > 1 for r in drafted) is bool(known)
+
+
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_guesses_change_no_sampled_draft_either(toy, verification):
     sampling, outs, known = SamplingParams(temperature=0.3, seed=5), [], False
