@@ -101,7 +101,8 @@ def test_workloads_writes_every_mode_beside_plain(
     document = json.loads(out.read_text(encoding="utf-8"))
     code, adversarial = document["workloads"]
     fixed = [f"k={k}" for k in scripts.workloads.FIXED]
-    ours = ["plain", *fixed, "automatic", "combined"]
+    guessing = [f"{name}, look-up" for name in fixed]
+    ours = ["plain", *fixed, "automatic", "combined", *guessing]
     assert sorted(code["modes"]) == sorted([*ours, "look-up", "look-up, automatic"])
     assert sorted(adversarial["modes"]) == sorted(document["mix"]) == sorted(ours)
     for mode in (*code["modes"].values(), *adversarial["modes"].values()):
@@ -121,6 +122,8 @@ def test_workloads_writes_every_mode_beside_plain(
         best = max(speeds[name] for name in ("plain", *fixed))
         assert speeds[found["counted_best"]] == best
         assert found["counted"] == pytest.approx(speeds["automatic"] / best)
+        assert found["cpu_in_all"] > 0.0
+        assert one["combined_to_best_looking_up"]["best"] in ("plain", *guessing)
     assert adversarial["automatic_to_best_fixed"]["counted_best"] == "plain"
     assert capsys.readouterr().out.count("automatic / ") == 2
 
