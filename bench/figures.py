@@ -119,3 +119,15 @@ def prediction(
         "beta": v - 1.0,
         "predicted_speedup": stats.mean_accepted_length / (passes / count * c + v),
     }
+
+
+def over_best(modes: Mapping[str, Mapping[str, Any]], name: str, *, looking_up: bool) -> float:
+    """A mode of ``workloads.py`` over plain decoding or the fixed number of draft tokens that is
+    fastest: by CPU time of all tokens of all prompts but the first.
+
+    Args:
+        looking_up: whether the fixed numbers are those beside look-ups.
+    """
+    fixed = [n for n in modes if n.startswith("k=") and n.endswith("look-up") == looking_up]
+    best = max(modes[n]["measured_cpu_speedup"] for n in ("plain", *fixed))
+    return float(modes[name]["measured_cpu_speedup"] / best)

@@ -295,15 +295,19 @@ def workloads(files: Files) -> str:
     for one in files.latest("workloads")["workloads"]:
         if not one["prompts"]:
             continue
-        modes, best = one["modes"], one["automatic_to_best_fixed"]["best"]
-        shown = [modes.get(m) for m in (best, "automatic", "look-up, automatic", "combined")]
-        shown += [modes.get(m) for m in ("hf-early-exit", "hf-prompt-lookup")]
+        best = one["automatic_to_best_fixed"]["best"]
+        beside = one["combined_to_best_looking_up"]["best"]
+        names = (best, "automatic", "look-up, automatic", beside, "combined")
+        shown = [one["modes"].get(m) for m in (*names, "hf-early-exit", "hf-prompt-lookup")]
         speeds = [with_interval(m, "speedup_vs_plain") for m in shown]
+        for place, number in ((0, best), (3, beside)):
+            speeds[place] += f", {number.split(',')[0]}"
         task = f"{one['workload']}, {one['temperature']:g}"
         repeated = f"{one['repeated_8gram_share']:.0%}"
-        lines.append([task, str(one["prompts"]), repeated, f"{speeds[0]}, {best}", *speeds[1:]])
+        lines.append([task, str(one["prompts"]), repeated, *speeds])
     header = ["text, temperature", "prompts", "repeated", "best fixed", "automatic", "look-ups"]
-    return rows([*header, "both", "hf early exit", "hf look-up"], lines)
+    header += ["best fixed and look-ups", "automatic and look-ups"]
+    return rows([*header, "hf early exit", "hf look-up"], lines)
 
 
 def never_slower(files: Files) -> str:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from bad_drafters import Corrupted, install
-from figures import typical_prediction
+from figures import over_best, typical_prediction
 from paired import (
     Clock,
     Decoded,
@@ -272,10 +272,9 @@ class Workload:
     def _against_best(
         self, name: str, fixed: Sequence[str], modes: dict[str, Any]
     ) -> dict[str, Any]:
-        """A mode beside the fixed number of draft tokens, or plain, that took least CPU time, by
-        prompt and in all; and the passes that it made beside those of the number that has the
-        cheapest, by the cost table: none is the best by luck, but what automatic drafting chose
-        follows its clock still."""
+        """A mode beside the fixed number of draft tokens, or plain, that took least CPU time; and
+        the passes that it made beside those of the number that has the cheapest, by the cost table:
+        none is the best by luck, but what automatic drafting chose follows its clock still."""
         of = {n: [r.whole for r in runs] for n, runs in self.runs.items()}
         best = min(fixed, key=lambda n: total(of[n]).cpu)
         counted = {n: modes[n]["predicted_speedup"] for n in (*fixed, name)}
@@ -283,7 +282,6 @@ class Workload:
         return {
             "best": best,
             **ratios(of[name], of[best]),
-            "cpu_in_all": total(of[best]).cpu / total(of[name]).cpu,
             "counted_best": cheapest,
             "counted": counted[name] / counted[cheapest],
         }
@@ -360,14 +358,15 @@ def texts_of(name: str, files: dict[str, str], wanted: int) -> list[Example]:
 def verdicts(documents: Sequence[dict[str, Any]], console: Console) -> None:
     """The issue's goals beside what was found."""
     for d in (d for d in documents if d["prompts"]):
-        for name in ("automatic_to_best_fixed", "combined_to_best_looking_up"):
-            found = d[name]
+        for name, versus in (("automatic", "fixed"), ("combined", "looking_up")):
+            found = d[f"{name}_to_best_{versus}"]
+            together = over_best(d["modes"], name, looking_up=versus == "looking_up")
             low, high = found["cpu_ci95"]
             console.print(
-                f"{d['workload']}, {d['temperature']:g}: {name.split('_')[0]} / {found['best']} by "
-                f"CPU time {found['cpu']:.3f} (95 % {low:.3f}-{high:.3f}), in all "
-                f"{found['cpu_in_all']:.3f} ({1 - GOAL:.2f} or more is asked for); passes by the "
-                f"cost table {found['counted']:.3f} of {found['counted_best']}"
+                f"{d['workload']}, {d['temperature']:g}: {name} / {found['best']} by CPU time "
+                f"{found['cpu']:.3f} (95 % {low:.3f}-{high:.3f}), all prompts together "
+                f"{together:.3f} ({1 - GOAL:.2f} or more is asked for); passes by the cost table "
+                f"{found['counted']:.3f} of {found['counted_best']}"
             )
         for name, mode in d["modes"].items():
             if "predicted_speedup" in mode and name != "plain":

@@ -122,7 +122,6 @@ def test_workloads_writes_every_mode_beside_plain(
         best = max(speeds[name] for name in ("plain", *fixed))
         assert speeds[found["counted_best"]] == best
         assert found["counted"] == pytest.approx(speeds["automatic"] / best)
-        assert found["cpu_in_all"] > 0.0
         assert one["combined_to_best_looking_up"]["best"] in ("plain", *guessing)
     assert adversarial["automatic_to_best_fixed"]["counted_best"] == "plain"
     assert capsys.readouterr().out.count("automatic / ") == 2

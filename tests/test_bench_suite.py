@@ -483,6 +483,18 @@ def test_each_bound_is_held_against_its_own_case(bench: SimpleNamespace) -> None
     assert bench.goals.of_bounds(cases)[1:] == ["all", "1 of 2; switching 1.4 of 1"]
 
 
+def test_a_mode_is_held_against_the_fastest_number_of_its_kind(bench: SimpleNamespace) -> None:
+    speeds = {"plain": 1.0, "k=2": 1.6, "k=7": 2.0, "k=2, look-up": 2.4, "k=7, look-up": 2.2}
+    modes = {n: {"measured_cpu_speedup": s} for n, s in (speeds | {"automatic": 1.9}).items()}
+    over = bench.figures.over_best
+    assert over(modes, "automatic", looking_up=False) == pytest.approx(1.9 / 2.0)
+    assert over(modes, "automatic", looking_up=True) == pytest.approx(1.9 / 2.4)
+    slow = {
+        n: {"measured_cpu_speedup": min(s["measured_cpu_speedup"], 0.5)} for n, s in modes.items()
+    }
+    assert over(slow | {"plain": modes["plain"]}, "automatic", looking_up=False) == 0.5
+
+
 def marked(name: str, inside: str = "out of date\n") -> str:
     return f"before\n<!-- bench:{name}:begin -->\n{inside}<!-- bench:{name}:end -->\nafter\n"
 
