@@ -56,7 +56,8 @@ bench-full: $(TOOLS)  ## the whole matrix, exactness and scaling: hours; goes on
 	@$(CELLS) --matrix full --resume runs/bench-full.jsonl \
 		--benchmark-json=$(PART)/bench-full.json $(ARGS)
 	@$(BIN)/python bench/exactness_table.py --resume runs/bench-exactness.jsonl
-	@$(BIN)/python bench/scaling.py
+	@$(BIN)/python bench/scaling.py --out $(PART)/scaling.json
+	@mv $(PART)/scaling.json $(RESULTS)/scaling.json
 	@$(BIN)/python -m json.tool --compact $(PART)/bench-full.json $(PART)/compact.json
 	@mv $(PART)/compact.json $(RESULTS)/bench-full.json
 	@rm -f runs/bench-full.jsonl runs/bench-exactness.jsonl

@@ -4,9 +4,9 @@
     python bench/exactness_table.py --prompts mine.jsonl --model PATH
 
 Each of transformers' modes is held against transformers' plain ``generate``, each of ours against
-our own plain decoding; "ours, batch of 8" are the same prompts, eight at a time and of different
-lengths, drafting as it pays. Nothing is timed, so anything may run beside it. A stopped run goes on
-with the same command.
+our own plain decoding; "automatic, batch of 8" are the same prompts, eight at a time and of
+different lengths, drafting as it pays. Nothing is timed, so anything may run beside it. A stopped
+run goes on with the same command.
 """
 
 import argparse

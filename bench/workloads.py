@@ -352,7 +352,7 @@ def texts_of(name: str, files: dict[str, str], wanted: int) -> list[Example]:
     """At least so many prompts where there are as many."""
     if name in files:
         return read_prompts(files[name])
-    return examples_of(name if name in TASKS else "code", 8 * wanted)
+    return examples_of("code" if name == "adversarial" else name, 8 * wanted)
 
 
 def verdicts(documents: Sequence[dict[str, Any]], console: Console) -> None:
@@ -400,6 +400,9 @@ def main() -> None:
     quiet()
     files = dict(pair.split("=", 1) for pair in options.prompts)
     names = (options.workloads or ",".join(["code", *files, "copying", "adversarial"])).split(",")
+    known = (*files, *TASKS, "adversarial")
+    if strange := [name for name in names if name not in known]:
+        parser.error(f"no workload {', '.join(strange)}: there are {', '.join(known)}")
     setting = setting_of(options)
     console, documents = Console(width=170), []
     turns, done, began = len(names) * len(options.temperatures), 0, time.monotonic()

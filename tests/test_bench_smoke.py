@@ -127,6 +127,21 @@ def test_workloads_writes_every_mode_beside_plain(
     assert capsys.readouterr().out.count("automatic / ") == 2
 
 
+def test_workloads_knows_no_name_without_prompts(
+    scripts: SimpleNamespace,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out.json"
+    given = [*workload_arguments(arguments, out), "--workloads", "code,maths"]
+    with pytest.raises(SystemExit):
+        run(scripts.workloads, given, monkeypatch)
+    assert "no workload maths: there are " in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_workloads_measures_tables_among_the_prompts(
     scripts: SimpleNamespace,
     arguments: list[str],
