@@ -86,19 +86,22 @@ def export_checkpoint(
 def calibrate(folder: Path) -> None:
     """Measure what a controller begins with of its drafts' confidences, after functions that were
     held out, and note it in the folder's ``layerskip.json``. A Python that has none of them notes
-    nothing."""
+    nothing, nor does a model that none leaves room in."""
     path = folder / "layerskip.json"
     plan = json.loads(path.read_text(encoding="utf-8"))
     examples = held_out_code(plan["held_out_modules"], CALIBRATION_TEXTS)
     if not examples:
         return
     lm = SelfSpeculativeLM.from_pretrained(folder)
-    prompts = [lm.encode(example.prompt) for example in examples]
+    # Not by `lm.encode`, which refuses a prompt that leaves no room.
+    prompts = [lm.tokenizer(example.prompt)["input_ids"] for example in examples]
     texts = [  # of what follows a prompt only the length counts
         Text((*ids, *[0] * CALIBRATION_TOKENS), len(ids), seed)
         for seed, ids in enumerate(prompts)
         if len(ids) + CALIBRATION_TOKENS <= lm.stack.max_positions
     ]
+    if not texts:
+        return
     way, found = Way(CALIBRATION_DRAFT), {}
     for kind, temperature in (("greedy", 0.0), ("sampled", 0.8)):
         sampling = SamplingParams(temperature=temperature)

@@ -150,6 +150,10 @@ def test_a_plan_gets_the_calibration_of_its_drafts(
     assert "calibration" not in before  # of the user's text no function is known
     export.calibrate(folder)
     assert json.loads(path.read_text(encoding="utf-8")) == before
+    long = Example("x = 1\n" * 5000)  # as many tokens as there are positions, and more
+    monkeypatch.setattr(export, "held_out_code", lambda modules, limit: [long])
+    export.calibrate(folder)
+    assert json.loads(path.read_text(encoding="utf-8")) == before
     monkeypatch.setattr(
         export, "held_out_code", lambda modules, limit: [Example(f"x = {i}") for i in range(4)]
     )
