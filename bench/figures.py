@@ -123,7 +123,7 @@ def prediction(
 
 def over_best(modes: Mapping[str, Mapping[str, Any]], name: str, *, looking_up: bool) -> float:
     """A mode of ``workloads.py`` over plain decoding or the fixed number of draft tokens that is
-    fastest: by CPU time of all tokens of all prompts but the first.
+    fastest: by CPU time of all prompts' tokens but each one's first.
 
     Args:
         looking_up: whether the fixed numbers are those beside look-ups.
