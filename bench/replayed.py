@@ -200,9 +200,8 @@ class Decoder:
             self.pace = MEMORY * self.pace + self.noise.gauss(0.0, DRIFT)
             if times.due(drafted=draft > 0.0):
                 told = times.verify(size[0], context, rows=size[1])
-                if draft:
-                    times.observe_draft(draft * self._measured(), told_draft)
-                times.observe_verify(verify * self._measured(), told, *size)
+                took = draft * self._measured(), verify * self._measured()
+                times.observe_phases(*took, told_draft, told, *size)
         self.seconds += draft + verify
         for row in going:
             self._judge(row)

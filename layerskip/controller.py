@@ -172,15 +172,16 @@ class Controller:
         return going
 
     def at_rest(
-        self, states: Sequence[RowState], confidences: Iterable[float]
+        self, states: Sequence[RowState], confidences: Iterable[float], *, beside: int = 0
     ) -> list[Choice] | None:
         """One plain round of each row if all of them are at rest; None if they are not.
 
         Args:
             confidences: of what was looked up for each; 0: nothing was.
+            beside: rows of the round whose numbers are fixed.
         """
-        beside = len(states)
-        if not all(s.rests(beside, c) for s, c in zip(states, confidences, strict=True)):
+        rows = len(states) + beside
+        if not all(s.rests(rows, c) for s, c in zip(states, confidences, strict=True)):
             return None
         return [Choice("none", 0, plain_seconds=state.rest()) for state in states]
 
@@ -194,7 +195,8 @@ class Controller:
             drafts: whether there is an early exit.
             fixed: numbers of draft tokens of the round's other rows.
         """
-        rest = self.at_rest([a.state for a in asks], (a.confidence for a in asks))
+        confidences = (a.confidence for a in asks)
+        rest = self.at_rest([a.state for a in asks], confidences, beside=len(fixed))
         if rest is not None:
             return rest
         if len(asks) == 1 and drafts and not fixed:
@@ -229,7 +231,7 @@ class Controller:
         for a, n, most, looked_up in zip(asks, counts, mosts, lookups, strict=True):
             a.state.probing = probing
             if looked_up or (n and not probing):
-                a.state.wakes()
+                a.state.wakes(drafts=n > 0)
             if looked_up:
                 choices.append(Choice("lookup", looked_up, found.rate, plain_seconds=pace.token))
                 continue
@@ -337,15 +339,18 @@ def _offered(ask: Ask, pace: Pace, line: Sequence[float]) -> tuple[int, float]:
 def _rest(asks: Sequence[Ask], pace: Pace, left: float, *, drafts: bool) -> None:
     """Rounds at rest should cost nothing: a few of them are not thought about, unless what they
     earn comes to pay for a probe, if there is something to try."""
-    rows = sum(a.room > 0 for a in asks)
-    awaited = _probe_cost(asks, pace) - left * rows / pace.plain if drafts else math.inf
+    awaited = math.inf
+    if drafts:
+        trying = sum(a.room > 0 for a in asks)
+        paid = max(0.0, left) if _promising(asks, pace) else 0.0
+        awaited = _probe_cost(asks, pace) - paid * trying / pace.plain
     one_in = AWAKE_ONE_IN if pace.steps[0] > DEAR * pace.token else 1
     for a in asks:
         a.state.rest_for(
             MOST_AT_REST,
             awaited,
             pace.token,
-            beside=len(asks),
+            beside=pace.num_rows,
             declined=a.confidence,
             awake_one_in=one_in,
         )
@@ -380,4 +385,9 @@ def _may_probe(asks: Sequence[Ask], pace: Pace, left: float, *, claims: bool) ->
     missing = cost - min(a.state.shared.credit for a in asks)
     if missing <= 0.0 or left * rows < missing * pace.plain:
         return missing <= 0.0
+    return _promising(asks, pace)
+
+
+def _promising(asks: Sequence[Ask], pace: Pace) -> bool:
+    """Whether by what is known a draft of some row would pay."""
     return any(a.state.survivals(1, PAYING * pace.least) for a in asks)

@@ -111,6 +111,7 @@ class Decoder:
         if self.rounds is not None:
             self.rounds.leave(row)
         self.cache.release(row.slot_row)
+        self.speculator.left(row)
         return self.rows.pop(row_id)
 
     def copied(self, row: Row) -> CachedText:

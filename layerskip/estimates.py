@@ -173,7 +173,8 @@ class Experience:
         acceptances: of a request's first, second, ... drafted token once those before it are
             accepted.
         ledger: what their drafts gained less what they lost, in tokens of plain rounds.
-        credit: plain passes of one row that probes may lose: a share of those without a draft.
+        credit: plain passes of one row that probes may lose: a share of those without a draft;
+            negative where requests ended that had more in advance than they came to earn.
     """
 
     prior: tuple[float, ...]
@@ -230,7 +231,7 @@ class RowState:
         self, shared: Experience, *, stake: float = 0.0, advance: int = 0, greedy: bool = False
     ) -> None:
         self.shared, self.stake, self.greedy = shared, stake, greedy
-        self._advance, self.owed = advance, 0
+        self._advance, self.owed, self._earned = advance, 0, 0.0
         self.last, self.probing = 0, False
         self._rests, self._awaited, self._token = 0, 0.0, 0.0
         self._beside, self._declined, self._awake_one_in = 0, 0.0, 1
@@ -283,7 +284,7 @@ class RowState:
         """
         self.shared.ledger += gained
         if self.probing and passes < 0.0:
-            paid = min(self.shared.credit, -passes)
+            paid = min(max(0.0, self.shared.credit), -passes)
             self.shared.credit -= paid
             gained *= 1.0 + paid / passes
         self.stake += gained
@@ -296,7 +297,15 @@ class RowState:
             earned: by one of them, in plain passes of one row.
         """
         self.shared.credit += self._advance * earned
-        self.owed, self._advance = self.owed + self._advance, 0
+        self.owed, self._advance, self._earned = self.owed + self._advance, 0, earned
+
+    def end(self) -> None:
+        """The request is over: what it had in advance for rounds that never came is taken back.
+
+        Or a stream of requests that end long before their limits would lose that time and again.
+        """
+        self.shared.credit -= self.owed * self._earned
+        self.owed = 0
 
     def repays(self) -> bool:
         """Whether a plain round that is over earns nothing, since the request has had that."""
@@ -332,9 +341,11 @@ class RowState:
         self._rests, self._awaited, self._token, self._beside = rounds, awaited, token, beside
         self._declined, self._awake_one_in = max(self._declined, declined), awake_one_in
 
-    def wakes(self) -> None:
-        """It drafts, or takes what is looked up."""
+    def wakes(self, *, drafts: bool) -> None:
+        """It drafts, or takes what is looked up, which ends no rest for longer than a round."""
         self._declined = 0.0
+        if drafts:
+            self._rests = 0
 
     def rests(self, beside: int, confidence: float = 0.0) -> bool:
         """Whether the next round, of so many rows, is one of those, with looked-up tokens of such a

@@ -44,7 +44,7 @@ class Pace:
         self._alone = list(itertools.accumulate(alone, max))
         self.plain = times.verify(1, context, greedy=greedy)
         self.drawing = times.drawing(greedy=greedy)
-        self._shares: list[float] = []
+        self._shares: dict[int, float] = {}
         self._verify: dict[int, float] = {}  # tokens of a pass: each choice asks for dozens
         self.token = self.verify_share(1)
         drafting = drafting or rows
@@ -105,10 +105,10 @@ class Pace:
 
     def verify_share(self, each: int) -> float:
         """Of one row, if every row has ``each`` tokens in the verify pass."""
-        shares = self._shares
-        for n in range(len(shares), each + 1):  # asked for by every row that looked something up
-            shares.append(self.verify(self.num_rows * n) / self.num_rows if n else 0.0)
-        return shares[each]
+        share = self._shares.get(each)
+        if share is None:  # asked for by every row that looked something up
+            share = self._shares[each] = self.verify(self.num_rows * each) / self.num_rows
+        return share
 
 
 def offer(pace: Pace, survivals: Sequence[float], looked_up: Sequence[float]) -> tuple[int, float]:

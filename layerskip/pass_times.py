@@ -108,14 +108,21 @@ class PassTimes:
         seen = self._seen[drafted]
         return seen <= (FIRST_DRAFTED if drafted else FIRST_PLAIN) or seen % ONE_IN == 0
 
-    def observe_draft(self, measured: float, expected: float) -> None:
-        """What a round's draft took beside what ``draft`` says of its passes."""
-        self._observe(measured, [(DRAFT, expected)])
-
-    def observe_verify(self, measured: float, expected: float, tokens: int, rows: int) -> None:
-        """What a verify pass over the ``tokens`` of ``rows`` sequences took beside what
-        ``verify`` says of it."""
-        self._observe(measured, [(self._verify_clock(tokens, rows), expected)])
+    def observe_phases(
+        self,
+        draft_seconds: float,
+        verify_seconds: float,
+        draft: float,
+        verify: float,
+        tokens: int,
+        rows: int,
+    ) -> None:
+        """What a round's draft passes took, and its verify pass over the ``tokens`` of ``rows``
+        sequences, beside what ``draft`` and ``verify`` said of them before."""
+        # Both were expected by what was known before either was seen.
+        tabled = self._tabled([(DRAFT, draft), (self._verify_clock(tokens, rows), verify)])
+        for seconds, part in zip((draft_seconds, verify_seconds), tabled, strict=True):
+            self._observe(seconds, [part])
         self._passed()
 
     def observe_round(
@@ -123,16 +130,19 @@ class PassTimes:
     ) -> None:
         """The same of a draft and a verify pass that no clock could tell apart."""
         parts = [(DRAFT, draft), (self._verify_clock(tokens, rows), verify)]
-        self._observe(measured, parts)
+        self._observe(measured, self._tabled(parts))
         self._passed()
 
     def _passed(self) -> None:
         self._clocks.pass_time(max(1, self._unlearnt))
         self._unlearnt = 0
 
-    def _observe(self, measured: float, parts: Sequence[tuple[int, float]]) -> None:
+    def _tabled(self, parts: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+        """By the table alone."""
         ratios = self._clocks.ratios
-        tabled = [(clock, expected / ratios[clock]) for clock, expected in parts]
+        return [(clock, expected / ratios[clock]) for clock, expected in parts]
+
+    def _observe(self, measured: float, tabled: Sequence[tuple[int, float]]) -> None:
         total = sum(seconds for _, seconds in tabled)
         if self._follows_clock and total > 0.0:
             weights = [(clock, seconds / total) for clock, seconds in tabled if clock != PACE]

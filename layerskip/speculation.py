@@ -9,7 +9,7 @@ from layerskip.cache import KVCache
 from layerskip.controller import Ask, Controller
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
-from layerskip.estimates import lookup_confidence
+from layerskip.estimates import RowState, lookup_confidence
 from layerskip.guessing import NO_GUESS, guess_for, guesser, judged, room
 from layerskip.lookup import FORCED_MATCH, Guess, LookupStore
 from layerskip.outputs import Drafter, StopReason
@@ -343,10 +343,9 @@ class Speculator:
             return
         if not self.controller.times.due(drafted=any(a.draft.tokens for a in attempts)):
             return
-        draft, verify = self._expected(attempts, self.controller)
-        self.controller.times.observe_draft(draft_seconds, draft)
+        expected = self._expected(attempts, self.controller)
         size = _num_tokens(attempts), len(attempts)
-        self.controller.times.observe_verify(verify_seconds, verify, *size)
+        self.controller.times.observe_phases(draft_seconds, verify_seconds, *expected, *size)
 
     def observe_round_seconds(
         self, attempts: Sequence[Attempt], seconds: float, *, learns: bool = True
@@ -417,17 +416,36 @@ class Speculator:
         if guess.tokens:
             right = judged(guess.tokens, emitted)
             row.state.add_lookup(guess.match_length, right, stored=guess.stored)
+        self._learn(row, row.state, attempt, emitted, num_matches, self.controller)
+        if row.finish_reason is not None:
+            row.state.end()
+
+    def left(self, row: Row) -> None:
+        """A row was taken out before its end, or after it."""
+        if row.state is not None:
+            row.state.end()
+
+    def _learn(
+        self,
+        row: Row,
+        state: RowState,
+        attempt: Attempt,
+        emitted: Sequence[int],
+        num_matches: int,
+        controller: Controller,
+    ) -> None:
+        """As ``observe``, of a row that leaves the number of draft tokens to the controller."""
         drafted = len(attempt.draft.tokens)
         if attempt.source != "early_exit" and not attempt.draft.num_passes:
-            self.controller.observe_plain(row.state, attempt.choice, row.length)
+            controller.observe_plain(state, attempt.choice, row.length)
             return
         # Behind the text's end nobody knows what is right.
         known, wrong = min(num_matches, len(emitted)), num_matches < min(drafted, len(emitted))
         accepted = [True] * known + [False] * wrong
         # A round that is on its way already may be of another kind than the one that is judged.
-        latest, row.state.probing = row.state.probing, attempt.probing
-        self.controller.observe_draft(
-            row.state,
+        latest, state.probing = state.probing, attempt.probing
+        controller.observe_draft(
+            state,
             attempt.choice,
             row.length,
             accepted,
@@ -437,7 +455,7 @@ class Speculator:
             num_drafted=drafted,
             num_positions=attempt.draft.num_positions,
         )
-        row.state.probing = latest
+        state.probing = latest
 
 
 def _sleeps(row: Row, beside: int) -> bool:

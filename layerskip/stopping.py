@@ -150,7 +150,8 @@ def another(pace: Pace, stoppers: Sequence[Stopper], verified: int, others: int)
         later = sorted((s.survival_after for s in stoppers), reverse=True)
         for n, survival in enumerate(later, 1):
             gain += survival
-            if gain - rate * (before + draft[n] + verify(verified + count + n)) > best:
+            pass_after = draft[others + n] - draft[others]
+            if gain - rate * (before + pass_after + verify(verified + count + n)) > best:
                 return [True] * count
     kept = set(ranked[:taken])
     return [i in kept for i in range(count)]

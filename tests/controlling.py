@@ -42,12 +42,14 @@ class Request:
         acceptance: of a drafted token, by the number of tokens emitted so far.
         telling: whether confidence tells right drafts from wrong ones.
         boast: confidence is at least this.
+        limit: most tokens that it may have; 0: as many as it has.
     """
 
     tokens: int
     acceptance: Callable[[int], float]
     telling: bool = False
     boast: float = 0.5
+    limit: int = 0
     emitted: int = 0
     state: RowState | None = None
 
@@ -98,12 +100,15 @@ class Paper:
             while waiting and len(going) < rows:
                 going.append(waiting.pop())
             self.round(going)
+            for r in going:
+                if r.emitted >= r.tokens:
+                    r.state.end()
             going = [r for r in going if r.emitted < r.tokens]
         return self
 
     def round(self, going: Sequence[Request]) -> None:
         for r in going:
-            r.state = r.state or self.controller.row("greedy", r.tokens)
+            r.state = r.state or self.controller.row("greedy", r.limit or r.tokens)
         choices = self._choices(going)
         shares = len(going) > 1
         drafts = [

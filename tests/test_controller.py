@@ -68,6 +68,16 @@ def test_no_request_loses_more_than_it_may_stake(c, boast, tokens):
     assert c > 0.2 or any(run.chosen)  # it did try
 
 
+@pytest.mark.parametrize("tokens", [8, 16, 32])
+def test_a_stream_of_requests_that_end_before_their_limits_loses_three_percent_at_most(tokens):
+    """Each has in advance what it would earn up to its limit; the first may lose more."""
+    stream = steady(0.0, count=100, tokens=tokens, boast=0.5, limit=128)
+    run = paper(table(0.2)).run(stream[:10])
+    seconds = run.seconds
+    run.run(stream[10:])
+    assert (run.seconds - seconds) / (90 * tokens) <= 1.03 / plain_rate(run.controller.cost)
+
+
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
 def test_a_hard_request_among_easy_ones_loses_three_percent_at_most(cost):
     run, losses = paper(cost), []
@@ -124,6 +134,13 @@ def test_what_a_probe_loses_is_paid_by_what_all_requests_saved():
     assert (one.shared.credit, other.stake) == (pytest.approx(0.0), stake)
     controller.observe_draft(other, choice, CONTEXT, [True], [0.5], num_passes=1)
     assert (one.shared.credit, other.stake) == (pytest.approx(0.0), stake + 0.85)
+
+
+def test_what_a_probe_loses_is_not_paid_by_what_is_owed():
+    state = Controller(table(0.2)).row("greedy", 0)
+    state.probing, state.stake, state.shared.credit = True, 1.0, -0.5
+    state.settle(-0.3, -0.3)
+    assert (state.stake, state.shared.credit) == pytest.approx((0.7, -0.5))
 
 
 def test_one_bad_draft_leaves_enough_for_another():
@@ -595,6 +612,20 @@ def test_what_is_free_in_a_padded_verify_pass_is_drafted_and_what_fills_no_tile_
     assert going(0.99, 0.99, verified=8) == [True, True]
     assert going(0.99, 0.99, verified=16, others=1) == [True, True]
     assert going(0.1, 0.1, verified=16, others=1) == [False, False]
+
+
+def test_passes_that_others_need_in_any_case_are_charged_to_nobody():
+    """Those after the next one, too."""
+    rows = tuple(range(1, 65))
+    verify = Curve(rows, (0,), (tuple(1.0 + 0.4 * ((r - 1) // 8) for r in rows),))
+    draft = Curve((1, 64), (0,), ((0.2, 0.2),))
+    free = Curve((1,), (0,), ((0.0,),))
+    controller = Controller(CostTable(draft, free, verify, 0.0, 1, {}), follows_clock=False)
+    # A tile pays over two passes if another row needs these passes, too, and not if none does.
+    for others in (0, 1):
+        stoppers = beside_others(Choice("early_exit", 8, rate=3.5), 0.95, 0.95)
+        shape = {"rows": 2 + others, "verified": 8, "others": others}
+        assert controller.going_on(stoppers, CONTEXT, **shape) == [others > 0] * 2
 
 
 def test_why_a_row_among_others_drafts_no_further():

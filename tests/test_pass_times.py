@@ -18,12 +18,12 @@ def run_rounds(controller, count, *, pace=1.0, drafts=1.0, verify=1.0, tokens=5,
     draft = cost.draft_pass(rows, CONTEXT, sequences=rows)
     full = cost.verify_pass(tokens, CONTEXT, sequences=rows)
     for _ in range(count):
-        if drafted:
-            expected = controller.times.draft(rows, CONTEXT)
-            controller.times.observe_draft(pace * drafts * draft, expected)
-        expected = controller.times.verify(tokens, CONTEXT, rows=rows)
-        took = pace * full * (verify if drafted else 1.0)
-        controller.times.observe_verify(took, expected, tokens, rows)
+        expected = (
+            controller.times.draft(rows, CONTEXT) if drafted else 0.0,
+            controller.times.verify(tokens, CONTEXT, rows=rows),
+        )
+        took = pace * drafts * draft * drafted, pace * full * (verify if drafted else 1.0)
+        controller.times.observe_phases(*took, *expected, tokens, rows)
 
 
 def beside_plain(controller) -> tuple[float, float]:
@@ -51,6 +51,14 @@ def test_seconds_that_were_measured_correct_the_table(pace):
         )
         assert draft == pytest.approx(2.0 if follows else 1.0, rel=0.02)
         assert verify == pytest.approx(1.0, rel=0.02)
+
+
+def test_what_a_draft_took_says_little_of_the_verify_pass_behind_it():
+    """Both were expected by what was known before the round."""
+    controller = Controller(table())
+    run_rounds(controller, 1, drafts=2.0)
+    told = controller.times.verify(5, CONTEXT) / table().verify_pass(5, CONTEXT)
+    assert told == pytest.approx(1.0, abs=0.05)
 
 
 def test_a_machine_that_is_slower_than_its_table_has_no_dear_drafts():
@@ -196,8 +204,7 @@ def test_threads_that_learn_at_once_leave_a_clock_that_learns(monkeypatch):
 def test_a_round_that_took_no_time_or_forever_says_nothing():
     controller = Controller(table())
     for seconds in (0.0, float("inf"), float("nan")):
-        controller.times.observe_verify(seconds, 1.0, 1, 1)
-        controller.times.observe_draft(seconds, 1.0)
+        controller.times.observe_phases(seconds, seconds, 1.0, 1.0, 5, 1)
         controller.times.observe_round(seconds, 1.0, 1.0, 5, 1)
     assert beside_plain(controller) == beside_plain(Controller(table()))
 

@@ -100,7 +100,42 @@ def test_rows_that_only_look_up_await_no_credit():
 def test_rows_rest_beside_one_whose_number_is_fixed():
     controller, states = looking_up(2, slope=1.0)
     controller.choose(asked(states, 1), drafts=False, fixed=(2,))
-    assert controller.at_rest(states, [0.0, 0.0]) is not None
+    assert controller.at_rest(states, [0.0, 0.0], beside=1) is not None
+    assert controller.at_rest(states, [0.0, 0.0]) is None  # once that one has left
+    assert controller.at_rest(states, [0.0, 0.0], beside=2) is None
+
+
+def test_a_row_that_drafts_rests_no_more():
+    """Even where it is as it was when it rested: by itself, with too little credit for a probe."""
+    controller, state = resting_row()
+    state.stake = 100.0
+    for _ in range(40):
+        state.add_draft([True] * 4, [])
+    other = Ask(controller.row("greedy", 64), CONTEXT, 30)
+    asks = [Ask(state, CONTEXT, 30), other]
+    assert [c.source for c in controller.choose(asks, drafts=True)] == ["early_exit"] * 2
+    assert [c.source for c in controller.choose(asks[:1], drafts=True)] == ["early_exit"]
+
+
+def test_what_is_looked_up_ends_no_rest():
+    controller, state = resting_row()
+    ask = Ask(state, CONTEXT, 30, num_guessed=4, match_length=20)
+    assert controller.choose([ask], drafts=True)[0].source == "lookup"
+    assert state.rests(1)
+
+
+def test_a_stake_that_is_lost_puts_off_no_probe():
+    """Nor does one that may not be spent keep a row awake."""
+    for stake, prior in ((-2.0, 0.9), (-2.0, 0.01), (0.15, 0.01)):
+        controller = Controller(table(0.2, slope=0.0), (prior,), follows_clock=False)
+        state = controller.row("greedy", 0)
+        state.stake, rounds, thought = stake, 0, 0
+        while controller.choose([Ask(state, CONTEXT, 30)], drafts=True)[0].source == "none":
+            thought += not state.rests(1)
+            controller.observe_plain(state, Choice("none", 0, plain_seconds=1.0), CONTEXT)
+            rounds += 1
+        assert rounds == 20  # a draft pass is a fifth of a plain one, and a round earns a hundredth
+        assert thought <= 2
 
 
 def test_rest_is_over_when_another_row_has_ended():

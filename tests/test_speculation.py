@@ -270,6 +270,29 @@ def test_a_dear_draft_is_given_up_and_the_response_says_so(toy):
     assert out.stats.num_plain_rounds == out.stats.num_rounds == NEW - 1
 
 
+@pytest.mark.parametrize("early", ["end", "removed"])
+def test_a_request_that_is_over_gives_back_what_it_had_in_advance(toy, plain, early):
+    """For plain rounds up to its limit, which do not come."""
+    lm = with_controller(toy, Controller(cost_of(0.5), (0.01,), follows_clock=False), lookup=False)
+    if early == "end":
+        text = run(plain, PROMPT).token_ids
+        new = next(t for i, t in enumerate(text) if i > 6 and t not in text[:i])
+        lm._eos_ids = frozenset({new})
+    batch = lm.open_batch(max_new_tokens=NEW, num_draft_tokens="auto")
+    row = batch.add(PROMPT)
+    for _ in range(5):
+        batch.step()
+    state = batch._rows.row(row).state
+    assert state.owed > 0
+    held = state.shared.credit
+    while early == "end" and batch.unfinished:
+        batch.step()
+    assert (state.owed == 0) == (early == "end")
+    batch.remove(row)
+    assert state.owed == 0
+    assert state.shared.credit < held - 0.2
+
+
 def test_passes_that_draft_nothing_are_charged(toy, plain, monkeypatch):
     """As where a grammar allows no token of the draft vocabulary."""
     lm = with_controller(toy, Controller(cost_of(0.1), follows_clock=False), lookup=False)
