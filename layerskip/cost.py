@@ -198,10 +198,9 @@ class CostTable:
         attention of each sequence's own tokens over its own context."""
         if sequences == 1:
             return self._summed(curve, rows, self._block_start(context, self._padded(rows)))
-        drafting, tokens = _shared_out(rows, sequences)
         alone = self._attending(curve, self._padded(rows), another)
         total = max(0.0, self._summed(curve, rows, 0) - alone)
-        for count, each in ((drafting, tokens), (sequences - drafting, 1)):
+        for count, each in _shared_out(rows, sequences):
             if count:
                 far = max(0.0, self._attention(curve, each, context))
                 total += count * (self._attending(curve, each, another) + far)
@@ -312,11 +311,12 @@ class CostTable:
             raise ValueError(f"the cost table is not complete ({error!r})") from None
 
 
-def _shared_out(rows: int, sequences: int) -> tuple[int, int]:
-    """How many of the sequences have several of a pass's rows, and how many those have: as many as
-    can, and equally many, where nothing else is known."""
+def _shared_out(rows: int, sequences: int) -> tuple[tuple[int, int], ...]:
+    """How many of the sequences have how many of a pass's rows: as many as can have several, and
+    those about equally many, where nothing else is known."""
     drafting = min(sequences, rows - sequences)
-    return drafting, 1 + -(-(rows - sequences) // max(1, drafting))
+    each, more = divmod(rows - sequences, max(1, drafting))
+    return (more, each + 2), (drafting - more, each + 1), (sequences - drafting, 1)
 
 
 def _curve(content: Mapping[str, Any]) -> Curve:

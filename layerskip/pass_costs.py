@@ -186,17 +186,17 @@ class _Passes:
 
     def seconds(self, tokens: Ints, rows: Ints, bucket: Ints) -> Floats:
         drafting = np.minimum(rows, tokens - rows)
-        several = 1 + -(-(tokens - rows) // np.maximum(1, drafting))
-        theirs = self._attention.take(several * self._buckets + bucket)
-        others = self._attention.take(self._buckets + bucket)
-        if self._is_noisy:
-            # As CostTable has it: noise must not make further sequences cheaper than none.
-            theirs = np.where(rows == 1, theirs, np.maximum(0.0, theirs))
-            others = np.where(rows == 1, others, np.maximum(0.0, others))
-        attention = drafting * theirs + (rows - drafting) * others
-        near = drafting * self._near.take(several) + (rows - drafting) * self._near[1]
-        shared = self._shared.take(tokens) + near
-        passes = np.where(rows > 1, shared, self._products.take(tokens))
+        each, more = np.divmod(tokens - rows, np.maximum(1, drafting))
+        shares = (more, np.minimum(each + 2, len(self._near) - 1)), (drafting - more, each + 1)
+        attention = near = np.zeros(1)
+        for count, several in (*shares, (rows - drafting, np.ones_like(rows))):
+            far = self._attention.take(several * self._buckets + bucket)
+            if self._is_noisy:
+                # As CostTable has it: noise must not make further sequences cheaper than none.
+                far = np.where(rows == 1, far, np.maximum(0.0, far))
+            attention = attention + count * far
+            near = near + count * self._near.take(several)
+        passes = np.where(rows > 1, self._shared.take(tokens) + near, self._products.take(tokens))
         return passes + attention + np.maximum(0, rows - 1) * self._another
 
 

@@ -80,6 +80,8 @@ def test_sequences_are_attended_tile_by_tile():
         assert table.verify_pass(3 * each, 0, sequences=3) == pytest.approx(wanted)
     assert table.verify_pass(8, 0, sequences=8) == pytest.approx(10.0 + 8 * tile[1])
     assert table.verify_pass(5, 0, sequences=4) == pytest.approx(10.0 + tile[2] + 3 * tile[1])
+    # One of three has three tokens, a tile of four; not all have as many.
+    assert table.verify_pass(7, 0, sequences=3) == pytest.approx(10.0 + tile[4] + 2 * tile[2])
     assert table.draft_pass(5, 0, sequences=5) == pytest.approx(10.0 + 5 * tile[1])
     assert table.attending(11) == pytest.approx(tile[8] + tile[4])
     quick = replace(table, tiles=(1,))

@@ -260,7 +260,9 @@ def test_cost_of_passes_is_the_table_s():
         tiles=(1, 2, 4),
     )
     costs = PassCosts(cost, rows=4, most_drafted=5, longest=300)
-    for rows, tokens, context in product((1, 3, 4), (0, 1, 2, 5, 12, 20), (0, 150, 299, 300)):
+    for rows, tokens, context in product(
+        (1, 3, 4), (0, 1, 2, 5, 9, 10, 12, 20), (0, 150, 299, 300)
+    ):
         if rows <= tokens <= 6 * rows:
             arrays = [np.array([n]) for n in (tokens, rows, context)]
             wanted = cost.verify_pass(tokens, context, sequences=rows)
@@ -365,7 +367,7 @@ class Real:
             accepted = [True] * min(right, number) + [False] * (right < number)
             told = self.states[i], self.choices[i], int(batches.context[0])
             if number:
-                confidences = self.stoppers[i].confidences
+                confidences = [self.confidence(batches, i, depth) for depth in range(number)]
                 self.controller.observe_draft(*told, accepted, confidences, num_passes=number)
             else:
                 self.controller.observe_plain(*told)
