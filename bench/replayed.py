@@ -258,7 +258,7 @@ class Decoder:
         right, drafted = min(row.draft[0], row.drafted), row.drafted
         if self.controller is not None and drafted:
             accepted = [True] * right + [False] * (right < drafted)
-            observed = accepted, row.stopper.confidences
+            observed = accepted, row.draft[1][:drafted]
             self.controller.observe_draft(
                 row.state, row.choice, row.context, *observed, num_passes=drafted
             )

@@ -237,25 +237,30 @@ class Controller:
                 continue
             a.state.last = 0 if probing else n
             if n:
-                prices = pace.steps, pace.draft_share, pace.start_share, pace.token
-                choices.append(Choice("early_exit", most, found.rate, *prices))
+                choices.append(_drafting(most, found.rate, pace))
             else:
                 choices.append(Choice("none", 0, plain_seconds=pace.token))
         return choices
 
     def _again(self, ask: Ask) -> Choice | None:
-        """What ``choose`` finds, in few steps, where a row by itself goes on drafting; None where
-        it does not. Most rounds of one row are such, and thinking takes its time."""
+        """What ``choose`` finds, in few steps, of a row by itself that has drafted, where it drafts
+        or looks up; None where it does neither. Most rounds of one row are such, and thinking
+        takes its time."""
         state = ask.state
         pace = self._pace(ask.context, 1, greedy=state.greedy)
         most = min(affordable(pace.token * state.stake, pace), ask.most)
         line = state.survivals(most, PAYING * pace.least)
+        looked_up, gain = _offered(ask, pace, line)
+        if looked_up:
+            state.wakes(drafts=False)
+            state.probing = False
+            rate = (1.0 + gain) / (pace.verify(1 + looked_up) + looked_up * pace.drawing)
+            return Choice("lookup", looked_up, rate, plain_seconds=pace.token)
         count, rate = pace.of_one(line, bias=1.0 - HYSTERESIS)
-        if not count or _offered(ask, pace, line)[0]:
+        if not count:
             return None
         state.last, state.probing = count, False
-        prices = pace.steps, pace.draft_share, pace.start_share, pace.token
-        return Choice("early_exit", most, rate, *prices)
+        return _drafting(most, rate, pace)
 
     def _pace(self, context: int, rows: int, *, greedy: bool) -> Pace:
         """Of rounds like this one: at rest most are as the one before."""
@@ -312,6 +317,13 @@ class Controller:
                 passes = seconds / self.times.verify(1, context, greedy=state.greedy)
             state.settle(seconds / choice.plain_seconds, passes)
         state.add_draft(accepted, confidences, chances)
+
+
+def _drafting(most: int, rate: float, pace: Pace) -> Choice:
+    """An early exit of at most so many tokens."""
+    return Choice(
+        "early_exit", most, rate, pace.steps, pace.draft_share, pace.start_share, pace.token
+    )
 
 
 def _weighed(

@@ -41,7 +41,11 @@ def lookup_confidence(match_length: int, stored: bool, *, ahead: int = 0) -> flo
         stored: whether it is from a store.
         ahead: looked-up tokens before it, if they are right: the match is longer by so many.
     """
-    return LOOKUP_PRIORS[_match_bin(match_length, ahead)] / (1 + stored)
+    return _lookup_prior(_match_bin(match_length, ahead), stored)
+
+
+def _lookup_prior(match_bin: int, stored: bool) -> float:
+    return LOOKUP_PRIORS[match_bin] / (1 + stored)
 
 
 def _match_bin(match_length: int, ahead: int) -> int:
@@ -204,12 +208,14 @@ class Experience:
 
     def lookup(self, match_bin: int, stored: bool) -> Share:
         """Of looked-up tokens; a match in a store says less than one in the text itself."""
-        return self.lookups.setdefault((stored, match_bin), Share())
+        key = (stored, match_bin)
+        if key not in self.lookups:
+            return self.lookups.setdefault(key, Share())
+        return self.lookups[key]
 
     def lookup_acceptance(self, match_bin: int, stored: bool) -> float:
         """Of a looked-up token once those before it are accepted."""
-        prior = LOOKUP_PRIORS[match_bin] / (1 + stored)
-        return self.lookup(match_bin, stored).mean(prior, LOOKUP_WEIGHT)
+        return self.lookup(match_bin, stored).mean(_lookup_prior(match_bin, stored), LOOKUP_WEIGHT)
 
 
 def _shares(count: int) -> list[Share]:
@@ -265,10 +271,15 @@ class RowState:
 
     def lookup_survivals(self, match_length: int, stored: bool, most: int) -> list[float]:
         """As ``survivals``, of looked-up tokens."""
-        ratio, of = self._lookup_ratio.value, self.shared.lookup_acceptance
-        found, survival = [], 1.0
+        ratio, known = self._lookup_ratio.value, -1
+        found, survival, acceptance = [], 1.0, 0.0
         for i in range(most):
-            survival *= min(LARGEST, of(_match_bin(match_length, i), stored) * ratio)
+            match_bin = _match_bin(match_length, i)
+            if match_bin != known:  # few of them are asked for, and each round asks
+                known = match_bin
+                shared = self.shared.lookup_acceptance(match_bin, stored)
+                acceptance = min(LARGEST, shared * ratio)
+            survival *= acceptance
             if survival < LEAST_SURVIVAL:
                 break
             found.append(survival)
@@ -374,14 +385,13 @@ class RowState:
             chances: that the tokens were given when they were drafted; empty: nobody asked, and
                 they are what they would be given now.
         """
+        shared, calibration = self.shared, self.shared.calibration
         for i, success in enumerate(accepted[:MAX_AUTO_DRAFT_TOKENS]):
-            self._ratio.add(success, self.shared.acceptance(i))
+            self._ratio.add(success, shared.acceptances[i])
             self._positions[i].add(success, ROW_DISCOUNT)
-            self.shared.add(i, success)
-        calibration = self.shared.calibration
-        judged = list(zip(accepted, confidences, strict=False))
-        told = chances or [self.chance(confidence) for _, confidence in judged]
-        for (success, confidence), chance in zip(judged, told, strict=False):
+            shared.add(i, success)
+        told = chances or [self.chance(c) for c, _ in zip(confidences, accepted, strict=False)]
+        for success, confidence, chance in zip(accepted, confidences, told, strict=False):
             self._confidence_ratio.add(success, calibration.chance(confidence))
             calibration.add(confidence, chance, success)
 
@@ -389,6 +399,7 @@ class RowState:
         """Looked-up tokens beside the text: right ones, and the first that was not."""
         for i, success in enumerate(hits):
             match_bin = _match_bin(match_length, i)
-            expected = self.shared.lookup_acceptance(match_bin, stored)
+            share = self.shared.lookup(match_bin, stored)
+            expected = share.mean(_lookup_prior(match_bin, stored), LOOKUP_WEIGHT)
             self._lookup_ratio.add(success, expected)
-            self.shared.lookup(match_bin, stored).add(success, SHARED_DISCOUNT)
+            share.add(success, SHARED_DISCOUNT)

@@ -47,7 +47,6 @@ class Stopper:
         shares: whether other rows decode beside it.
 
     Attributes:
-        confidences: of the tokens so far, as the drafter gave them.
         chances: of acceptance, of each token so far.
         survival: the chance that one more token is accepted.
         gain: tokens that one more is expected to add, less what verifying it costs.
@@ -57,7 +56,6 @@ class Stopper:
     def __init__(self, state: RowState, choice: Choice, *, shares: bool = False) -> None:
         self._state, self._choice, self._shares = state, choice, shares
         self._reached = 1.0
-        self.confidences: list[float] = []
         self.chances: list[float] = []
         self.survival, self.gain = 1.0, 0.0
         self.stopped: StopReason = ""
@@ -70,14 +68,15 @@ class Stopper:
             ahead: whether the pass that drafted it has run for the next one, too, which had been
                 looked up: all that it still costs is to be verified.
         """
-        state, choice = self._state, self._choice
-        chance = state.chance(confidence)
-        self.confidences.append(confidence)
-        self.chances.append(chance)
+        choice, chances = self._choice, self.chances
+        chance = self._state.chance(confidence)
+        chances.append(chance)
         self._reached *= chance
-        done = len(self.chances)
+        done = len(chances)
+        if done >= choice.num_draft_tokens:
+            return False  # there is no other
         more = choice.verify_seconds[done] if done < len(choice.verify_seconds) else 0.0
-        self.survival = self._reached * state.acceptance(done)
+        self.survival = self._reached * self._state.acceptance(done)
         self.gain = self.survival - choice.rate * more
         if not self._shares and not self._pays(done, ahead):
             self.stop(alone=False)

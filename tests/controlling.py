@@ -62,6 +62,7 @@ class Growing:
     choice: Choice
     stopper: Stopper
     right: list[bool] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
     ended: bool = False
 
     @property
@@ -73,6 +74,7 @@ class Growing:
         self.right.append(random.random() < chance)
         sure = 0.98 if self.right[-1] else 0.15
         confidence = sure if self.request.telling else max(self.request.boast, chance)
+        self.confidences.append(confidence)
         self.ended = stops and not self.stopper.goes_on(confidence)
 
 
@@ -146,10 +148,8 @@ class Paper:
         if self.fixed is not None:
             pass
         elif right:
-            confidences = draft.stopper.confidences
-            self.controller.observe_draft(
-                r.state, draft.choice, CONTEXT, accepted, confidences, num_passes=len(right)
-            )
+            told = (r.state, draft.choice, CONTEXT, accepted, draft.confidences)
+            self.controller.observe_draft(*told, num_passes=len(right))
         else:
             self.controller.observe_plain(r.state, draft.choice, CONTEXT)
         new = min(sum(accepted) + 1, r.tokens - r.emitted)

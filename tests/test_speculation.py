@@ -497,9 +497,7 @@ def test_what_begins_a_draft_is_expected_once_in_a_round_that_drafts(toy, monkey
     controller = Scripted(Choice("early_exit", 3), PLAIN)
     controller.times = PassTimes(replace(cost_of(0.1), draft_start=0.2), follows_clock=False)
     told = []
-    monkeypatch.setattr(
-        controller.times, "observe_draft", lambda _, expected: told.append(expected)
-    )
+    monkeypatch.setattr(controller.times, "observe_phases", lambda *given: told.append(given[2]))
     lm = with_controller(toy, controller, lookup=False)
     out = run(lm, PROMPT, sampling=WITH_RULES)
     assert [r.num_draft_passes for r in out.rounds[1:5]] == [3, 0, 3, 0]
