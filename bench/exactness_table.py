@@ -110,6 +110,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=default)
     options = parser.parse_args()
     tasks = ["prompts"] if options.prompts else list(TASKS)
+    if options.limit < len(tasks):
+        needed = f"{len(tasks)} or more, so that each task has one"
+        parser.error(f"--limit is {options.limit} prompts; give {needed}")
     lab = Lab(
         Options(
             model=options.model,

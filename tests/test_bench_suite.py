@@ -310,6 +310,16 @@ def test_whose_drafts_change_the_text_is_counted(
     assert {"hf, batch of 8", "automatic, batch of 8"} < set(equal)
 
 
+def test_fewer_prompts_than_tasks_are_refused_before_anything_is_loaded(
+    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench.exactness_table, "Lab", lambda _: pytest.fail("loaded"))
+    monkeypatch.setattr(sys, "argv", ["exactness_table.py", "--limit", "3"])
+    with pytest.raises(SystemExit):
+        bench.exactness_table.main()
+    assert "--limit is 3 prompts; give 4 or more" in capsys.readouterr().err
+
+
 def test_a_round_copies_the_same_bytes_whatever_the_context(bench: SimpleNamespace) -> None:
     size = bench.scaling.Size(vocabulary=64, layers=2)
     lm = bench.scaling.model_of(size)
