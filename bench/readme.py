@@ -14,6 +14,8 @@ from pathlib import Path
 from goals import goals
 from tables import TABLES, Files
 
+from layerskip.files import write_text
+
 REPO = Path(__file__).parents[1]
 PAGES = (REPO / "README.md", REPO / "bench" / "README.md")
 KNOWN = {**TABLES, "goals": goals}
@@ -48,7 +50,7 @@ def main() -> None:
         if options.check and new != text:
             raise SystemExit(f"{page} is not what {options.results} gives")
         if not options.check:
-            page.write_text(new, encoding="utf-8")
+            write_text(page, new)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from layerskip import SelfSpeculativeLM
 from layerskip.compare import repeated_share
 from layerskip.controller import Ask, Controller
 from layerskip.cost import CostTable, Curve
+from layerskip.files import write_text
 from layerskip.plan import PlanFile
 from layerskip.stopping import Choice, Stopper
 
@@ -317,7 +318,7 @@ def record_all(lm: SelfSpeculativeLM, options: argparse.Namespace) -> None:
         for ids, temperature in track(jobs, "drafting from every place")
     ]
     options.drafts.parent.mkdir(parents=True, exist_ok=True)
-    options.drafts.write_text("".join(lines), encoding="utf-8")
+    write_text(options.drafts, "".join(lines))
 
 
 def read(path: Path) -> Iterator[Recorded]:

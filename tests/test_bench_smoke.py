@@ -516,6 +516,18 @@ def test_replayed_drafts_are_judged_under_every_table(
         assert found["calibration_error"] > 0.0 < found["calibration_error_by_chance"]
 
 
+def test_recorded_drafts_are_written_in_one_move(scripts, arguments, tmp_path):
+    """A file that is there is read and not made again: half a one would count as all."""
+    file = tmp_path / "drafts.jsonl"
+    file.write_text("older", encoding="utf-8")
+    lm = SelfSpeculativeLM.from_pretrained(arguments[1], num_draft_tokens=10, lookup=False)
+    size = SimpleNamespace(prompts=arguments[3], limit=1, longest=160, tokens=4, drafts=file)
+    with file.open(encoding="utf-8") as before:
+        scripts.replayed.record_all(lm, size)
+        assert before.read() == "older"
+    assert len(file.read_text(encoding="utf-8").splitlines()) == 2
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_live_drift_loses_drafts_and_no_text(
     scripts: SimpleNamespace, tmp_path: Path, temperature: float

@@ -523,7 +523,9 @@ def test_tables_are_written_between_their_markers(
     with pytest.raises(SystemExit, match="is not what"):
         bench.readme.main()
     monkeypatch.setattr(sys, "argv", arguments)
-    bench.readme.main()
+    with page.open(encoding="utf-8") as before:
+        bench.readme.main()
+        assert "out of date" in before.read()  # written in one move, never half
     text = page.read_text(encoding="utf-8")
     assert "out of date" not in text
     assert text.count("before\n") == text.count("after\n") == len(bench.readme.KNOWN)

@@ -191,6 +191,24 @@ def test_a_record_keeps_the_other_versions(
     ]
 
 
+def test_an_interrupted_record_leaves_the_old_one(
+    installs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installs, "RECORD", tmp_path / "installs.json")
+    outcome = installs.Outcome("2026-11-21", "3.11.7", "5.23.0", "2.13.0", 1, 0, 0, 1.0)
+    installs.record(outcome, {"wheel_bytes": 5})
+    old = installs.RECORD.read_text(encoding="utf-8")
+
+    def interrupted(path: Path, text: str, **_: str) -> None:
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        installs.record(outcome, {"wheel_bytes": 6})
+    assert installs.RECORD.read_text(encoding="utf-8") == old
+
+
 def test_tests_are_counted_from_the_report(installs: ModuleType, tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(
