@@ -14,13 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paired import circumstances, dated, quiet, sampling_at, write
+from paired import circumstances, cost_now, dated, quiet, sampling_at, write
 from tasks import spread
 
 from layerskip import SelfSpeculativeLM
 from layerskip.bootstrap import bootstrap_interval
 from layerskip.controller import Controller
-from layerskip.profiling import measure_cost
 from layerskip.prompts import read_prompts
 
 LONGEST = 400  # tokens of a prompt
@@ -49,7 +48,7 @@ def main() -> None:
     args = parser.parse_args()
     quiet()
     without, guessing = (SelfSpeculativeLM.from_pretrained(args.model) for _ in range(2))
-    cost = measure_cost(without.stack, without.plan, seconds=args.profile_seconds)
+    cost = cost_now(without, args.profile_seconds)
     encoded = [without.tokenizer(e.prompt)["input_ids"] for e in read_prompts(args.prompts)]
     fit = [ids for ids in encoded if 0 < len(ids) <= LONGEST]
     prompts = spread(fit, args.limit * args.rows)[: args.limit * args.rows]

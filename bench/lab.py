@@ -12,7 +12,7 @@ import torch
 import transformers
 from cells import Cell
 from modes import FIXED, Theirs, Way
-from paired import commit, quiet, sampling_at, wrapped
+from paired import commit, cost_now, quiet, sampling_at, wrapped
 from tasks import Asked, asked, examples_of, spread
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +21,6 @@ from layerskip.checkpoint import BUILTIN, builtin_folder
 from layerskip.compare import EarlyExitSettings
 from layerskip.cost import CostTable
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
-from layerskip.profiling import measure_cost
 from layerskip.prompts import Example, read_prompts
 
 REPO = Path(__file__).parents[1]
@@ -121,7 +120,7 @@ class Lab:
         lm = self._exiting
         if lm.plan is None or seconds == 0.0:
             return self.cost
-        return measure_cost(lm.stack, lm.plan, head=lm.draft_head, seconds=seconds)
+        return cost_now(lm, seconds)
 
     def ours(self) -> dict[str, Way]:
         """Our modes, each with a controller of its own."""

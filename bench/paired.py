@@ -30,6 +30,7 @@ from layerskip.cost import CostTable
 from layerskip.fingerprint import device_name
 from layerskip.params import NumDraftTokens
 from layerskip.plan import PlanFile
+from layerskip.profiling import measure_cost
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,17 @@ def wrapped(
     """A decoder whose controller knows what ``known`` says, and a table measured before."""
     file = replace(known or PlanFile(None), cost=cost)
     return SelfSpeculativeLM(model, tokenizer, file, lookup=lookup)
+
+
+def cost_now(lm: SelfSpeculativeLM, seconds: float) -> CostTable:
+    """The decoder's cost table, measured for so long, over what its drafts are made over."""
+    return measure_cost(
+        lm.stack,
+        lm.plan,
+        draft_vocabulary=lm.plan_file.draft_vocabulary,
+        head=lm.draft_head,
+        seconds=seconds,
+    )
 
 
 def forget(lm: SelfSpeculativeLM) -> None:

@@ -36,7 +36,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from paired import NO_TIME, Clock, circumstances, dated, write
+from paired import NO_TIME, Clock, circumstances, cost_now, dated, write
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -46,7 +46,6 @@ import layerskip.decode
 from layerskip import GenerationOutput, Round, SelfSpeculativeLM
 from layerskip.controller import Controller
 from layerskip.cost import OF_SAMPLING, CostTable, Curve
-from layerskip.profiling import measure_cost
 from layerskip.simulate import Cell, most_drafted, simulate
 from layerskip.telemetry.replay import Replay, replay
 
@@ -288,8 +287,7 @@ def sitting(
         task = progress.add_task("real", total=options.turns * (len(cases) + 1) + options.tables)
         for turn in range(options.turns):
             if len(tables) <= turn * options.tables // options.turns:
-                seconds = options.profile_seconds
-                tables.append(measure_cost(lm.stack, lm.plan, head=lm.draft_head, seconds=seconds))
+                tables.append(cost_now(lm, options.profile_seconds))
                 progress.advance(task)
             if turn == 0:
                 known = lm.plan_file

@@ -38,6 +38,7 @@ from paired import (
     Clock,
     Decoded,
     circumstances,
+    cost_now,
     dated,
     decode_together,
     geometric_mean,
@@ -58,7 +59,6 @@ from layerskip.compare import Comparison, repeated_share
 from layerskip.cost import CostTable
 from layerskip.metrics import acceptance_by_position
 from layerskip.params import NumDraftTokens
-from layerskip.profiling import measure_cost
 from layerskip.prompts import Example, read_prompts
 
 FIXED = (2, 3, 4, 5, 7)
@@ -186,7 +186,7 @@ class Workload:
                     self._add(mode, found[mode.name], plain.token_ids)
             if setting.profile_seconds and kept % PROMPTS_OF_A_TABLE == 0:
                 lm, seconds = self.modes[0].lm, setting.profile_seconds / 4
-                self.tables.append(measure_cost(lm.stack, lm.plan, seconds=seconds))
+                self.tables.append(cost_now(lm, seconds))
             on_turn(kept, setting.limit)
 
     def _add(self, mode: Mode, decoded: Decoded, wanted: tuple[int, ...]) -> None:
@@ -468,7 +468,7 @@ def profiled(setting: Setting, seconds: float) -> Setting:
         return setting
     exiting = wrapped(setting.model, setting.tokenizer, setting.known, setting.cost, lookup=False)
     alone = wrapped(setting.model, setting.tokenizer, None, setting.alone, lookup=True)
-    cost, own = (measure_cost(lm.stack, lm.plan, seconds=seconds / 2) for lm in (exiting, alone))
+    cost, own = (cost_now(lm, seconds / 2) for lm in (exiting, alone))
     return replace(setting, cost=cost, alone=own)
 
 

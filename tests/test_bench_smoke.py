@@ -150,11 +150,41 @@ def test_workloads_measures_tables_among_the_prompts(
 ) -> None:
     asked: list[float] = []
     monkeypatch.setattr(
-        scripts.workloads, "measure_cost", lambda *_, seconds: asked.append(seconds) or COST
+        scripts.paired, "measure_cost", lambda *_, seconds, **__: asked.append(seconds) or COST
     )
     given = [*workload_arguments(arguments, tmp_path / "out.json"), "--profile-seconds", "8"]
     run(scripts.workloads, [*given, "--workloads", "code", "--limit", "4"], monkeypatch)
     assert asked == [4.0, 4.0, 2.0]  # drafts, look-ups; and after the third of four prompts
+
+
+TRIMMED = tuple(range(2, 330, 3))
+
+
+def test_tables_are_measured_over_the_plan_s_draft_vocabulary(
+    scripts: SimpleNamespace,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """As decoders have theirs: a table of another draft would not fit, and be measured again."""
+    _, folder, _, prompts = arguments
+    PlanFile(PLANS["exit"], draft_vocabulary=TRIMMED).save(Path(folder) / "layerskip.json")
+    asked: list[Any] = []
+
+    def measured(_: Any, plan: Any, *, draft_vocabulary=None, head=None, **__: Any) -> CostTable:
+        ids = None if head is None else tuple(head.ids.tolist())
+        asked.append((plan, draft_vocabulary, ids))
+        return COST
+
+    for script in (scripts.paired, scripts.workloads, scripts.guesses):
+        monkeypatch.setattr(script, "measure_cost", measured, raising=False)
+    given = [*workload_arguments(arguments, tmp_path / "out.json"), "--profile-seconds", "8"]
+    run(scripts.workloads, [*given, "--workloads", "code", "--limit", "3"], monkeypatch)
+    size = ["--limit", "1", "--tokens", "4", "--temperatures", "0.8"]
+    out = ["--prompts", prompts, "--out", str(tmp_path / "guesses.json")]
+    run(scripts.guesses, ["--model", folder, *size, *out], monkeypatch)
+    whole, trimmed = (None, None, None), (PLANS["exit"], TRIMMED, TRIMMED)
+    assert asked == [trimmed, whole, trimmed, trimmed]  # look-ups draft by no plan
 
 
 def test_works_take_turns_by_how_far_they_are(scripts: SimpleNamespace) -> None:

@@ -22,7 +22,7 @@ import yaml
 from benching import BENCH, REPO, bench_modules
 from toys import PLANS, make_model, random_ids
 
-from layerskip import SamplingParams, api
+from layerskip import SamplingParams, SelfSpeculativeLM, api
 from layerskip.calibration import walk
 from layerskip.cli import main
 from layerskip.cost import CostTable, Curve
@@ -90,6 +90,21 @@ def lab(bench: SimpleNamespace, folder: Path) -> Iterator[Any]:
                 max_repeated=1.0,
             )
         )
+
+
+def test_a_cell_s_table_is_measured_over_the_plan_s_draft_vocabulary(
+    bench: SimpleNamespace, lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trimmed = PlanFile(PLANS["exit"], draft_vocabulary=tuple(range(2, 330, 3)))
+    monkeypatch.setattr(lab, "_exiting", SelfSpeculativeLM(lab.model, None, trimmed, lookup=False))
+    asked: dict[str, Any] = {}
+    for module in (bench.lab, bench.paired):
+        monkeypatch.setattr(
+            module, "measure_cost", lambda *_, **given: asked.update(given) or COST, raising=False
+        )
+    assert lab.cost_now(5.0) is COST
+    assert asked["draft_vocabulary"] == trimmed.draft_vocabulary
+    assert tuple(asked["head"].ids.tolist()) == trimmed.draft_vocabulary
 
 
 def test_the_worked_answers_are_right(bench: SimpleNamespace) -> None:
