@@ -1,5 +1,6 @@
 """One checkpoint with everything that the cells are measured with, loaded once."""
 
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -8,18 +9,17 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from cells import Cell
 from modes import FIXED, Theirs, Way
 from paired import commit, cost_now, quiet, sampling_at, wrapped
-from tasks import Asked, asked, examples_of, spread
+from tasks import TASKS, Asked, asked, examples_of, spread
 from transformers import AutoModelForCausalLM
 
 from layerskip import SelfSpeculativeLM
 from layerskip.checkpoint import BUILTIN, builtin_folder
 from layerskip.compare import EarlyExitSettings
 from layerskip.cost import CostTable
+from layerskip.fingerprint import cost_key, fingerprint_of
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.prompts import Example, read_prompts
 
@@ -143,24 +143,31 @@ class Lab:
         return self.theirs(temperature, self.lm()).tune(mode, prompts, tokens)
 
     def subject(self) -> dict[str, str | int | float]:
-        """What a measurement is of, beside the cell: what a run that goes on has to share."""
-        options = self.options
+        """What a measurement is of, beside the cell: what a run that goes on has to share.
+
+        Files are known by what they hold, for names stay when it changes.
+        """
+        options, lm, draft_model = self.options, self._exiting, self.options.draft_model
+        tasks = TASKS if options.prompts is None else ("prompts",)
+        if draft_model not in ("auto", "none"):
+            draft_model = fingerprint_of(self.draft_model)
         return {
             "model": options.model,
-            "prompts": options.prompts.name if options.prompts else "ours",
-            "device": str(self.model.device),
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            **cost_key(lm.stack, lm.plan, lm.plan_file.draft_vocabulary),
+            "plan_file": _digest(self.known),
+            "prompts": _digest([self.examples(task) for task in tasks]),
             "limit": options.limit,
             "seconds": options.seconds,
             "tokens": options.tokens or 0,
             "max_repeated": options.max_repeated,
             "exit_layer": options.exit_layer or 0,
-            "draft_model": options.draft_model,
+            "draft_model": draft_model,
             "commit": commit(),
         }
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 def trained_draft(folder: Path) -> Path:

@@ -306,6 +306,37 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
         Journal(path, lab.subject() | {"threads": 99})
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [("prompts", "prompts"), ("model", "fingerprint"), ("plan", "plan file"), ("draft", "draft")],
+)
+def test_a_resumed_run_knows_its_files_by_what_they_hold(
+    bench: SimpleNamespace, lab: Any, folder: Path, tmp_path: Path, changed: str, said: str
+) -> None:
+    checkpoint, draft = tmp_path / "checkpoint", tmp_path / "draft"
+    shutil.copytree(folder, checkpoint)
+    shutil.copytree(folder, draft)
+    options = replace(
+        lab.options,
+        model=str(checkpoint),
+        prompts=checkpoint / "prompts.jsonl",
+        draft_model=str(draft),
+    )
+    path = tmp_path / "journal.jsonl"
+    for _ in range(2):
+        Journal(path, bench.lab.Lab(options).subject())
+    if changed == "prompts":
+        options.prompts.write_text('{"prompt": "as it was"}\n', encoding="utf-8")
+    elif changed == "plan":
+        PlanFile(PLANS["exit"], acceptance=(0.5,)).save(checkpoint / "layerskip.json")
+    else:
+        other = make_model()
+        other.get_output_embeddings().weight.data.mul_(1.5)
+        other.save_pretrained(checkpoint if changed == "model" else draft)
+    with pytest.raises(ValueError, match=rf"journal of another measurement \({said}"):
+        Journal(path, bench.lab.Lab(options).subject())
+
+
 def test_whose_drafts_change_the_text_is_counted(
     bench: SimpleNamespace, lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
