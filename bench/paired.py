@@ -234,6 +234,11 @@ def dated(name: str) -> Path:
     return Path(__file__).parent / "results" / f"{today}-{name}.json"
 
 
+def part_of(record: Path) -> Path:
+    """Beside a record, where no table looks: for a run that is not whole, or not yet."""
+    return record.with_name(f"{record.stem}-part.json")
+
+
 def circumstances() -> dict[str, Any]:
     """Where and with what it was measured; the load says whether the wall clock means much."""
     return {

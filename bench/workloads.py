@@ -22,12 +22,16 @@ and, in a quarter of that time each, after every third of its prompts: a machine
 minutes, and a prediction is the median of those by all of these tables. Adversarial means that no
 drafted token is ever right, while the model is as sure of its own as always
 (bench/bad_drafters.py).
+
+Without ``--out``, a run of all five kinds of text at both temperatures (``is_record``) is the day's
+record in bench/results once it is done. Of any other, and of one that was stopped, the results are
+beside it in a file that ends in ``-part.json``, which no table reads.
 """
 
 import argparse
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +46,7 @@ from paired import (
     dated,
     decode_together,
     geometric_mean,
+    part_of,
     quiet,
     ratios,
     sampling_at,
@@ -66,6 +71,7 @@ LOOKED_UP = 10
 THEIRS = ("hf-early-exit", "hf-early-exit-default", "hf-prompt-lookup")
 GOAL = 0.03
 PROMPTS_OF_A_TABLE = 3
+RECORDED_PROMPTS = 12  # of a workload, at least
 
 
 @dataclass(frozen=True)
@@ -375,14 +381,17 @@ def verdicts(documents: Sequence[dict[str, Any]], console: Console) -> None:
                     console.print(f"  {name}: {off:+.0%} of what the cost table predicts")
 
 
-def main() -> None:
+def parser_of() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--dtype", default=None)
     parser.add_argument(
         "--prompts", action="append", default=[], metavar="NAME=FILE", help="a workload's prompts"
     )
-    parser.add_argument("--workloads", help="comma-separated; default: all that there are")
+    parser.add_argument(
+        "--workloads",
+        help="comma-separated; default: code, those of --prompts, copying, adversarial",
+    )
     parser.add_argument("--limit", type=int, default=30, help="prompts of a workload (30)")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of a prompt (64)")
     parser.add_argument("--repeats", type=int, default=1, help="of each prompt and mode (1)")
@@ -395,15 +404,40 @@ def main() -> None:
         help="before each workload, and again within it; 0: a load's table (0)",
     )
     parser.add_argument("--no-theirs", action="store_true", help="leave transformers' modes out")
-    parser.add_argument("--out", type=Path, default=dated("workloads"))
+    parser.add_argument("--out", type=Path, help="default: the day's record, of a whole run")
+    return parser
+
+
+def names_of(options: argparse.Namespace, files: Iterable[str]) -> list[str]:
+    """The workloads that are asked for."""
+    return (options.workloads or ",".join(["code", *files, "copying", "adversarial"])).split(",")
+
+
+def is_record(options: argparse.Namespace, names: Iterable[str]) -> bool:
+    """Whether a run measures all that the tables of the READMEs show, as they say it was."""
+    fixed = ("model", "dtype", "tokens", "max_repeated", "no_theirs")
+    usual = parser_of()
+    return (
+        options.limit >= RECORDED_PROMPTS
+        and {*TASKS, "adversarial"} <= set(names)
+        and set(usual.get_default("temperatures")) <= set(options.temperatures)
+        and all(getattr(options, name) == usual.get_default(name) for name in fixed)
+    )
+
+
+def main() -> None:
+    parser = parser_of()
     options = parser.parse_args()
     quiet()
     files = dict(pair.split("=", 1) for pair in options.prompts)
-    names = (options.workloads or ",".join(["code", *files, "copying", "adversarial"])).split(",")
+    names = names_of(options, files)
     known = (*files, *TASKS, "adversarial")
     if strange := [name for name in names if name not in known]:
         parser.error(f"no workload {', '.join(strange)}: there are {', '.join(known)}")
-    setting = setting_of(options)
+    setting, record = setting_of(options), dated("workloads")
+    out = options.out or part_of(record)
+    whole = options.out is None and is_record(options, names)
+    named = {"out": (record if whole else out).name, "prompts": sorted(files)}
     console, documents = Console(width=170), []
     turns, done, began = len(names) * len(options.temperatures), 0, time.monotonic()
     with Progress(console=console, transient=True) as progress:
@@ -427,13 +461,14 @@ def main() -> None:
                 found = {
                     "model": options.model,
                     **circumstances(),
-                    "command": vars(options) | {"out": options.out.name, "prompts": sorted(files)},
+                    "command": vars(options) | named,
                 }
-                write(options.out, found | {"workloads": documents, "mix": mix(documents)})
+                write(out, found | {"workloads": documents, "mix": mix(documents)})
                 if documents[-1]["prompts"]:
                     progress.console.print(speed_table(documents[-1]))
                 else:
                     progress.console.print(f"{name}, {temperature:g}: every prompt loops")
+    console.print(f"written to {out.replace(record) if whole else out}")
     verdicts(documents, console)
     for name, speed in mix(documents).items():
         console.print(f"mix, {name}: {speed['cpu_speedup_vs_plain']:.3f} by CPU time")

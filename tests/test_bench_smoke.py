@@ -1,5 +1,6 @@
 """The scripts of bench/ run, at a tiny size, and write what they promise."""
 
+import contextlib
 import gc
 import itertools
 import json
@@ -47,6 +48,7 @@ SCRIPTS = (
     "recording_cost",
     "replayed",
     "structured",
+    "tables",
     "tasks",
     "workloads",
 )
@@ -140,6 +142,61 @@ def test_workloads_knows_no_name_without_prompts(
         run(scripts.workloads, given, monkeypatch)
     assert "no workload maths: there are " in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("whole", "interrupted"), [(True, False), (False, False), (True, True)], ids=str
+)
+def test_only_a_whole_run_of_workloads_becomes_the_record(
+    scripts: SimpleNamespace,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    whole: bool,
+    interrupted: bool,
+) -> None:
+    record = tmp_path / "2026-01-01-workloads.json"
+    monkeypatch.setattr(scripts.workloads, "dated", lambda name: record)
+    monkeypatch.setattr(scripts.workloads, "is_record", lambda *_: whole)
+    if interrupted:
+        monkeypatch.setattr(scripts.workloads, "speed_table", lambda _: 1 / 0)
+    *given, _, _ = workload_arguments(arguments, record)
+    with pytest.raises(ZeroDivisionError) if interrupted else contextlib.nullcontext():
+        run(scripts.workloads, given, monkeypatch)
+    (found,) = tmp_path.glob("2026*.json")
+    assert (found == record) == (whole and not interrupted)
+    content = json.loads(found.read_text(encoding="utf-8"))
+    assert content["command"]["out"] == (record if whole else found).name
+    files = scripts.tables.Files(tmp_path)
+    if found == record:
+        assert files.latest("workloads") == content
+    else:
+        with pytest.raises(SystemExit, match="has no dated workloads"):
+            files.latest("workloads")
+
+
+@pytest.mark.parametrize(
+    ("given", "whole"),
+    [
+        ("", True),
+        ("--profile-seconds 20 --limit 12 --temperatures 0.8 0 1", True),
+        ("--limit 11", False),
+        ("--workloads code,math,chat,copying", False),
+        ("--temperatures 0.8", False),
+        ("--no-theirs", False),
+        ("--model elsewhere", False),
+        ("--dtype float32", False),
+        ("--tokens 8", False),
+    ],
+)
+def test_a_record_of_workloads_has_all_that_its_tables_show(
+    scripts: SimpleNamespace, given: str, whole: bool
+) -> None:
+    workloads = scripts.workloads
+    options = workloads.parser_of().parse_args(given.split())
+    names = workloads.names_of(options, ("math", "chat"))
+    assert workloads.is_record(options, names) == whole
+    assert not workloads.is_record(options, workloads.names_of(options, ("math",)))
 
 
 def test_workloads_measures_tables_among_the_prompts(
