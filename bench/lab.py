@@ -135,12 +135,16 @@ class Lab:
     def theirs(self, temperature: float, lm: SelfSpeculativeLM) -> Theirs:
         return Theirs(self.model, lm, self.draft_model, sampling=self.sampling(temperature))
 
-    def _tuned(self, mode: str, temperature: float) -> EarlyExitSettings:
-        """The fastest settings of one of transformers' modes, found once, on spare prompts."""
+    @cached_property
+    def spares(self) -> list[tuple[int, ...]]:
+        """The last prompt of a few tasks: what settings of transformers' modes are tuned on."""
         tasks = TUNING_TASKS if self.options.prompts is None else ("prompts",)
-        prompts = [p.ids for task in tasks for p in self.prompts(Cell(task, "greedy"))[-1:]]
+        return [p.ids for task in tasks for p in self.prompts(Cell(task, "greedy"))[-1:]]
+
+    def _tuned(self, mode: str, temperature: float) -> EarlyExitSettings:
+        """The fastest settings of one of transformers' modes, found once."""
         tokens = min(TUNING_TOKENS, self.options.tokens or TUNING_TOKENS)
-        return self.theirs(temperature, self.lm()).tune(mode, prompts, tokens)
+        return self.theirs(temperature, self.lm()).tune(mode, self.spares, tokens)
 
     def subject(self) -> dict[str, str | int | float]:
         """What a measurement is of, beside the cell: what a run that goes on has to share.

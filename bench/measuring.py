@@ -89,6 +89,9 @@ class Written:
                     self.theirs.settings[mode] = self.lab.tuned(mode, self.cell.temperature)
                 except REFUSALS as error:
                     self.unsupported[mode] = reason(error)
+        if self.cell.batch == 1:  # batches have no mode that is tuned
+            others = [g for g in self.groups if not any(asks(g[0], s) for s in self.lab.spares)]
+            self.groups = others if len(others) >= LEAST else self.groups
 
     def decode(
         self, modes: Sequence[str], group: Any, *, tokens: int, count: bool = False
@@ -146,6 +149,12 @@ def parties(
     others = [[mode] for mode in modes if mode not in OURS]
     found = [*others, *([mine] if mine and device.type == "cpu" else [[mode] for mode in mine])]
     return chance.sample(found, len(found))
+
+
+def asks(prompt: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether it is the other prompt, behind a context or without the other's beginning."""
+    shared = min(len(prompt), len(other))
+    return prompt[-shared:] == other[-shared:]
 
 
 def reason(error: Exception) -> str:

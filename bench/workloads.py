@@ -71,6 +71,7 @@ LOOKED_UP = 10
 THEIRS = ("hf-early-exit", "hf-early-exit-default", "hf-prompt-lookup")
 GOAL = 0.03
 PROMPTS_OF_A_TABLE = 3
+TUNING_PROMPTS = 2
 RECORDED_PROMPTS = 12  # of a workload, at least
 
 
@@ -169,7 +170,9 @@ class Workload:
         """Every mode on ``limit`` prompts that do not loop."""
         chance, setting = random.Random(0), self.setting
         if setting.theirs and self.name != "adversarial":
-            self.comparison.tune_early_exit(prompts[-2:])
+            self.comparison.tune_early_exit(prompts[-TUNING_PROMPTS:])
+            if len(prompts) >= setting.limit + TUNING_PROMPTS:  # else it has to do with these
+                prompts = prompts[:-TUNING_PROMPTS]
         kept = 0
         for prompt in prompts:
             if kept == setting.limit:

@@ -214,6 +214,35 @@ def test_workloads_measures_tables_among_the_prompts(
     assert asked == [4.0, 4.0, 2.0]  # drafts, look-ups; and after the third of four prompts
 
 
+@pytest.mark.parametrize(("limit", "spared"), [(2, True), (3, False)])
+def test_workloads_times_none_of_the_prompts_that_theirs_is_tuned_on(
+    scripts: SimpleNamespace,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    limit: int,
+    spared: bool,
+) -> None:
+    right, looked_at, tuned = scripts.workloads.decode_together, [], []
+
+    def decode_together(prompt: list[int], *given: Any, **settings: Any) -> Any:
+        looked_at.append(prompt)
+        return right(prompt, *given, **settings)
+
+    monkeypatch.setattr(scripts.workloads, "decode_together", decode_together)
+    monkeypatch.setattr(
+        scripts.workloads.Comparison, "tune_early_exit", lambda _, prompts: tuned.extend(prompts)
+    )
+    given = workload_arguments(arguments, tmp_path / "out.json")
+    given.remove("--no-theirs")
+    # As if each of the four texts looped: all that may be timed are looked at.
+    given += ["--temperatures", "0", "--max-repeated=-1", "--workloads", "code"]
+    run(scripts.workloads, [*given, "--limit", str(limit)], monkeypatch)
+    assert len(tuned) == 2
+    assert len(looked_at) == (2 if spared else 4)
+    assert spared == all(prompt not in looked_at for prompt in tuned)
+
+
 TRIMMED = tuple(range(2, 330, 3))
 
 

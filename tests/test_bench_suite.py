@@ -271,6 +271,27 @@ def test_a_mode_that_transformers_refuses_is_left_out_with_the_reason(
     assert "predicted_speedup" not in found["modes"]["automatic"]
 
 
+def test_what_settings_are_tuned_on_is_not_timed(
+    bench: SimpleNamespace, lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timed(cell: Any) -> list[tuple[int, ...]]:
+        source = bench.measuring.Written(lab, cell)
+        source.prepare()
+        return [ids for group in source.groups for ids in group]
+
+    (spare,) = lab.spares
+    for cell in (bench.cells.Cell("prompts", "sampled"), bench.cells.Cell("prompts", "greedy")):
+        assert set(timed(cell)) == {p.ids for p in lab.prompts(cell)} - {spare}
+    behind = timed(bench.cells.Cell("prompts", "sampled", context=len(spare) + 20))
+    assert behind
+    assert all(ids[-len(spare) :] != spare for ids in behind)
+    shorter = timed(bench.cells.Cell("prompts", "sampled", context=6))
+    assert shorter
+    assert spare[-6:] not in shorter
+    monkeypatch.setattr(bench.measuring, "LEAST", len(TEXTS))
+    assert spare in timed(bench.cells.Cell("prompts", "greedy"))  # too few without it
+
+
 def test_a_known_text_is_followed_with_the_drafts_that_were_counted(
     bench: SimpleNamespace, lab: Any
 ) -> None:
