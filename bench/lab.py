@@ -101,13 +101,13 @@ class Lab:
     sampling = staticmethod(sampling_at)
 
     def prompts(self, cell: Cell) -> list[Asked]:
-        """All that fit, taken from all over the task; a user's short file as often as needed."""
+        """All that fit, each once, taken from all over the task."""
         room = self.max_positions - self.tokens(cell) - MAX_AUTO_DRAFT_TOKENS
         examples = self.examples(cell.task)
         if cell.context is not None:  # so that there is something to put in front of the first
             examples = [*examples, *examples]
         fit = asked(examples, self.tokenizer, context=cell.context, room=room)
-        return spread(fit, self.options.limit * cell.batch)
+        return spread(list(dict.fromkeys(fit)), self.options.limit * cell.batch)
 
     def lm(self, *, plan: bool = True, lookup: bool = False) -> SelfSpeculativeLM:
         """A decoder whose controller has seen nothing yet."""

@@ -271,6 +271,12 @@ def test_a_mode_that_transformers_refuses_is_left_out_with_the_reason(
     assert "predicted_speedup" not in found["modes"]["automatic"]
 
 
+@pytest.mark.parametrize("context", [None, 6, 40])
+def test_no_prompt_is_there_twice(bench: SimpleNamespace, lab: Any, context: int | None) -> None:
+    found = lab.prompts(bench.cells.Cell("prompts", "sampled", context=context))
+    assert len(TEXTS) <= len(found) == len(set(found))
+
+
 def test_what_settings_are_tuned_on_is_not_timed(
     bench: SimpleNamespace, lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
