@@ -45,8 +45,9 @@ def main() -> None:
     copied, plain = both(args.model, args.dtype)
     examples = examples_from(args.prompts, 8 * args.limit * args.rows)
     encoded = [copied.tokenizer(e.prompt)["input_ids"] for e in examples]
-    prompts = spread([ids for ids in encoded if 0 < len(ids) <= LONGEST], args.limit * args.rows)
-    batches = [prompts[i * args.rows : (i + 1) * args.rows] for i in range(args.limit)]
+    wanted = args.limit * args.rows
+    prompts = spread([ids for ids in encoded if 0 < len(ids) <= LONGEST], wanted)[:wanted]
+    batches = [prompts[i : i + args.rows] for i in range(0, len(prompts), args.rows)]
     settings = {"max_new_tokens": args.tokens, "sampling": sampling_at(args.temperature)}
     found = compared(copied, plain, batches, settings)
     for mode, figures in found.items():

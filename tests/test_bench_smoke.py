@@ -716,6 +716,26 @@ def test_copies_of_weights_are_held_against_none_on_the_same_texts(
         assert 0.0 <= figures["equal_texts"] <= 1.0
 
 
+def test_fewer_prompts_than_batches_make_no_empty_batch(
+    scripts: SimpleNamespace,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    given: list[Any] = []
+
+    def compared(copied: Any, plain: Any, batches: Any, settings: Any) -> dict[str, Any]:
+        given.extend(batches)
+        return {}
+
+    lm = SelfSpeculativeLM.from_pretrained(arguments[1], num_draft_tokens=0)
+    monkeypatch.setattr(scripts.blocks, "both", lambda *_: (lm, lm))
+    monkeypatch.setattr(scripts.blocks, "compared", compared)
+    size = ["--rows", "3", "--limit", "5", "--out", str(tmp_path / "out.json")]
+    run(scripts.blocks, [*arguments, *size], monkeypatch)
+    assert [len(batch) for batch in given] == [3, 1]
+
+
 def test_what_deciding_takes_is_part_of_the_rounds_that_do_it(
     scripts: SimpleNamespace, arguments: list[str]
 ) -> None:
