@@ -30,7 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +45,7 @@ from tasks import examples_from
 import layerskip.decode
 from layerskip import GenerationOutput, Round, SelfSpeculativeLM
 from layerskip.controller import Controller
-from layerskip.cost import OF_SAMPLING, CostTable, Curve
+from layerskip.cost import CostTable, Curve
 from layerskip.simulate import Cell, most_drafted, simulate
 from layerskip.telemetry.replay import Replay, replay
 
@@ -215,7 +215,7 @@ def median_table(tables: Sequence[CostTable]) -> CostTable:
         seconds = np.median([c.seconds for c in curves], axis=0)
         return Curve(curves[0].rows, curves[0].contexts, tuple(map(tuple, seconds.tolist())))
 
-    single = (*OF_SAMPLING, "draft_sequence", "verify_sequence")
+    single = [f.name for f in fields(CostTable) if isinstance(getattr(tables[0], f.name), float)]
     return replace(
         tables[0],
         **{name: curve(name) for name in ("draft_layers", "draft_head", "verify")},

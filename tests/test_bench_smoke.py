@@ -47,6 +47,7 @@ SCRIPTS = (
     "never_slower",
     "recording_cost",
     "replayed",
+    "simulation",
     "structured",
     "tables",
     "tasks",
@@ -484,6 +485,16 @@ def record(drafted: int, accepted: int, *, ends: bool = False) -> Round:
         finish_reason="length" if ends else None,
         num_draft_passes=drafted,
     )
+
+
+def test_a_median_table_is_the_median_in_every_price(scripts: SimpleNamespace) -> None:
+    single = {name for name, value in vars(COST).items() if value is None or value == 0.0}
+    single -= {"pass_rows", "slot_block"}
+    assert {"sampling", "greedy_judging", "draft_sequence", "draft_start"} <= single
+    tables = [
+        replace(COST, verify=curve(x, x, x), **dict.fromkeys(single, x)) for x in (0.9, 0.1, 0.2)
+    ]
+    assert scripts.simulation.median_table(tables) == tables[2]
 
 
 def test_acceptance_by_position_counts_what_was_judged() -> None:
