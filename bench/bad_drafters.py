@@ -9,11 +9,14 @@ The confidence is still the model's, about tokens that it never gets to see judg
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from layerskip import SelfSpeculativeLM
 from layerskip.cache import KVCache
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import Draft, DraftRequest, EarlyExitDrafter
+
+Drafter = TypeVar("Drafter", bound="Spoiling")
 
 
 class Spoiling(EarlyExitDrafter):
@@ -89,7 +92,7 @@ class Random(Corrupted):
         return self.random.randrange(self.stack.vocab_size)
 
 
-def install(lm: SelfSpeculativeLM, drafter: Corrupted) -> Corrupted:
+def install(lm: SelfSpeculativeLM, drafter: Drafter) -> Drafter:
     """Have ``lm`` draft with it."""
     lm._drafter = drafter
     return drafter

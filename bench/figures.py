@@ -44,10 +44,9 @@ def speeds(turns: Sequence[Turn], bases: Mapping[str, Sequence[Turn]]) -> dict[s
 def sameness(mode: str, runs: Mapping[str, Sequence[Turn]], greedy: bool) -> dict[str, Any]:
     """Share of the prompts whose tokens are those of plain decoding: one's own and ours. Samples of
     transformers depend on how they were drawn, and can't be compared."""
-    own = BASE if mode not in runs or not mode.startswith("hf") else THEIR_BASE
-    found = {}
-    for name, base in (("own", own), ("our", BASE)):
-        comparable = greedy or not mode.startswith("hf")
+    theirs, found = mode.startswith("hf"), {}
+    for name, base in (("own", THEIR_BASE if theirs else BASE), ("our", BASE)):
+        comparable = greedy or not theirs
         same = [
             a == b
             for turn, plain in zip(runs[mode], runs[base], strict=True)

@@ -48,8 +48,8 @@ class Stream:
         if self.told:
             return
         self.rounds += 1
-        self.drafts += record.num_draft_tokens > 0
         if record.num_draft_tokens:
+            self.drafts += 1
             self.accepted.append(record.num_accepted_tokens)
         self._monitor(record)
 

@@ -129,7 +129,7 @@ def cells(files: Files) -> str:
                 f"`{name}`",
                 str(modes[BASE]["prompts"]),
                 number(modes[BASE].get("repeated_8gram_share"), ".0%"),
-                *(with_interval(modes.get(m), f"speedup_vs_{BASE}") for m in ("hf",)),
+                with_interval(modes.get("hf"), f"speedup_vs_{BASE}"),
                 best_of_theirs(modes),
                 *(
                     with_interval(modes.get(m), f"speedup_vs_{BASE}")
@@ -300,8 +300,8 @@ def workloads(files: Files) -> str:
         names = (best, "automatic", "look-up, automatic", beside, "combined")
         shown = [one["modes"].get(m) for m in (*names, "hf-early-exit", "hf-prompt-lookup")]
         speeds = [with_interval(m, "speedup_vs_plain") for m in shown]
-        for place, number in ((0, best), (3, beside)):
-            speeds[place] += f", {number.split(',')[0]}"
+        for place, fixed in ((0, best), (3, beside)):
+            speeds[place] += f", {fixed.split(',')[0]}"
         task = f"{one['workload']}, {one['temperature']:g}"
         repeated = f"{one['repeated_8gram_share']:.0%}"
         lines.append([task, str(one["prompts"]), repeated, *speeds])

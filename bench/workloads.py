@@ -365,7 +365,7 @@ def texts_of(name: str, files: dict[str, str], wanted: int) -> list[Example]:
 
 
 def verdicts(documents: Sequence[dict[str, Any]], console: Console) -> None:
-    """The issue's goals beside what was found."""
+    """What is asked for beside what was found."""
     for d in (d for d in documents if d["prompts"]):
         for name, versus in (("automatic", "fixed"), ("combined", "looking_up")):
             found = d[f"{name}_to_best_{versus}"]
