@@ -19,7 +19,7 @@ from cells import Cell
 from lab import Lab, Options
 from measuring import REFUSALS, Written, reason
 from modes import BASE, MODES, THEIR_BASE, Turn
-from paired import circumstances, write
+from paired import as_usual, circumstances, part_of, write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -27,6 +27,7 @@ from tasks import TASKS
 
 from layerskip.journal import Journal
 
+RECORD = Path(__file__).parent / "results" / "exactness.json"
 BATCH = 8
 BATCHED = ("hf", "automatic")
 
@@ -106,8 +107,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=200, help="prompts (200)")
     parser.add_argument("--tokens", type=int, default=48, help="most new tokens of each (48)")
     parser.add_argument("--resume", type=Path, help="journal of what was decoded")
-    default = Path(__file__).parent / "results" / "exactness.json"
-    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--out", type=Path, help="default: the record, if it is of as many")
     options = parser.parse_args()
     tasks = ["prompts"] if options.prompts else list(TASKS)
     if options.limit < len(tasks):
@@ -129,8 +129,19 @@ def main() -> None:
     journal = Journal(options.resume, lab.subject())
     found = shares(lab, tasks, options.limit // len(tasks), options.tokens, journal)
     settings = {"model": options.model, "dtype": options.dtype, "tokens": options.tokens}
-    write(options.out, {**settings, **circumstances(), "modes": found})
-    Console(width=100).print(table(found))
+    out = options.out or (RECORD if is_record(options, parser) else part_of(RECORD))
+    write(out, {**settings, **circumstances(), "modes": found})
+    console = Console(width=100)
+    console.print(table(found))
+    console.print(f"written to {out}")
+
+
+def is_record(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+    """Whether a run is of as many prompts, of ours and in all modes, as tables read."""
+    enough = options.limit >= parser.get_default("limit")
+    return enough and as_usual(
+        options, parser, "model", "dtype", "draft_model", "prompts", "tokens"
+    )
 
 
 if __name__ == "__main__":

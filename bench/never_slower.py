@@ -34,12 +34,14 @@ from bad_drafters import Corrupted, Losing, Random, install
 from paired import (
     Clock,
     Decoded,
+    as_usual,
     by_turns,
     circumstances,
     dated,
     decode,
     decode_together,
     forget,
+    part_of,
     quiet,
     ratios,
     total,
@@ -400,13 +402,15 @@ def main() -> None:
     parser.add_argument(
         "--rows", type=int, default=ROWS, help=f"of the ramp at its height ({ROWS})"
     )
-    parser.add_argument("--out", type=Path, default=dated("never-slower"))
+    parser.add_argument("--out", type=Path, help="default: the day's record, of a whole run")
     options = parser.parse_args()
     quiet()
     names = [n.strip() for n in options.cases.split(";")] if options.cases else list(SETUPS)
     unknown = [n for n in names if n not in SETUPS]
     if unknown:
         raise SystemExit(f"--cases has {unknown[0]!r}; allowed are {'; '.join(SETUPS)}")
+    record = dated("never-slower")
+    out = options.out or part_of(record)
     lab, console, found = lab_of(options), Console(width=120), {}
     with Progress(console=console, transient=True) as progress:
         for name in names:
@@ -423,8 +427,17 @@ def main() -> None:
                     progress.console.print(f"{name}: about {seconds:.0f} s")
             found |= summed(name, pairs)
             document = {"model": options.model, **circumstances(), "tokens": options.tokens}
-            write(options.out, document | {"cases": found})
+            write(out, document | {"cases": found})
     console.print(table(found))
+    if options.out is None and is_record(options, parser):
+        out = out.replace(record)
+    console.print(f"written to {out}")
+
+
+def is_record(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+    """Whether a run has every case, with turns enough; what tables read is of such a one."""
+    enough = options.turns >= parser.get_default("turns")
+    return enough and as_usual(options, parser, "model", "dtype", "cases", "tokens", "rows")
 
 
 if __name__ == "__main__":

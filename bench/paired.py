@@ -4,6 +4,7 @@ A machine that others use, too, is 1.5 times slower for seconds, so works that a
 turns within a prompt: round by round, each on its own clock (``decode_together``).
 """
 
+import argparse
 import datetime
 import gc
 import json
@@ -237,6 +238,11 @@ def dated(name: str) -> Path:
 def part_of(record: Path) -> Path:
     """Beside a record, where no table looks: for a run that is not whole, or not yet."""
     return record.with_name(f"{record.stem}-part.json")
+
+
+def as_usual(options: argparse.Namespace, parser: argparse.ArgumentParser, *names: str) -> bool:
+    """Whether these options have their defaults; of a record they are part of what it shows."""
+    return all(getattr(options, name) == parser.get_default(name) for name in names)
 
 
 def circumstances() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from paired import Clock, circumstances, quiet, write
+from paired import Clock, as_usual, circumstances, part_of, quiet, write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -40,6 +40,7 @@ COPIES = {
 SOURCES = {"copy_": 1, "index_put_": 2, "index_copy_": 3, "scatter_": 3}  # arguments' places
 ROUNDS = 4  # of one turn; the first is not timed
 LONG = 890
+RECORD = Path(__file__).parent / "results" / "scaling.json"
 
 
 @dataclass(frozen=True)
@@ -210,20 +211,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--axes", default=",".join(AXES), help="comma-separated")
     parser.add_argument("--turns", type=int, default=20, help="of each size (20)")
-    default = Path(__file__).parent / "results" / "scaling.json"
-    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--out", type=Path, help="default: the record, of a whole run")
     options = parser.parse_args()
     names = options.axes.split(",")
     unknown = [n for n in names if n not in AXES]
     if unknown:
         raise SystemExit(f"--axes has {unknown[0]!r}; allowed are {', '.join(AXES)}")
     quiet()
-    found: dict[str, Any] = {}
+    out, found = options.out or part_of(RECORD), dict[str, Any]()
     for axis in names:
         found[axis] = along(axis, AXES[axis], Size(), options.turns)
         document = {**circumstances(), "dtype": "bfloat16", "turns": options.turns}
-        write(options.out, document | {"axes": found})
-    Console(width=120).print(table(found))
+        write(out, document | {"axes": found})
+    if options.out is None and is_record(options, parser):
+        out = out.replace(RECORD)
+    console = Console(width=120)
+    console.print(table(found))
+    console.print(f"written to {out}")
+
+
+def is_record(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+    """Whether a run has every axis, with turns enough; what tables read is of such a one."""
+    return options.turns >= parser.get_default("turns") and as_usual(options, parser, "axes")
 
 
 if __name__ == "__main__":

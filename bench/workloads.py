@@ -41,6 +41,7 @@ from figures import over_best, typical_prediction
 from paired import (
     Clock,
     Decoded,
+    as_usual,
     circumstances,
     cost_now,
     dated,
@@ -418,13 +419,12 @@ def names_of(options: argparse.Namespace, files: Iterable[str]) -> list[str]:
 
 def is_record(options: argparse.Namespace, names: Iterable[str]) -> bool:
     """Whether a run measures all that the tables of the READMEs show, as they say it was."""
-    fixed = ("model", "dtype", "tokens", "max_repeated", "no_theirs")
-    usual = parser_of()
+    parser = parser_of()
     return (
         options.limit >= RECORDED_PROMPTS
         and {*TASKS, "adversarial"} <= set(names)
-        and set(usual.get_default("temperatures")) <= set(options.temperatures)
-        and all(getattr(options, name) == usual.get_default(name) for name in fixed)
+        and set(parser.get_default("temperatures")) <= set(options.temperatures)
+        and as_usual(options, parser, "model", "dtype", "tokens", "max_repeated", "no_theirs")
     )
 
 

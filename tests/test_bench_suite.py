@@ -32,8 +32,8 @@ from layerskip.plan import PlanFile
 from layerskip.prompts import Example
 
 MODULES = (
-    "cells", "exactness_table", "figures", "forced", "goals", "lab", "measuring", "modes", "paired",
-    "plots", "readme", "scaling", "tables", "tasks", "traffic",
+    "cells", "exactness_table", "figures", "forced", "goals", "lab", "measuring", "modes",
+    "never_slower", "paired", "plots", "readme", "scaling", "tables", "tasks", "traffic",
 )  # fmt: skip
 TEXTS = ("one fish two fish", "to be or not", "a stitch in time saves", "as it is in rain")
 TOLD = " that is another story to tell"
@@ -439,6 +439,71 @@ def test_scaling_writes_every_point(
     assert [p["size"] for p in points] == [0, 1, 2]
     assert all(p["cpu_seconds"] > 0.0 < p["copied_bytes"] for p in points)
     assert "commit" in found
+
+
+def runs_in_no_time(bench: SimpleNamespace, patch: pytest.MonkeyPatch, record: Path) -> None:
+    """Scripts that measure nothing, and write what they would have measured there."""
+    lab = SimpleNamespace(subject=dict)
+    patch.setattr(bench.exactness_table, "Lab", lambda _: lab)
+    patch.setattr(bench.exactness_table, "shares", lambda *_: {})
+    patch.setattr(bench.scaling, "along", lambda *_: {})
+    patch.setattr(bench.scaling, "table", lambda _: "")
+    patch.setattr(bench.never_slower, "lab_of", lambda _: lab)
+    patch.setattr(bench.never_slower, "summed", lambda name, pairs: {})
+    for name in bench.never_slower.SETUPS:
+        patch.setitem(bench.never_slower.SETUPS, name, lambda *_: lambda _: [])
+    for module in (bench.exactness_table, bench.scaling):
+        patch.setattr(module, "RECORD", record)
+    patch.setattr(bench.never_slower, "dated", lambda _: record)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "whole"),
+    [
+        ("exactness_table", "", True),
+        ("exactness_table", "--limit 8", False),
+        ("exactness_table", "--dtype float32", False),
+        ("exactness_table", "--draft-model none", False),
+        ("scaling", "--turns 30", True),
+        ("scaling", "--turns 3", False),
+        ("scaling", "--axes rows", False),
+        ("never_slower", "--turns 60 --ramp-turns 6", True),
+        ("never_slower", "--cases short", False),
+        ("never_slower", "--turns 4", False),
+        ("never_slower", "--model elsewhere", False),
+    ],
+)
+def test_only_a_whole_run_becomes_a_record(
+    bench: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    given: str,
+    whole: bool,
+) -> None:
+    record = tmp_path / "record.json"
+    runs_in_no_time(bench, monkeypatch, record)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *given.split()])
+    getattr(bench, name).main()
+    (found,) = tmp_path.iterdir()
+    assert found.name == ("record.json" if whole else "record-part.json")
+
+
+@pytest.mark.parametrize(("name", "measured"), [("scaling", "along"), ("never_slower", "summed")])
+def test_a_stopped_run_becomes_no_record(
+    bench: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    measured: str,
+) -> None:
+    runs_in_no_time(bench, monkeypatch, tmp_path / "record.json")
+    left = iter([{}, {}])  # of five axes and eight cases
+    monkeypatch.setattr(getattr(bench, name), measured, lambda *_: next(left))
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    with pytest.raises(StopIteration):
+        getattr(bench, name).main()
+    assert [path.name for path in tmp_path.iterdir()] == ["record-part.json"]
 
 
 def test_the_draft_model_is_trained_once_with_the_built_in_tokenizer(
