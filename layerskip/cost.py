@@ -1,7 +1,8 @@
 """What a pass costs: the table that decides whether, and how far, to draft.
 
-Measured once per model, plan, device, dtype and number of threads (``layerskip profile``), saved
-with a plan, and read by the controller and the simulator. Pure numbers: nothing here runs a model.
+Measured once per model, plan, device, dtype and number of threads: with a plan (``layerskip
+search``), whose file brings it to the controller, or by itself (``layerskip profile``), for the
+simulator. Pure numbers: nothing here runs a model.
 """
 
 from bisect import bisect_left

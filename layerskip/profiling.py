@@ -266,14 +266,16 @@ def fitting_cost(
     """The saved table if it is of this model, plan and machine; else a quick one, with a warning.
 
     Args:
-        saved: from a plan file or ``layerskip profile``; None measures quickly, and silently.
+        saved: of a plan file; None measures quickly, and silently.
         stack, plan, draft_vocabulary, head: as in ``measure_cost``.
     """
     if saved is not None:
         difference = mismatch(saved, stack, plan, draft_vocabulary)
         if difference is None:
             return saved
-        logger.warning("%s: a quick measurement is used; run layerskip profile again", difference)
+        # It writes the table into the plan; with an adapter there is nothing that does.
+        advice = "; run layerskip search again" if stack.adapter is None else ""
+        logger.warning("%s: a quick measurement is used%s", difference, advice)
     return measure_cost(stack, plan, draft_vocabulary=draft_vocabulary, head=head, quick=True)
 
 

@@ -21,7 +21,7 @@ from layerskip.adapter_shape import AdapterShape
 from layerskip.exit_adapter import ExitAdapter
 from layerskip.fingerprint import cost_key, fingerprint, mismatch
 from layerskip.model import DecoderStack
-from layerskip.profiling import measure_cost
+from layerskip.profiling import fitting_cost, measure_cost
 
 PLAN = PLANS["exit"]
 FAMILIES = ["gpt2", "gptj", "gemma2"]
@@ -268,7 +268,7 @@ def count_runs(monkeypatch) -> list[int]:
     return passes
 
 
-def test_a_cost_table_is_of_the_adapter(toy, monkeypatch):
+def test_a_cost_table_is_of_the_adapter(toy, monkeypatch, caplog):
     """Another adapter, or the same one trained on, needs another table; one without needs none."""
     plain = DecoderStack(toy())
     adapter = make_adapter(toy())
@@ -285,6 +285,8 @@ def test_a_cost_table_is_of_the_adapter(toy, monkeypatch):
     with torch.no_grad():
         adapter.block.out[3, 3] += 0.01
     assert "with another exit adapter" in mismatch(table, stack, PLAN)
+    fitting_cost(stack, PLAN, table)
+    assert caplog.messages[-1].endswith("a quick measurement is used")  # search has no adapters
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ MAX_SECONDS = 600.0
 
 def add_parsers(commands: Any) -> None:
     """Add this module's commands to those of ``add_subparsers``."""
-    profile = commands.add_parser("profile", help="measure what passes take, for a plan to use")
+    profile = commands.add_parser("profile", help="measure what passes take, for simulate")
     profile.set_defaults(run=run_profile)
     model_options(profile)
     profile.set_defaults(num_draft_tokens=0)  # else the loader measures a little by itself
