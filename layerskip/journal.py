@@ -14,8 +14,8 @@ T = TypeVar("T")
 class Journal:
     """Measurements by name, one JSON line each, on the disk before the next one starts.
 
-    The first line says what the measurements are of. A last line that was cut off by a kill is
-    dropped.
+    The first line says what the measurements are of; it is written with the first of them, so that
+    work which fails before leaves no file. A last line that was cut off by a kill is dropped.
 
     Args:
         path: of the file; None keeps nothing.
@@ -28,6 +28,7 @@ class Journal:
     def __init__(self, path: str | Path | None, subject: Mapping[str, str | int | float]) -> None:
         self.path = None if path is None else Path(path)
         self._known: dict[str, Any] = {}
+        self._unwritten: list[Mapping[str, Any]] = []
         if self.path is not None:
             self._open(self.path, {"journal": VERSION, **subject})
 
@@ -51,7 +52,9 @@ class Journal:
         if whole < len(content):
             os.truncate(path, whole)
         if not lines:
-            self._append(first)
+            self._append()  # whether it can be written is told now
+            path.unlink()
+            self._unwritten = [first]
 
     def once(self, what: str, measure: Callable[[], Any], read: Callable[[Any], T]) -> T:
         """What ``measure`` gave, now or before the interruption, as ``read`` takes it.
@@ -63,7 +66,8 @@ class Journal:
         """
         if what not in self._known:
             result = measure()
-            self._append({"what": what, "result": result})
+            self._append(*self._unwritten, {"what": what, "result": result})
+            self._unwritten = []
             self._known[what] = result
         try:
             return read(self._known[what])
@@ -81,12 +85,12 @@ class Journal:
             raise self._damaged(f"line {number}")
         return entry
 
-    def _append(self, entry: Mapping[str, Any]) -> None:
+    def _append(self, *entries: Mapping[str, Any]) -> None:
         if self.path is None:
             return
         try:
             with self.path.open("ab") as file:
-                file.write(_line(entry))
+                file.write(b"".join(map(_line, entries)))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:

@@ -10,7 +10,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from toys import NUM_LAYERS, make_model, make_tokenizer, random_ids
+from toys import MAX_POSITIONS, NUM_LAYERS, make_model, make_tokenizer, random_ids
 
 from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM, search, timing, trimming
 from layerskip.cache import Segment
@@ -549,6 +549,18 @@ def test_a_journal_that_cannot_be_written_is_named(tmp_path):
         Journal(tmp_path / "none" / "journal", SUBJECT)
 
 
+def test_work_that_fails_before_its_first_measurement_leaves_no_journal(tmp_path):
+    path = tmp_path / "journal"
+    with pytest.raises(ZeroDivisionError):
+        Journal(path, SUBJECT).once("a", lambda: 1 // 0, int)
+    assert not path.exists()
+    journal = Journal(path, SUBJECT | {"threads": 4})
+    assert [journal.once(what, lambda: 1, int) for what in "ab"] == [1, 1]
+    first = json.loads(path.read_text().splitlines()[0])
+    assert first == {"journal": 1, **SUBJECT, "threads": 4}
+    assert path.read_text().count("journal") == 1
+
+
 @pytest.mark.parametrize(
     ("prompts", "settings", "message"),
     [
@@ -665,6 +677,28 @@ def test_the_command_goes_on_after_an_interruption(given, folder, tmp_path, caps
     assert searching(folder, tmp_path) == 0
     assert made.count("measure_cost") == 3  # and that of the plan
     assert not (tmp_path / "plan.json.journal").exists()
+
+
+def test_a_search_that_read_no_text_is_no_hindrance_when_mended(
+    given, folder, tmp_path, capsys, monkeypatch
+):
+    given(1.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(search, "read_texts", lambda *_, **__: (_ for _ in ()).throw(Stop))
+        assert searching(folder, tmp_path) == 130
+    assert "goes on from" not in capsys.readouterr().out
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "q" * MAX_POSITIONS}) + "\n")
+    assert searching(folder, tmp_path, "--prompts", tmp_path / "long.jsonl") == 2
+    assert "no prompt leaves room" in capsys.readouterr().err
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["long.jsonl", "prompts.jsonl"]
+    assert searching(folder, tmp_path) == 0
+
+
+def test_a_search_of_which_nothing_is_measured_says_so(tmp_path):
+    make_model(num_hidden_layers=1).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    assert searching(tmp_path, tmp_path) == 0
+    assert PlanFile.load(tmp_path / "plan.json").plan is None
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,14 @@ def make_model(
     """A random model whose text varies and whose early exits are sometimes right."""
     name, extra = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(
-        num_hidden_layers=NUM_LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=MAX_POSITIONS,
         bos_token_id=None,
-        **{"vocab_size": VOCAB_SIZE, "eos_token_id": None} | SHAPES[shape] | extra | changes,
+        **{"num_hidden_layers": NUM_LAYERS, "vocab_size": VOCAB_SIZE, "eos_token_id": None}
+        | SHAPES[shape]
+        | extra
+        | changes,
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config)

@@ -183,10 +183,11 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                 ),
             )
     except KeyboardInterrupt:
-        console.print(f"the same command goes on from {journal}", highlight=False)
+        if journal.exists():
+            console.print(f"the same command goes on from {journal}", highlight=False)
         raise
     result.file.save(args.out)
-    journal.unlink()
+    journal.unlink(missing_ok=True)
     console.print(_tried_table(result))
     if result.trimming is not None:
         if result.trimming.tried:
