@@ -29,13 +29,14 @@ def teacher_forced(
     logits have them: before temperature, top-k, top-p and min-p.
 
     Returns:
-        ``{"positions": n, "exits": {E: {"acceptance_rate": a, "overlap": 1 - TV}}}``.
+        ``{"prompts": m, "prompts_left_out": 0, "positions": n, "exits": {E: {"acceptance_rate": a,
+        "overlap": 1 - TV}}}``. Left out are prompts without a continuation.
     """
     stack = lm.stack
     settings = replace(sampling, seed=sampling.seed or 0)
     agree = dict.fromkeys(exits, 0)
     overlap = dict.fromkeys(exits, 0.0)
-    positions = 0
+    prompts = positions = 0
     for example in examples:
         prompt = lm.encode(example.prompt)
         ids = lm.tokenizer(example.prompt + example.continuation)["input_ids"]
@@ -48,7 +49,7 @@ def teacher_forced(
         target_logits = logits[stack.num_layers][first:]
         target = sampler.pick(target_logits, len(prompt))
         p = target_logits.softmax(-1)
-        positions += len(target)
+        prompts, positions = prompts + 1, positions + len(target)
         for e in exits:
             picked = sampler.pick(logits[e][first:], len(prompt))
             agree[e] += sum(a == b for a, b in zip(picked, target, strict=True))
@@ -59,4 +60,10 @@ def teacher_forced(
         e: {"acceptance_rate": agree[e] / positions, "overlap": overlap[e] / positions}
         for e in exits
     }
-    return {"positions": positions, "exits": rates}
+    left_out = len(examples) - prompts
+    return {
+        "prompts": prompts,
+        "prompts_left_out": left_out,
+        "positions": positions,
+        "exits": rates,
+    }

@@ -336,6 +336,22 @@ def test_teacher_forced_prints_acceptance_by_exit() -> None:
         assert 0.0 < row["overlap"] <= 1.0
 
 
+def test_teacher_forced_reads_the_exit_it_is_given(folder: Path, tmp_path: Path) -> None:
+    path, follows = tmp_path / "prompts.jsonl", "return the argument and more of it"
+    lines = [
+        {"prompt": PROMPTS[0], "continuation": follows},
+        {"prompt": PROMPTS[0]},
+        {"prompt": "q" * MAX_POSITIONS, "continuation": follows},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    argv = ("compare", folder, "--teacher-forced", "--prompts", path, "--max-new-tokens", 4)
+    document = run(*argv, "--exit-layer", 4, "--json").document
+    assert list(document["exits"]) == ["4"]
+    counts = ("prompts", "prompts_left_out", "prompts_too_long", "positions")
+    assert [document[name] for name in counts] == [1, 1, 1, 4]
+    assert "1 of 3 prompts left out" in " ".join(run(*argv).out.split())
+
+
 def test_info_says_what_the_checkpoint_is(folder: Path, lm: SelfSpeculativeLM) -> None:
     document = run("info", folder, "--json").document
     expected = {

@@ -197,6 +197,24 @@ def test_compare_says_how_many_prompts_are_too_long(folder: Path, bad: Path) -> 
     assert "1 of 2 prompts left out: they leave no room for 4 new tokens" in said
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--plan", "plan.json"),
+        ("--no-lookup",),
+        ("--num-draft-tokens", 0),
+        ("--modes", "plain"),
+        ("--repeats", 1),
+        ("--max-repeated", 0.2),
+    ],
+    ids=lambda options: options[0],
+)
+def test_teacher_forced_with_an_option_of_decoding(folder: Path, options: tuple[Any, ...]) -> None:
+    name = options[0].replace("--no-", "--")
+    result = run("compare", folder, "--teacher-forced", *options)
+    assert_refused(result, f"--teacher-forced decodes nothing: leave out {name};")
+
+
 def test_compare_without_a_tokenizer(bad: Path) -> None:
     make_model().save_pretrained(bad)
     result = run("compare", bad, "--exit-layer", 2, "--modes", "plain")

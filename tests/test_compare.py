@@ -439,6 +439,7 @@ def test_teacher_forced_agreement_is_what_transformers_gives(
         talking, forced, sampling=SamplingParams(), exits=[1, 2], max_new_tokens=NEW
     )
     assert document["positions"] == positions
+    assert (document["prompts"], document["prompts_left_out"]) == (2, 1)  # one has no continuation
     assert document["exits"][2]["acceptance_rate"] == pytest.approx(agree / positions)
     assert 0 < agree < positions
 

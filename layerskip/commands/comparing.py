@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from layerskip.params import SamplingParams
     from layerskip.prompts import Example
 
+MOST_EXITS = 8  # that --teacher-forced reads if none is named
+# What it has no use for: nothing is decoded, and exits are read with the whole head.
+OF_DECODING = ("plan", "lookup", "num_draft_tokens", "modes", "repeats", "max_repeated")
 DEMO_MODES = ("hf", "hf-early-exit", "plain", "layerskip")
 DEMO_NAMES = {
     "hf": "transformers generate",
@@ -56,9 +59,11 @@ def add_parsers(commands: Any) -> None:
     comparing.add_argument(
         "--teacher-forced",
         action="store_true",
-        help="acceptance along the real continuations instead of generated text",
+        help="acceptance along the real continuations instead of generated text, at --exit-layer "
+        f"or the first {MOST_EXITS} exits",
     )
     sampling_options(comparing)
+    comparing.set_defaults(of_decoding={n: comparing.get_default(n) for n in OF_DECODING})
     demo = commands.add_parser("demo", help="complete held-out code and compare four decoders")
     demo.set_defaults(run=run_demo)
     model_options(demo)
@@ -88,40 +93,18 @@ def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """``layerskip compare``."""
     quiet()
     from layerskip.compare import MODES, compare
-    from layerskip.teacher_forced import teacher_forced
 
     modes = tuple(args.modes.split(","))
     unknown = [m for m in modes if m not in MODES]
     if unknown:
         raise ValueError(f"--modes has {', '.join(unknown)}; allowed are {', '.join(MODES)}")
     _check_counts(args, "limit", "repeats", "max_new_tokens")
-    sampling, examples = sampling_of(args), _examples(args)
+    sampling = sampling_of(args)
     if args.teacher_forced:
-        lm = load(args)
-        document = teacher_forced(
-            lm,
-            examples,
-            sampling=sampling,
-            exits=range(1, min(9, lm.stack.num_layers)),
-            max_new_tokens=args.max_new_tokens,
-        )
-        document = {"model": args.model, "prompts": len(examples), **document}
-        console.print(_exit_table(document))
-        return document
+        return _teacher_forced(args, sampling, console)
+    examples = _examples(args)
     comparison = _comparison(args, sampling, args.max_new_tokens)
-    fit = [e for e in examples if _fits(comparison.lm, e, args.max_new_tokens)]
-    if not fit:
-        raise ValueError(
-            f"no prompt leaves room for {args.max_new_tokens} new tokens in the model's "
-            f"{comparison.lm.stack.max_positions} positions"
-        )
-    too_long = len(examples) - len(fit)
-    if too_long:
-        console.print(
-            f"{too_long} of {len(examples)} prompts left out: they leave no room for "
-            f"{args.max_new_tokens} new tokens in the model's positions",
-            style="dim",
-        )
+    fit = _fitting(comparison.lm, examples, args.max_new_tokens, console)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("prompts", total=len(fit))
         document = compare(
@@ -132,16 +115,58 @@ def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             max_repeated=args.max_repeated,
             on_progress=lambda done, total: progress.update(task, completed=done),
         )
-    document = {"model": args.model, **document, "prompts_too_long": too_long}
+    document = {"model": args.model, **document, "prompts_too_long": len(examples) - len(fit)}
     console.print(_mode_table(document))
     return document
 
 
-def _fits(lm: "SelfSpeculativeLM", example: "Example", max_new_tokens: int) -> bool:
+def _teacher_forced(
+    args: argparse.Namespace, sampling: "SamplingParams", console: Console
+) -> dict[str, Any]:
+    """``layerskip compare --teacher-forced``."""
+    from layerskip.teacher_forced import teacher_forced
+
+    given = [n for n, default in args.of_decoding.items() if getattr(args, n) != default]
+    if given:
+        raise ValueError(
+            f"--teacher-forced decodes nothing: leave out --{given[0].replace('_', '-')}; "
+            "--exit-layer names the exit that it reads"
+        )
+    examples, lm = _examples(args), load(args)
+    fit = _fitting(lm, examples, args.max_new_tokens, console)
+    shallow = range(1, min(MOST_EXITS + 1, lm.stack.num_layers))
+    document = teacher_forced(
+        lm,
+        fit,
+        sampling=sampling,
+        exits=shallow if args.exit_layer is None else (args.exit_layer,),
+        max_new_tokens=args.max_new_tokens,
+    )
+    document = {"model": args.model, **document, "prompts_too_long": len(examples) - len(fit)}
+    console.print(_exit_table(document))
+    return document
+
+
+def _fitting(
+    lm: "SelfSpeculativeLM", examples: "list[Example]", max_new_tokens: int, console: Console
+) -> "list[Example]":
+    """Those that leave room for so many tokens; the others are counted aloud."""
     if lm.tokenizer is None:
         raise ValueError("compare needs a tokenizer, and this model has none")
     room = lm.stack.max_positions - max_new_tokens
-    return len(lm.tokenizer(example.prompt)["input_ids"]) <= room
+    fit = [e for e in examples if len(lm.tokenizer(e.prompt)["input_ids"]) <= room]
+    if not fit:
+        raise ValueError(
+            f"no prompt leaves room for {max_new_tokens} new tokens in the model's "
+            f"{lm.stack.max_positions} positions"
+        )
+    if len(fit) < len(examples):
+        console.print(
+            f"{len(examples) - len(fit)} of {len(examples)} prompts left out: they leave no room "
+            f"for {max_new_tokens} new tokens in the model's positions",
+            style="dim",
+        )
+    return fit
 
 
 def _comparison(args: argparse.Namespace, sampling: "SamplingParams", tokens: int) -> Any:
@@ -206,7 +231,9 @@ def _mode_table(document: dict[str, Any], names: dict[str, str] | None = None) -
 
 
 def _exit_table(document: dict[str, Any]) -> Table:
-    table = Table(title=f"teacher-forced, {document['positions']} positions")
+    table = Table(
+        title=f"teacher-forced, {document['positions']} positions of {document['prompts']} prompts"
+    )
     for name in ("exit layer", "first draft token accepted", "overlap"):
         table.add_column(name, justify="right")
     for e, row in document["exits"].items():
