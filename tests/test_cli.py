@@ -303,7 +303,7 @@ def test_compare_prints_a_table_for_people(folder: Path, tmp_path: Path) -> None
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": PROMPTS[0]}) + "\n", encoding="utf-8")
     argv = ("compare", folder, "--prompts", path, "--max-new-tokens", 8, "--repeats", 1)
-    result = run(*argv, "--modes", "layerskip")
+    result = run(*argv, "--modes", "plain, layerskip")
     assert result.code == 0
     assert "vs plain" in result.out
     assert "theory" in result.out

@@ -94,7 +94,7 @@ def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     quiet()
     from layerskip.compare import MODES, compare
 
-    modes = tuple(args.modes.split(","))
+    modes = tuple(mode.strip() for mode in args.modes.split(","))
     unknown = [m for m in modes if m not in MODES]
     if unknown:
         raise ValueError(f"--modes has {', '.join(unknown)}; allowed are {', '.join(MODES)}")
