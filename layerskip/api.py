@@ -43,7 +43,7 @@ from layerskip.params import (
 from layerskip.plan import DraftPlan, PlanFile
 from layerskip.policy import Policy
 from layerskip.profiling import fitting_cost, warn_of_another_checkpoint
-from layerskip.request import RowSettings, as_grammar, seeded
+from layerskip.request import RowSettings, as_grammar, seeded, stops_of
 from layerskip.rounds import open_bench
 from layerskip.sampling import Processor
 from layerskip.vocabulary import CoverageMeter
@@ -425,9 +425,6 @@ class SelfSpeculativeLM:
         The arguments are defaults for its rows, as in ``generate``.
         """
         check_sampling(sampling)
-        stops = (stop,) if isinstance(stop, str) else stop
-        if not isinstance(stops, Sequence) or any(not isinstance(s, str) or not s for s in stops):
-            raise ValueError(f"stop must be one or more non-empty strings, got {stop!r}")
         if not isinstance(logits_processor, Sequence):
             raise TypeError(f"logits_processor must be a list, got {logits_processor!r}")
         settings = RowSettings(
@@ -437,7 +434,7 @@ class SelfSpeculativeLM:
             if num_draft_tokens is None
             else num_draft_tokens,
             follows_policy=num_draft_tokens in (None, AUTO),
-            stop=tuple(stops),
+            stop=stops_of(stop),
             eos_ids=frozenset() if ignore_eos else self._eos_ids,
             verification=verification,
             logits_processor=tuple(logits_processor),

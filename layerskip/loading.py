@@ -15,7 +15,7 @@ from layerskip.checkpoint import (
     load_checkpoint,
     trained_exits,
 )
-from layerskip.params import NumDraftTokens
+from layerskip.params import NumDraftTokens, check_num_draft_tokens
 from layerskip.plan import DraftPlan, PlanFile, ranges
 
 
@@ -39,6 +39,8 @@ def load_parts(
     """
     if exit_layer is not None and plan is not None:
         raise ValueError("give exit_layer or plan, not both")
+    if num_draft_tokens is not None:
+        check_num_draft_tokens(num_draft_tokens)
     folder = builtin_folder() if str(model) == BUILTIN else model
     shape = None if exit_adapter is None else read_adapter(exit_adapter).shape
     if exit_layer is None and plan is None:

@@ -100,6 +100,14 @@ def check_labels(labels: Mapping[str, str]) -> None:
         )
 
 
+def stops_of(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """One stop string, or several, as a tuple."""
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, Sequence) or any(not isinstance(s, str) or not s for s in stops):
+        raise ValueError(f"stop must be one or more non-empty strings, got {stop!r}")
+    return tuple(stops)
+
+
 def as_grammar(value: Any) -> Any:
     """A pydantic model class stands for its schema; anything else is left."""
     return Grammar.json_schema(value) if hasattr(value, "model_json_schema") else value

@@ -153,6 +153,21 @@ def test_other_options_that_make_no_sense(folder: Path, options: tuple[Any, ...]
     assert_refused(run("generate", folder, "--prompt", "x", *options))
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--max-new-tokens", 0, "max_new_tokens must be at least 1, got 0"),
+        ("--logprobs", 101, "logprobs must be between 0 and 100, got 101"),
+        ("--stop", "", "stop must be one or more non-empty strings"),
+        ("--num-draft-tokens", 33, "num_draft_tokens must be between 0 and 32, got 33"),
+    ],
+)
+def test_numbers_are_checked_before_the_model_is_looked_for(
+    bad: Path, option: str, value: object, words: str
+) -> None:
+    assert_refused(run("generate", bad / "gone", "--prompt", "x", option, value), words)
+
+
 @pytest.mark.parametrize("argv", [(), ("fly",), ("generate",)])
 def test_a_command_line_that_is_none(argv: tuple[str, ...]) -> None:
     assert_refused(run(*argv))

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from layerskip.commands.options import (
+    chosen_policy,
     draft_options,
     load,
     model_options,
@@ -83,21 +84,11 @@ def run_generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     from layerskip.outputs import DecodeStats
     from layerskip.prompts import read_text
 
-    sampling, grammar = sampling_of(args), _grammar(args)
+    settings = _settings(args)
     prompt = read_text(args.prompt_file) if args.prompt_file else args.prompt
     messages = [{"role": "user", "content": args.chat}] if args.chat is not None else None
-    if args.task is not None and not args.policy:
-        raise ValueError("--task is for a policy; give --policy FILE")
     lm = load(args)
-    batch = lm.open_batch(
-        max_new_tokens=args.max_new_tokens,
-        sampling=sampling,
-        verification=args.verification,
-        stop=args.stop,
-        logprobs=args.logprobs,
-        grammar=grammar,
-        labels=_labels(args, lm),
-    )
+    batch = lm.open_batch(**settings)
     row = batch.add(messages=messages) if messages else batch.add(prompt)
     if prompt is not None:
         console.print(escape(prompt), style="dim", end="", highlight=False)
@@ -118,6 +109,23 @@ def run_generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         style="dim",
     )
     return out.to_dict()
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the options say of the request, checked before a weight is read."""
+    from layerskip.request import RowSettings, stops_of
+
+    settings = {
+        "max_new_tokens": args.max_new_tokens,
+        "sampling": sampling_of(args),
+        "verification": args.verification,
+        "stop": stops_of(args.stop),
+        "logprobs": args.logprobs,
+        "grammar": _grammar(args),
+        "labels": _labels(args),
+    }
+    RowSettings(**settings, num_draft_tokens=0)  # of the drafts' number the loader knows
+    return settings
 
 
 def _grammar(args: argparse.Namespace) -> "Grammar | None":
@@ -142,13 +150,16 @@ def _grammar(args: argparse.Namespace) -> "Grammar | None":
     return grammar.after(args.grammar_after)
 
 
-def _labels(args: argparse.Namespace, lm: "SelfSpeculativeLM") -> dict[str, str]:
+def _labels(args: argparse.Namespace) -> dict[str, str]:
     """The task, by the name that the policy has for it."""
-    if args.task is None or lm.policy is None:
+    policy = chosen_policy(args)
+    if args.task is None:
         return {}
-    if lm.policy.label is None:
+    if policy is None:
+        raise ValueError("--task is for a policy; give --policy FILE")
+    if policy.label is None:
         raise ValueError(f"{args.policy} knows no tasks; leave out --task")
-    return {lm.policy.label: args.task}
+    return {policy.label: args.task}
 
 
 def _print_logprobs(console: Console, lm: "SelfSpeculativeLM", out: "GenerationOutput") -> None:
