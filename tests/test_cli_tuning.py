@@ -188,6 +188,7 @@ def test_an_older_table_is_replaced_whole(folder, tmp_path):
         (("--out", "{tmp}/none/cost.json"), "{tmp}/none/cost.json cannot be written: there is no"),
         (("--out", "{tmp}"), "{tmp} is a folder; give the name of a file"),
         ((), "the following arguments are required: --out"),
+        (("--out", "{tmp}/cost.json", "--lookup"), "unrecognized arguments: --lookup"),
         (("--out", "{tmp}/cost.json", "--plan", "{tmp}/none.json"), "plan file {tmp}/none.json ca"),
         (("--out", "{tmp}/cost.json", "--plan", "a", "--exit-layer", "1"), "argument --exit-layer"),
         (("--out", "{tmp}/cost.json", "--exit-layer", "6"), "exit_layer must be between 1 and 5"),

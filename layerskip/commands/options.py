@@ -34,7 +34,9 @@ def print_round(console: "Console", stream: TextStream, record: "Round") -> None
         console.print(escape(text), style=STYLES[origin] or None, end="", highlight=False)
 
 
-def model_options(command: argparse.ArgumentParser, *, drafts: bool = True) -> None:
+def model_options(
+    command: argparse.ArgumentParser, *, drafts: bool = True, lookup: bool = True
+) -> None:
     """Model, what drafts where it can be given, dtype, device and the form of the answer."""
     command.add_argument(
         "model", nargs="?", default="builtin", help="folder, hub id or 'builtin' (the default)"
@@ -46,6 +48,7 @@ def model_options(command: argparse.ArgumentParser, *, drafts: bool = True) -> N
         command.add_argument(
             "--exit-adapter", metavar="DIR", help="draft at the exit that this folder's is of"
         )
+    if drafts and lookup:
         command.add_argument(
             "--lookup",
             action=argparse.BooleanOptionalAction,
@@ -139,7 +142,7 @@ def load(args: argparse.Namespace) -> "SelfSpeculativeLM":
         dtype=args.dtype,
         device=args.device,
         exact=args.exact,
-        lookup=args.lookup,
+        lookup=getattr(args, "lookup", None),
         policy=chosen_policy(args),
         exit_adapter=args.exit_adapter,
     )

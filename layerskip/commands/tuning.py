@@ -28,7 +28,7 @@ def add_parsers(commands: Any) -> None:
     """Add this module's commands to those of ``add_subparsers``."""
     profile = commands.add_parser("profile", help="measure what passes take, for simulate")
     profile.set_defaults(run=run_profile)
-    model_options(profile)
+    model_options(profile, lookup=False)
     profile.set_defaults(num_draft_tokens=0)  # else the loader measures a little by itself
     profile.add_argument(
         "--out", metavar="FILE", required=True, help="JSON file for the cost table"
