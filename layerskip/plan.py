@@ -188,6 +188,8 @@ def _from_dict(content: Mapping[str, Any]) -> PlanFile:
             "acceptance": tuple(content["acceptance"]),
             "measurements": content["measurements"],
         }
+    elif "trained_exits" in content:  # recipes/export.py writes them beside the plan
+        settings["measurements"] = {"trained_exits": content["trained_exits"]}
     told = content.get("calibration", {})  # not every file of version 2 has it
     if isinstance(told, dict):
         told = {kind: tuple(map(tuple, points)) for kind, points in told.items()}

@@ -99,6 +99,7 @@ def test_the_plan_is_beside_the_weights(builtin: SelfSpeculativeLM) -> None:
     assert known.plan == DraftPlan.load(FOLDER / "layerskip.json") == builtin.plan
     assert known.plan.num_layers == 16
     assert known.num_draft_tokens == builtin.num_draft_tokens == "auto"
+    assert builtin.trained_exits == (1, 2, 3, 4)
 
 
 def test_a_folder_without_a_plan_has_none(tmp_path: Path) -> None:

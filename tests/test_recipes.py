@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from layerskip import SelfSpeculativeLM
+from layerskip.plan import PlanFile
 from layerskip.prompts import Example
 
 REPO = Path(__file__).parents[1]
@@ -174,6 +175,7 @@ def test_its_card_and_plan_say_what_was_measured(trained: dict[str, Any]) -> Non
     assert held_out.startswith("text")
     assert f"`{held_out}`" in card
     assert plan["trained_exits"] == [1, 2]
+    assert PlanFile.load(folder / "layerskip.json").measurements == {"trained_exits": [1, 2]}
     for name in ("code_bits_per_byte", "code_agreement_2", "math_bits_per_byte"):
         assert f"| {name} | {plan['scores'][name]:.3f} |" in card
 

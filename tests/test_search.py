@@ -4,6 +4,7 @@ search concludes, and going on after an interruption. Costs are given, so that n
 import functools
 import json
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
@@ -692,6 +693,18 @@ def test_a_search_that_read_no_text_is_no_hindrance_when_mended(
     assert "no prompt leaves room" in capsys.readouterr().err
     assert sorted(f.name for f in tmp_path.iterdir()) == ["long.jsonl", "prompts.jsonl"]
     assert searching(folder, tmp_path) == 0
+
+
+def test_a_search_knows_which_exits_were_trained(given, folder, tmp_path, capsys):
+    given(1.3)
+    model = shutil.copytree(folder, tmp_path / "model")
+    plan = {"version": 1, "num_layers": NUM_LAYERS, "draft_layers": [0], "trained_exits": [1, 2]}
+    (model / "layerskip.json").write_text(json.dumps(plan))
+    assert searching(model, tmp_path, "--json") == 0
+    tried = json.loads(capsys.readouterr().out.splitlines()[-1])["tried"]
+    found = {tuple(t["draft_layers"]): t["found_by"] for t in tried}
+    names = [found[tuple(range(e))] for e in (1, 2, 3)]
+    assert names == ["trained exit", "trained exit", "exit"]
 
 
 def test_a_search_of_which_nothing_is_measured_says_so(tmp_path):

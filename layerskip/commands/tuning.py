@@ -206,11 +206,13 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def _without_plan(args: argparse.Namespace) -> "SelfSpeculativeLM":
     from layerskip.api import SelfSpeculativeLM
+    from layerskip.plan import PlanFile
 
-    model, tokenizer, _, _ = SelfSpeculativeLM.load_parts(
+    model, tokenizer, known, _ = SelfSpeculativeLM.load_parts(
         args.model, dtype=args.dtype, device=args.device
     )
-    return SelfSpeculativeLM(model, tokenizer, exact=args.exact)
+    unplanned = PlanFile(None, measurements=known.measurements)  # it knows which exits were trained
+    return SelfSpeculativeLM(model, tokenizer, unplanned, exact=args.exact)
 
 
 def _tried_table(result: "SearchResult") -> Table:
