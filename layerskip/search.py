@@ -37,7 +37,7 @@ from layerskip.trimming import STEPS, Trimming, TrimmingSettings, trim
 DEFAULT_SAMPLING = SamplingParams(temperature=0.8, seed=0)
 PAYS = 1.05  # predicted speed-up below which a plan is not worth it
 BETTER = 1.01  # times the best prediction so far that makes another plan the best: else it is noise
-CHECKED_TEXTS = 8
+LEAST_TEXTS, CHECKED_TEXTS = 2, 8  # of one, nobody can say how sure its speed is
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SearchSettings:
 
     Attributes:
         sampling: of the texts that the model writes, and of targets and drafts along all texts.
-        max_texts, max_new_tokens: prompts taken, and tokens after each.
+        max_texts, max_new_tokens: prompts taken, 2 or more, and tokens after each.
         max_draft_tokens: the most that a round may draft.
         refinements: plans that the local search may measure.
         cost_seconds: for each table of costs.
@@ -60,7 +60,7 @@ class SearchSettings:
     cost_seconds: float = 4.0
 
     def __post_init__(self) -> None:
-        check_integer("max_texts", self.max_texts, 1)
+        check_integer("max_texts", self.max_texts, LEAST_TEXTS)
         check_integer("max_new_tokens", self.max_new_tokens, 3)
         check_integer("max_draft_tokens", self.max_draft_tokens, 1, MAX_NUM_DRAFT_TOKENS)
         check_integer("refinements", self.refinements, 0)
@@ -87,8 +87,8 @@ def search(
         on_progress: called with steps done, steps, and what comes next.
 
     Raises:
-        ValueError: no usable text; the journal is of another search; or the model was wrapped with
-            an exit adapter, which belongs to one exit only.
+        ValueError: fewer than two usable texts; the journal is of another search; or the model was
+            wrapped with an exit adapter, which belongs to one exit only.
     """
     if lm.stack.adapter is not None:
         raise ValueError("search looks at plain exits: wrap the model without its exit adapter")
@@ -159,6 +159,11 @@ class _Search:
             max_texts=settings.max_texts,
             max_tokens=settings.max_new_tokens,
         )
+        if len(texts) < LEAST_TEXTS:
+            raise ValueError(
+                f"a search takes {LEAST_TEXTS} prompts or more that leave room for three more "
+                f"tokens, got {len(texts)}; give more"
+            )
         return [[list(t.ids), t.start, t.seed] for t in texts]
 
     @cached_property

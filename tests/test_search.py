@@ -695,6 +695,16 @@ def test_a_search_that_read_no_text_is_no_hindrance_when_mended(
     assert searching(folder, tmp_path) == 0
 
 
+def test_one_text_is_too_few_to_search_on(given, tmp_path):
+    given(1.3)
+    examples = [EXAMPLES[0], Example("q" * MAX_POSITIONS)]
+    with pytest.raises(ValueError, match=r"takes 2 prompts or more .* got 1; give more"):
+        search.search(unquiet(3, 4), examples, settings=SETTINGS, journal=tmp_path / "journal")
+    with pytest.raises(ValueError, match="max_texts must be at least 2, got 1"):
+        SearchSettings(max_texts=1)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_search_knows_which_exits_were_trained(given, folder, tmp_path, capsys):
     given(1.3)
     model = shutil.copytree(folder, tmp_path / "model")
@@ -717,7 +727,7 @@ def test_a_search_of_which_nothing_is_measured_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--limit", 0], "--limit must be at least 1, got 0"),
+        (["--limit", 1], "--limit must be at least 2, got 1"),
         (["--temperature", -1], "temperature must be"),
         (["--vocabulary-texts", "/nowhere/text"], "/nowhere/text cannot be read"),
         (["--out", "/nowhere/plan.json"], "there is no folder /nowhere"),

@@ -146,7 +146,7 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     from layerskip.files import check_writable
     from layerskip.params import SamplingParams, check_integer
 
-    check_integer("--limit", args.limit, 1)
+    check_integer("--limit", args.limit, 2)
     check_writable(args.out)
     sampling = SamplingParams(temperature=args.temperature, seed=args.seed)
     quiet()
