@@ -136,7 +136,8 @@ class _Search:
         self._say("skip sets by similarity")
         for plan in self._skip_sets():
             self._say(f"draft layers {ranges(plan.layers)}")
-            self._try(plan, "similarity")
+            if self._could_beat(plan):
+                self._try(plan, "similarity")
         self._refine()
         return self._conclude()
 
@@ -230,8 +231,6 @@ class _Search:
         return not known and limit > max(PAYS, BETTER * self._best().predicted)
 
     def _try(self, plan: DraftPlan, found_by: str) -> None:
-        if not self._could_beat(plan):
-            return
         most = self.settings.max_draft_tokens
         counts = self.journal.once(
             f"draft layers {ranges(plan.layers)}",
