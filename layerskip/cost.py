@@ -82,7 +82,8 @@ class CostTable:
         sampling: of the first token that a verify pass gives a sequence, the making of its noise
             included.
         row_quantum: passes are padded to a multiple of this many rows.
-        key: what the table is of: fingerprint of the model, plan, device, dtype, threads, versions.
+        key: what the table is of: fingerprint of the model, plan, device, dtype, threads,
+            exactness, versions.
         tiles: positions of a sequence that attention takes at once, where fewer rows than a
             quantum are rounded up to one of these; empty: to the quantum.
         draft_sequence, verify_sequence: by how much a pass of eight sequences, a token each, takes

@@ -45,6 +45,7 @@ SAID = {
     "draft_layers": "with other draft layers",
     "draft_vocabulary": "with another draft vocabulary",
     "exit_adapter": "with another exit adapter",
+    "exact": "with exact set otherwise",
     "row_quantum": "with passes padded to another number of rows",
 }
 
@@ -109,6 +110,7 @@ def cost_key(
         "transformers": version("transformers"),
         "layerskip": __version__,
         "backend": stack.backend,
+        "exact": stack.exactness.wanted,  # row_quantum can be 1 with it and without
         "row_quantum": row_quantum(stack),
         "draft_layers": "none" if plan is None else ",".join(map(str, plan.layers)),
         "draft_vocabulary": _described(draft_vocabulary),
@@ -136,7 +138,8 @@ def mismatch(
 ) -> str | None:
     """One sentence that says what a table was measured with and is not now; None if it fits."""
     now = cost_key(stack, plan, draft_vocabulary)
-    key = {"exit_adapter": NO_ADAPTER, **table.key}  # tables made before there were adapters
+    # What the keys of older tables lack.
+    key = {"exit_adapter": NO_ADAPTER, "exact": table.pass_rows > 0, **table.key}
     differing = [
         f"{SAID.get(name, f'with another {name}')} ({key.get(name, 'unknown')}, now {value})"
         for name, value in now.items()

@@ -454,6 +454,7 @@ def test_contexts_fit_the_model_and_memory_and_begin_a_block(stack, monkeypatch)
         ("layerskip", "0.0", "with another layerskip (0.0, now "),
         ("draft_layers", "0", "with other draft layers (0, now 0,1)"),
         ("draft_vocabulary", "3 ids", "with another draft vocabulary (3 ids, now all)"),
+        ("exact", False, "with exact set otherwise (False, now True)"),
         ("row_quantum", 64, "with passes padded to another number of rows (64, now "),
     ],
 )
@@ -463,6 +464,19 @@ def test_a_table_of_something_else_is_told(quick, name, value, words):
     sentence = mismatch(other, stack, PLAN)
     assert sentence is not None
     assert sentence.startswith(f"the cost table was measured {words}")
+
+
+def test_passes_one_by_one_and_as_they_come_have_tables_of_their_own(toy, monkeypatch):
+    """Neither is padded: all else of their keys is the same."""
+    monkeypatch.setattr("layerskip.exactness.emulates", lambda *_: True)
+    free, exact = (DecoderStack(toy(), exact=exact) for exact in (False, True))
+    tables = [measure_cost(stack, PLAN, quick=True) for stack in (free, exact)]
+    assert [t.row_quantum for t in tables] == [1, 1]
+    assert "(False, now True)" in str(mismatch(tables[0], exact, PLAN))
+    for table, stack, other in zip(tables, (free, exact), (exact, free), strict=True):
+        older = {name: value for name, value in table.key.items() if name != "exact"}
+        assert mismatch(replace(table, key=older), stack, PLAN) is None
+        assert mismatch(replace(table, key=older), other, PLAN) is not None
 
 
 def test_another_plan_and_another_vocabulary_are_told(quick):

@@ -132,6 +132,7 @@ def test_recorded_rounds_give_the_overhead(tmp_path):
     faster = replay(runs(tmp_path / "r", EXITS), replace(flat(), key=KEY | {"device": "other"}))
     assert faster.overhead == Overhead()
     assert not faster.of_this_table
+    assert not replay(tmp_path / "r", replace(flat(), pass_rows=64)).of_this_table  # exact passes
     assert faster.recorded.texts[0].prefill is None
 
 

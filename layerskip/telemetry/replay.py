@@ -66,8 +66,11 @@ def replay(folder: str | Path, table: CostTable) -> Replay:
 def _replay(folder: str | Path, table: CostTable) -> Replay:
     run = read_run(folder)
     table = table.of(greedy=(run.get("sampling") or {}).get("temperature") == 0.0)
-    own = (run.get("cost") or {}).get("key", {})
+    cost = run.get("cost") or {}
+    own = cost.get("key", {})
     same = bool(own) and all(own.get(name) == table.key.get(name) for name in SAME_TIMES)
+    # Passes have a most of rows if they are exact; older keys do not say it.
+    same = same and bool(cost.get("pass_rows")) == bool(table.pass_rows)
     requests = {
         r["request_id"]: _Request(r) for r in read_lines(Path(folder) / REQUESTS) if _whole(r)
     }
