@@ -27,7 +27,8 @@ from layerskip.stopping import Choice, Stopper, another
 
 HYSTERESIS = 0.03
 # Of its plain time, what a request may lose: to drafts that it stakes, and to probes. Deciding
-# takes some, too, and all together has to stay below 3 %.
+# takes some, too, and all together has to stay below 3 %. The first one that ends long before its
+# limit loses more: nobody can know that it will.
 STAKE_SHARE, PROBE_SHARE = 0.015, 0.01
 STAKE_TOKENS = 64  # of so many tokens at most: few requests are as long as they may be
 MOST_CREDIT = 1.0  # plain passes
@@ -100,9 +101,10 @@ class Controller:
     def row(self, kind: str, limit: int = STAKE_TOKENS, *, greedy: bool = False) -> RowState:
         """State of a new request of at most ``limit`` tokens.
 
-        It may stake a share of its own plain time on drafts, however little is known of it. What
-        earlier requests of its kind gained lets a short one stake as much as a long one. What its
-        first plain rounds earn for probes it may have before them.
+        It may stake a share of its plain time on drafts, however little is known of it, if it is as
+        long as it may be, or as those of its kind before it. What these gained lets a short one
+        stake as much as a long one. What its first plain rounds earn for probes it may have before
+        them, and gives back if it ends without them.
 
         Args:
             kind: requests of one kind learn from each other.
@@ -110,8 +112,8 @@ class Controller:
             greedy: whether it takes the likeliest token, and nothing is done to the logits before.
         """
         shared = self._experiences.get(kind) or self._begun(kind)
-        tokens = STAKE_TOKENS if shared.ledger > 0.0 else min(limit, STAKE_TOKENS)
-        advance = min(limit, STAKE_TOKENS)
+        advance = int(min(limit, STAKE_TOKENS, shared.usual_length))
+        tokens = STAKE_TOKENS if shared.ledger > 0.0 else advance
         return RowState(shared, stake=STAKE_SHARE * tokens, advance=advance, greedy=greedy)
 
     def _begun(self, kind: str) -> Experience:

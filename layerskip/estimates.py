@@ -26,6 +26,7 @@ PRIOR_WEIGHT = 20.0
 KNOWN_CALIBRATION_WEIGHT = 20.0  # the same of a plan's calibration, for good
 PRIOR_FLOOR = 0.3  # drafts are right more often than they are sure
 LEAST_SURVIVAL = 0.02
+LENGTH_SHARE = 0.1  # of a request, in what is their usual length
 LARGEST = 0.995  # of an estimate: nothing is certain
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 MATCH_EDGES = (2, 3, 5, 9, 17, FORCED_MATCH)
@@ -179,6 +180,7 @@ class Experience:
         ledger: what their drafts gained less what they lost, in tokens of plain rounds.
         credit: plain passes of one row that probes may lose: a share of those without a draft;
             negative where requests ended that had more in advance than they came to earn.
+        usual_length: tokens of the requests that ended, on the average; infinite of none.
     """
 
     prior: tuple[float, ...]
@@ -187,10 +189,16 @@ class Experience:
     calibration: Calibration = field(default_factory=Calibration)
     ledger: float = 0.0
     credit: float = 0.0
+    usual_length: float = math.inf
 
     def __post_init__(self) -> None:
         self._weights = [PRIOR_WEIGHT] * MAX_AUTO_DRAFT_TOKENS
         self.acceptances = [self._acceptance(i) for i in range(MAX_AUTO_DRAFT_TOKENS)]
+
+    def end(self, num_tokens: int) -> None:
+        """A request of so many tokens is over."""
+        before = self.usual_length if math.isfinite(self.usual_length) else num_tokens
+        self.usual_length = before + LENGTH_SHARE * (num_tokens - before)
 
     def acceptance(self, i: int) -> float:
         """Of drafted token ``i`` (from 0) once those before it are accepted."""
@@ -237,7 +245,7 @@ class RowState:
         self, shared: Experience, *, stake: float = 0.0, advance: int = 0, greedy: bool = False
     ) -> None:
         self.shared, self.stake, self.greedy = shared, stake, greedy
-        self._advance, self.owed, self._earned = advance, 0, 0.0
+        self._advance, self.owed, self._earned, self._is_over = advance, 0, 0.0, False
         self.last, self.probing = 0, False
         self._rests, self._awaited, self._token = 0, 0.0, 0.0
         self._beside, self._declined, self._awake_one_in = 0, 0.0, 1
@@ -310,13 +318,17 @@ class RowState:
         self.shared.credit += self._advance * earned
         self.owed, self._advance, self._earned = self.owed + self._advance, 0, earned
 
-    def end(self) -> None:
-        """The request is over: what it had in advance for rounds that never came is taken back.
+    def end(self, num_tokens: int) -> None:
+        """The request is over, with so many tokens: what it had in advance for rounds that never
+        came is taken back, and those after it stake by its length.
 
         Or a stream of requests that end long before their limits would lose that time and again.
         """
         self.shared.credit -= self.owed * self._earned
         self.owed = 0
+        if not self._is_over:
+            self.shared.end(num_tokens)
+        self._is_over = True
 
     def repays(self) -> bool:
         """Whether a plain round that is over earns nothing, since the request has had that."""

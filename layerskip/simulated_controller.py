@@ -4,7 +4,8 @@
 second, stops on a token's chance, weighs a further pass, keeps hysteresis, stakes and probes as
 ``Controller`` does, with the same constants; a test holds one against the other. It is simpler in
 these points: what all requests have in common is known from the start, a request departs from that
-by one ratio (not by position too), looked-up tokens are not chosen, and clocks correct nothing.
+by one ratio (not by position too) and stakes by its limit, whatever the lengths of others,
+looked-up tokens are not chosen, and clocks correct nothing.
 """
 
 from dataclasses import dataclass

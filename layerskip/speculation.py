@@ -418,12 +418,12 @@ class Speculator:
             row.state.add_lookup(guess.match_length, right, stored=guess.stored)
         self._learn(row, row.state, attempt, emitted, num_matches, self.controller)
         if row.finish_reason is not None:
-            row.state.end()
+            row.state.end(len(row.token_ids))
 
     def left(self, row: Row) -> None:
         """A row was taken out before its end, or after it."""
         if row.state is not None:
-            row.state.end()
+            row.state.end(len(row.token_ids))
 
     def _learn(
         self,

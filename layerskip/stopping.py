@@ -105,7 +105,7 @@ class Stopper:
         return self.survival * self._state.acceptance(done)
 
     def stop(self, *, alone: bool) -> None:
-        """Draft no further, though ``goes_on`` said nothing against it.
+        """Draft no further.
 
         Args:
             alone: of the rows that might, some draft another token.

@@ -104,7 +104,7 @@ class Paper:
             self.round(going)
             for r in going:
                 if r.emitted >= r.tokens:
-                    r.state.end()
+                    r.state.end(r.tokens)
             going = [r for r in going if r.emitted < r.tokens]
         return self
 
