@@ -71,8 +71,10 @@ def write_bytes(path: str | Path, content: bytes) -> None:
         # mkstemp's files are for their owner alone.
         Path(temporary).chmod(0o666 & ~_umask())
         Path(temporary).replace(path)
-    except OSError as error:
+    except BaseException as error:  # Ctrl-C leaves no temporary file either
         Path(temporary).unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise ValueError(f"{path} cannot be written: {error.strerror}") from None
 
 

@@ -141,6 +141,23 @@ def test_a_saved_plan_file_is_read_back(tmp_path, file):
     assert [f.name for f in tmp_path.iterdir()] == ["plan.json"]  # nothing temporary is left
 
 
+@pytest.mark.parametrize(
+    ("stop", "raised"), [(KeyboardInterrupt, KeyboardInterrupt), (OSError, ValueError)]
+)
+def test_a_stopped_save_leaves_the_older_file_alone(tmp_path, monkeypatch, stop, raised):
+    path = tmp_path / "plan.json"
+    path.write_text("older", encoding="utf-8")
+
+    def stopped(*_):
+        raise stop
+
+    monkeypatch.setattr(Path, "replace", stopped)
+    with pytest.raises(raised):
+        FILE.save(path)
+    assert [f.name for f in tmp_path.iterdir()] == ["plan.json"]
+    assert path.read_text(encoding="utf-8") == "older"
+
+
 def test_a_bare_plan_is_a_plan_file_too(tmp_path):
     plan = DraftPlan(6, (0, 2))
     plan.save(tmp_path / "plan.json")
