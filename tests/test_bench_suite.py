@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -487,6 +488,17 @@ def test_only_a_whole_run_becomes_a_record(
     getattr(bench, name).main()
     (found,) = tmp_path.iterdir()
     assert found.name == ("record.json" if whole else "record-part.json")
+
+
+def test_what_a_part_of_a_run_leaves_is_not_committed(bench: SimpleNamespace) -> None:
+    record = bench.paired.dated("workloads")
+    ignored = (REPO / ".gitignore").read_text(encoding="utf-8").split()
+
+    def matches(path: Path) -> bool:
+        return any(fnmatch(f"/{path.relative_to(REPO).as_posix()}", one) for one in ignored)
+
+    assert matches(bench.paired.part_of(record))
+    assert not matches(record)
 
 
 @pytest.mark.parametrize(("name", "measured"), [("scaling", "along"), ("never_slower", "summed")])
