@@ -96,7 +96,6 @@ class Setting:
     alone: CostTable
     tokens: int
     limit: int
-    repeats: int
     max_repeated: float
     theirs: bool
     profile_seconds: float
@@ -190,10 +189,9 @@ class Workload:
             kept += 1
             self.lengths.append(len(prompt))
             self.repeated.append(share)
-            for _ in range(setting.repeats):
-                found = self.decode(self.modes, prompt, chance)
-                for mode in self.modes:
-                    self._add(mode, found[mode.name], plain.token_ids)
+            found = self.decode(self.modes, prompt, chance)
+            for mode in self.modes:
+                self._add(mode, found[mode.name], plain.token_ids)
             if setting.profile_seconds and kept % PROMPTS_OF_A_TABLE == 0:
                 lm, seconds = self.modes[0].lm, setting.profile_seconds / 4
                 self.tables.append(cost_now(lm, seconds))
@@ -398,7 +396,6 @@ def parser_of() -> argparse.ArgumentParser:
     )
     parser.add_argument("--limit", type=int, default=30, help="prompts of a workload (30)")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of a prompt (64)")
-    parser.add_argument("--repeats", type=int, default=1, help="of each prompt and mode (1)")
     parser.add_argument("--max-repeated", type=float, default=0.2, help="8-grams, greedy (0.2)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument(
@@ -493,7 +490,6 @@ def setting_of(options: argparse.Namespace) -> Setting:
         alone.controller.cost,
         options.tokens,
         options.limit,
-        options.repeats,
         options.max_repeated,
         not options.no_theirs,
         options.profile_seconds,

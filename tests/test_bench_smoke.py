@@ -200,6 +200,15 @@ def test_a_record_of_workloads_has_all_that_its_tables_show(
     assert not workloads.is_record(options, workloads.names_of(options, ("math",)))
 
 
+def test_workloads_times_each_prompt_once(
+    scripts: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Repeats of one prompt are not independent, and intervals would take them so."""
+    with pytest.raises(SystemExit):
+        scripts.workloads.parser_of().parse_args(["--repeats", "2"])
+    assert "unrecognized arguments: --repeats" in capsys.readouterr().err
+
+
 def test_workloads_measures_tables_among_the_prompts(
     scripts: SimpleNamespace,
     arguments: list[str],
