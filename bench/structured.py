@@ -376,6 +376,11 @@ def main() -> None:
         for case in cases:
             admit(case, bench.lm)
         accepted = [case for case in cases if case.grammar is not None]
+        if not accepted:
+            why = "; ".join(sorted({case.reason for case in cases})[:3]) or "there are none"
+            raise SystemExit(
+                f"none of {len(cases)} schemas is accepted ({why}); give other --schemas"
+            )
         for mode in (*MODES, THEIRS):  # each mode's first call allocates, and imports
             accepted[0].runs["plain"] = bench.decode(accepted[0], "plain")
             bench.decode(accepted[0], mode)

@@ -5,6 +5,7 @@ import gc
 import itertools
 import json
 import random
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -404,6 +405,30 @@ def test_structured_counts_schemas_and_compares_speed(
     assert set(modes) == {*scripts.structured.MODES, scripts.structured.THEIRS}
     assert modes["plain"]["to plain"]["cpu"] == 1.0
     assert 0.0 < found["overhead"]["automatic"]["share_of_time"] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("schemas", "told"),
+    [
+        ([{"uniqueItems": True}] * 2, "none of 2 schemas is accepted ('uniqueItems'); give other"),
+        ([], "none of 0 schemas is accepted (there are none); give other"),
+    ],
+)
+def test_structured_says_that_no_schema_is_accepted(
+    scripts: SimpleNamespace,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    schemas: list[Any],
+    told: str,
+) -> None:
+    out, file = tmp_path / "out.json", tmp_path / "schemas.jsonl"
+    rows = [json.dumps({"id": f"s{i}", "schema": schema}) for i, schema in enumerate(schemas)]
+    file.write_text("\n".join(rows), encoding="utf-8")
+    given = [*arguments[:2], "--schemas", str(file), "--out", str(out)]
+    with pytest.raises(SystemExit, match=re.escape(told)):
+        run(scripts.structured, given, monkeypatch)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("accuracy", [0.0, 1.0])
