@@ -29,6 +29,7 @@ from layerskip.prompts import Example
 
 MODES = ("plain", "layerskip", "hf", "hf-early-exit", "hf-early-exit-default", "hf-prompt-lookup")
 REPEAT_SPAN = 8
+FEWEST_TIMED = 3  # prompts, beside those that are tuned on
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,8 @@ def compare(
         repeats: timed runs of each (prompt, mode), after one that only warms up and counts.
         max_repeated: leave out prompts whose plain output repeats more of its 8-grams than this
             (looping text flatters every drafter).
-        tuning_prompts: prompts on which transformers' early-exit settings are chosen.
+        tuning_prompts: prompts, the first ones, on which transformers' early-exit settings are
+            chosen. They are not timed where at least ``FEWEST_TIMED`` others are left.
         on_progress: called with (prompts done, prompts).
 
     Returns:
@@ -222,7 +224,10 @@ def compare(
     modes = tuple(dict.fromkeys(("plain", *modes)))
     prompts = [comparison.lm.encode(e.prompt) for e in examples]
     if any(m.startswith("hf-early-exit") for m in modes):
-        comparison.tune_early_exit(prompts[:tuning_prompts])
+        tuned_on = prompts[:tuning_prompts]
+        comparison.tune_early_exit(tuned_on)
+        others = [ids for ids in prompts if ids not in tuned_on]
+        prompts = others if len(others) >= FEWEST_TIMED else prompts
     shuffle = random.Random(0)
     kept, shares = 0, []
     counted: dict[str, list[Run]] = {m: [] for m in modes}

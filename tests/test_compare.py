@@ -377,6 +377,32 @@ def test_default_settings_are_tried_at_the_best_exit_too() -> None:
     assert fake.tuned == 2
 
 
+@pytest.mark.parametrize(
+    ("mode", "prompts", "timed"),
+    [
+        ("hf-early-exit", "01234", {2, 3, 4}),
+        ("hf-early-exit-default", "0123014", {2, 3, 4}),  # however often they are there
+        ("hf-early-exit", "0123", {0, 1, 2, 3}),  # too few without them
+        ("hf", "01234", {0, 1, 2, 3, 4}),
+    ],
+)
+def test_what_early_exit_is_tuned_on_is_not_timed(mode: str, prompts: str, timed: set[int]) -> None:
+    fake, seen = Scripted({m: [FRESH] * 5 for m in ("plain", mode)}), []
+    document = compare.compare(
+        fake,
+        [Example(name) for name in prompts],
+        modes=[mode],
+        repeats=1,
+        tuning_prompts=2,
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+    assert {prompt for _, prompt, _ in fake.calls} == timed
+    assert fake.tuned == (0 if mode == "hf" else 2)
+    assert document["prompts"] == len(timed)
+    assert document["prompts_left_out"] == 0
+    assert seen[-1] == (len(timed), len(timed))
+
+
 def test_every_mode_is_timed_equally_often_after_one_warm_run() -> None:
     fake = scripted(plain=[FRESH, FRESH], layerskip=[FRESH, FRESH], hf_early_exit=[FRESH, FRESH])
     modes = ["layerskip", "hf-early-exit", "layerskip"]
