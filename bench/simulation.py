@@ -328,10 +328,11 @@ def main() -> None:
         began = time.monotonic()
         table, loops = sitting(lm, requests, options, folder)
         table.save(folder / "cost.json")
-        (folder / "run.json").write_text(json.dumps({"version": 1, "cost": table.to_dict()}))
+        run = {"version": 1, "cost": table.to_dict(), "sampling": {"temperature": 0.0}}
+        (folder / "run.json").write_text(json.dumps(run))
         known: Replay = replay(folder, table)
     simulation = simulate(
-        table,
+        known.table,
         known.recorded,
         concurrency=options.concurrency,
         policies=options.policies,

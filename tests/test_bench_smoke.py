@@ -531,6 +531,36 @@ def test_a_median_table_is_the_median_in_every_price(scripts: SimpleNamespace) -
     assert scripts.simulation.median_table(tables) == tables[2]
 
 
+def test_a_greedy_batch_is_simulated_by_the_greedy_prices(
+    scripts: SimpleNamespace,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    simulation, asked = scripts.simulation, []
+    dear = {"sampling": 0.03, "judging": 0.03}
+    table = replace(COST, **dear, greedy_sampling=0.01, greedy_judging=0.02)
+
+    def simulate(table: CostTable, *given: Any, **settings: Any) -> Any:
+        asked.append(table)
+        return right(table, *given, **settings)
+
+    right = simulation.simulate
+    monkeypatch.setattr(simulation, "simulate", simulate)
+    monkeypatch.setattr(simulation, "cost_now", lambda *_: table)
+    runs, out = tmp_path / "runs", tmp_path / "out.json"
+    few = ("--turns", "--requests", "--each", "--num-prompts")
+    size = [*itertools.chain(*((name, "2") for name in few)), "--tables", "1", "--new-tokens", "6"]
+    cases = ["--concurrency", "1", "--policies", "off,fixed:2"]
+    files = ["--keep-runs", str(runs), "--out", str(out)]
+    run(simulation, [*arguments, *size, *cases, *files], monkeypatch)
+    greedy = table.of(greedy=True)
+    assert asked == [greedy] == [simulation.replay(runs, table).table]
+    assert greedy.sampling == 0.01
+    cells = json.loads(out.read_text(encoding="utf-8"))["cells"]
+    assert [cell["policy"] for cell in cells] == ["fixed:2", "off"]
+
+
 def test_acceptance_by_position_counts_what_was_judged() -> None:
     rounds = [record(3, 3), record(3, 1), record(2, 2), record(0, 0), record(3, 0, ends=True)]
     found = acceptance_by_position(rounds)
