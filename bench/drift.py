@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paired import circumstances, dated, write
+from paired import as_many, circumstances, dated, part_of, write
 from rich.console import Console
 
 from layerskip.telemetry.baseline import Baseline
@@ -29,6 +29,7 @@ from layerskip.telemetry.runs import REQUESTS, ROUNDS, read_lines, read_run
 
 REFERENCE = 100
 LEAST = 20
+RECORDED = {(temperature, arm) for temperature in (0.0, 0.8) for arm in ("auto", "4")}
 NEVER = 10**6
 
 Draft = tuple[int, tuple[float, ...], bool]  # accepted tokens, confidences, looked up
@@ -157,8 +158,9 @@ def main() -> None:
     parser.add_argument("--label", help="whose value is the bucket")
     parser.add_argument("--monitors", type=int, default=40)
     parser.add_argument("--drafts", type=int, default=1_000_000, help="watched for false alarms")
-    parser.add_argument("--out", type=Path, default=dated("drift"))
-    args = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="default: the day's record, of a whole run")
+    args, record = parser.parse_args(), dated("drift")
+    out = args.out or part_of(record)
     console, buckets = Console(width=160), []
     for folder in args.runs:
         temperature = read_run(folder)["sampling"]["temperature"]
@@ -170,7 +172,18 @@ def main() -> None:
                 buckets.append({"temperature": temperature, "arm": arm, "bucket": bucket} | found)
                 console.print(line_of(buckets[-1]))
                 asked = {"monitors": args.monitors, "drafts": args.drafts}
-                write(args.out, {**circumstances(), **asked, "buckets": buckets})
+                write(out, {**circumstances(), **asked, "buckets": buckets})
+    if args.out is None and as_many(args, parser, "monitors", "drafts") and shown(buckets):
+        out = out.replace(record)
+    console.print(f"written to {out}" if buckets else f"no bucket has {LEAST} requests")
+
+
+def shown(buckets: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all is there that tables show: each temperature and arm, and its buckets."""
+    return all(
+        {(b["temperature"], b["arm"]) for b in buckets if bool(b["bucket"]) == named} >= RECORDED
+        for named in (False, True)
+    )
 
 
 def line_of(found: Mapping[str, Any]) -> str:

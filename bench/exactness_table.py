@@ -19,7 +19,7 @@ from cells import Cell
 from lab import Lab, Options
 from measuring import REFUSALS, Written, reason
 from modes import BASE, MODES, THEIR_BASE, Turn
-from paired import as_usual, circumstances, part_of, write
+from paired import as_many, as_usual, circumstances, part_of, write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -138,10 +138,8 @@ def main() -> None:
 
 def is_record(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     """Whether a run is of as many prompts, of ours and in all modes, as tables read."""
-    enough = options.limit >= parser.get_default("limit")
-    return enough and as_usual(
-        options, parser, "model", "dtype", "draft_model", "prompts", "tokens"
-    )
+    usual = ("model", "dtype", "draft_model", "prompts", "tokens")
+    return as_many(options, parser, "limit") and as_usual(options, parser, *usual)
 
 
 if __name__ == "__main__":

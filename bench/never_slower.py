@@ -34,6 +34,7 @@ from bad_drafters import Corrupted, Losing, Random, install
 from paired import (
     Clock,
     Decoded,
+    as_many,
     as_usual,
     by_turns,
     circumstances,
@@ -436,8 +437,8 @@ def main() -> None:
 
 def is_record(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     """Whether a run has every case, with turns enough; what tables read is of such a one."""
-    enough = options.turns >= parser.get_default("turns")
-    return enough and as_usual(options, parser, "model", "dtype", "cases", "tokens", "rows")
+    usual = ("model", "dtype", "cases", "tokens", "rows")
+    return as_many(options, parser, "turns") and as_usual(options, parser, *usual)
 
 
 if __name__ == "__main__":

@@ -245,6 +245,11 @@ def as_usual(options: argparse.Namespace, parser: argparse.ArgumentParser, *name
     return all(getattr(options, name) == parser.get_default(name) for name in names)
 
 
+def as_many(options: argparse.Namespace, parser: argparse.ArgumentParser, *names: str) -> bool:
+    """Whether these numbers are their defaults, or more."""
+    return all(getattr(options, name) >= parser.get_default(name) for name in names)
+
+
 def circumstances() -> dict[str, Any]:
     """Where and with what it was measured; the load says whether the wall clock means much."""
     return {

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paired import circumstances, dated, write
+from paired import as_many, as_usual, circumstances, dated, part_of, write
 from prometheus_client import CollectorRegistry
 from unrecorded import DRAFTED, loaded, seconds_per_round
 
@@ -134,19 +134,21 @@ def in_process(checkout: Path, args: argparse.Namespace) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="builtin")
-    parser.add_argument("--limit", type=int, default=8, help="prompts")
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--limit", type=int, default=6, help="prompts")
+    parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--context", type=int, default=256, help="most tokens of a prompt")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--before", metavar="CHECKOUT", help="of layerskip, to compare with")
-    parser.add_argument("--out", type=Path, default=dated("recording-cost"))
-    args = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="default: the day's record, of as many rounds")
+    args, record = parser.parse_args(), dated("recording-cost")
     document: dict[str, Any] = {"num_draft_tokens": measured(args)}
     if args.before:
         document["unrecorded_over_before"] = against(args)
     document |= circumstances()
     print(json.dumps(document, indent=1))
-    write(args.out, document)
+    usual = as_usual(args, parser, "model", "context")
+    whole = usual and as_many(args, parser, "limit", "tokens", "turns")
+    write(args.out or (record if whole else part_of(record)), document)
 
 
 if __name__ == "__main__":

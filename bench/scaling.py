@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from paired import Clock, as_usual, circumstances, part_of, quiet, write
+from paired import Clock, as_many, as_usual, circumstances, part_of, quiet, write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -232,7 +232,7 @@ def main() -> None:
 
 def is_record(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     """Whether a run has every axis, with turns enough; what tables read is of such a one."""
-    return options.turns >= parser.get_default("turns") and as_usual(options, parser, "axes")
+    return as_many(options, parser, "turns") and as_usual(options, parser, "axes")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from paired import NO_TIME, Clock, circumstances, cost_now, dated, write
+from paired import (
+    NO_TIME,
+    Clock,
+    as_many,
+    as_usual,
+    circumstances,
+    cost_now,
+    dated,
+    part_of,
+    write,
+)
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -264,17 +274,26 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=192, help="of each loop, all turns (192)")
     parser.add_argument("--each", type=int, default=48, help="and of each user at least (48)")
     parser.add_argument("--num-prompts", type=int, default=48, help="that requests draw from (48)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="at most; at least a third (64)")
+    parser.add_argument("--new-tokens", type=int, default=48, help="at most; at least a third (48)")
     parser.add_argument("--concurrency", default="1,4,16")
     parser.add_argument("--policies", default="off,fixed:4,auto")
     parser.add_argument("--profile-seconds", type=float, default=15.0, help="of each table (15)")
     parser.add_argument("--lookup", action="store_true", help="let the decoder look tokens up")
-    parser.add_argument("--out", type=Path, default=dated("simulation"))
+    parser.add_argument("--out", type=Path, help="default: the day's record, of a whole run")
     parser.add_argument("--keep-runs", type=Path, help="folder for table and runs")
     options = parser.parse_args()
+    record = dated("simulation")
+    options.out = options.out or (record if is_record(options, parser) else part_of(record))
     options.concurrency = [int(n) for n in options.concurrency.split(",")]
     options.policies = options.policies.split(",")
     return options
+
+
+def is_record(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+    """Whether a run is of all the loops that tables show, and of requests enough."""
+    usual = ("model", "dtype", "prompts", "clock", "new_tokens", "concurrency", "policies")
+    many = ("turns", "tables", "requests", "each", "num_prompts", "profile_seconds")
+    return as_many(options, parser, *many) and as_usual(options, parser, *usual, "lookup")
 
 
 def sitting(
@@ -370,6 +389,7 @@ def main() -> None:
     for clock in ("wall", "cpu"):
         console.print(table_of(found, clock))
     console.print(f"overhead {known.overhead}, passes per token {known.passes_per_token:.2f}")
+    console.print(f"written to {options.out}")
 
 
 if __name__ == "__main__":

@@ -16,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paired import circumstances, dated, write
+from paired import as_many, as_usual, circumstances, dated, part_of, write
 from tables import RATIOS
 
 from layerskip.params import AUTO
 
 ONE_BUCKET = ("--prompt-edges", "", "--output-edges", "")
 OFF = "0"
+RECORDED_PROMPTS = 150
 
 
 def layerskip(*arguments: object) -> dict[str, Any]:
@@ -101,8 +102,9 @@ def main() -> None:
     parser.add_argument("--profile-seconds", type=float, default=20.0)
     parser.add_argument("--users", default="1,2,4,8,16,32")
     parser.add_argument("--runs", type=Path, default=Path("runs/traffic"))
-    parser.add_argument("--out", type=Path, default=dated("traffic"))
-    args = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="default: the day's record, of a whole run")
+    args, record = parser.parse_args(), dated("traffic")
+    out = args.out or part_of(record)
     drawn = ("--temperature", args.temperature, "--max-new-tokens", args.max_new_tokens)
     of = (args.model, "--prompts", args.prompts, *drawn)
     limit = () if args.limit is None else ("--limit", args.limit)
@@ -123,7 +125,12 @@ def main() -> None:
     for arm in (AUTO, args.fixed):
         policy, some = str(policy_of(args.runs, arm)), (*of, "--limit", args.pairs)
         pairs += [compared(always, policy, some) for always in (OFF, arm)]
-        write(args.out, {**document, "compared": pairs})
+        write(out, {**document, "compared": pairs})
+    usual = as_usual(args, parser, "model", "temperature", "max_new_tokens", "fixed")
+    enough = document["prompts"] >= RECORDED_PROMPTS and as_many(args, parser, "pairs")
+    if args.out is None and usual and enough:
+        out = out.replace(record)
+    print(f"written to {out}")
 
 
 if __name__ == "__main__":

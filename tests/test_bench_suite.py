@@ -33,8 +33,9 @@ from layerskip.plan import PlanFile
 from layerskip.prompts import Example
 
 MODULES = (
-    "cells", "exactness_table", "figures", "forced", "goals", "lab", "measuring", "modes",
-    "never_slower", "paired", "plots", "readme", "scaling", "tables", "tasks", "traffic",
+    "cells", "drift", "exactness_table", "figures", "forced", "goals", "lab", "measuring",
+    "modes", "never_slower", "paired", "plots", "readme", "recording_cost", "scaling",
+    "simulation", "tables", "tasks", "traffic",
 )  # fmt: skip
 TEXTS = ("one fish two fish", "to be or not", "a stitch in time saves", "as it is in rain")
 TOLD = " that is another story to tell"
@@ -455,7 +456,31 @@ def runs_in_no_time(bench: SimpleNamespace, patch: pytest.MonkeyPatch, record: P
         patch.setitem(bench.never_slower.SETUPS, name, lambda *_: lambda _: [])
     for module in (bench.exactness_table, bench.scaling):
         patch.setattr(module, "RECORD", record)
-    patch.setattr(bench.never_slower, "dated", lambda _: record)
+    for module in (bench.drift, bench.never_slower, bench.recording_cost, bench.traffic):
+        patch.setattr(module, "dated", lambda _: record)
+    patch.setattr(bench.recording_cost, "measured", lambda _: {})
+    requests = [[]] * bench.drift.LEAST
+    patch.setattr(
+        bench.drift, "read_run", lambda path: {"sampling": {"temperature": float(path.name)}}
+    )
+    patch.setattr(
+        bench.drift, "recorded", lambda _, arm, label: dict.fromkeys(("", label or ""), requests)
+    )
+    patch.setattr(bench.drift, "report", lambda *_: {})
+    patch.setattr(bench.drift, "line_of", lambda _: "")
+    counts = dict.fromkeys(("bad_lines", "left_out", "equal"), 0)
+
+    def command(*given: Any) -> dict[str, Any]:
+        prompts = given[given.index("--limit") + 1] if "--limit" in given else 177
+        return {**counts, "prompts": prompts, "cells": []}
+
+    patch.setattr(bench.traffic, "layerskip", command)
+    patch.setattr(bench.traffic, "decided", lambda *_: {})
+    patch.setattr(bench.traffic, "compared", lambda *_: {})
+
+
+TRAFFIC = "--prompts traffic.jsonl --label category"
+DRIFT = "0.8 0 --arms auto,4 --label category"
 
 
 @pytest.mark.parametrize(
@@ -472,6 +497,18 @@ def runs_in_no_time(bench: SimpleNamespace, patch: pytest.MonkeyPatch, record: P
         ("never_slower", "--cases short", False),
         ("never_slower", "--turns 4", False),
         ("never_slower", "--model elsewhere", False),
+        ("traffic", f"{TRAFFIC} --limit 220", True),
+        ("traffic", f"{TRAFFIC} --limit 20", False),
+        ("traffic", f"{TRAFFIC} --pairs 4", False),
+        ("traffic", f"{TRAFFIC} --temperature 0", False),
+        ("drift", f"{DRIFT} --drafts 1000000", True),
+        ("drift", f"{DRIFT} --drafts 3000", False),
+        ("drift", "0.8 0 --label category", False),
+        ("drift", "0.8 --arms auto,4 --label category", False),
+        ("drift", "0.8 0 --arms auto,4", False),
+        ("recording_cost", "--turns 5 --limit 6 --tokens 48", True),
+        ("recording_cost", "--turns 1", False),
+        ("recording_cost", "--model elsewhere", False),
     ],
 )
 def test_only_a_whole_run_becomes_a_record(
@@ -501,18 +538,53 @@ def test_what_a_part_of_a_run_leaves_is_not_committed(bench: SimpleNamespace) ->
     assert not matches(record)
 
 
-@pytest.mark.parametrize(("name", "measured"), [("scaling", "along"), ("never_slower", "summed")])
+@pytest.mark.parametrize(
+    ("given", "whole"),
+    [
+        ("--turns 24 --requests 192 --new-tokens 48", True),
+        ("--turns 4", False),
+        ("--requests 24", False),
+        ("--policies off", False),
+        ("--concurrency 1", False),
+        ("--new-tokens 32", False),
+        ("--clock cpu", False),
+        ("--lookup", False),
+    ],
+)
+def test_only_a_whole_simulation_becomes_a_record(
+    bench: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: str,
+    whole: bool,
+) -> None:
+    monkeypatch.setattr(bench.simulation, "dated", lambda _: tmp_path / "record.json")
+    for out, name in (((), f"record{'' if whole else '-part'}.json"), (("--out", "a"), "a")):
+        monkeypatch.setattr(sys, "argv", ["simulation.py", *given.split(), *out])
+        assert bench.simulation.parsed().out.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "measured", "given"),
+    [
+        ("scaling", "along", ""),
+        ("never_slower", "summed", ""),
+        ("drift", "report", DRIFT),
+        ("traffic", "compared", TRAFFIC),
+    ],
+)
 def test_a_stopped_run_becomes_no_record(
     bench: SimpleNamespace,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     measured: str,
+    given: str,
 ) -> None:
     runs_in_no_time(bench, monkeypatch, tmp_path / "record.json")
-    left = iter([{}, {}])  # of five axes and eight cases
+    left = iter([{}, {}])  # of five axes, eight cases, eight buckets and four comparisons
     monkeypatch.setattr(getattr(bench, name), measured, lambda *_: next(left))
-    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *given.split()])
     with pytest.raises(StopIteration):
         getattr(bench, name).main()
     assert [path.name for path in tmp_path.iterdir()] == ["record-part.json"]
