@@ -353,7 +353,7 @@ def test_a_resumed_run_knows_its_files_by_what_they_hold(
     )
     path = tmp_path / "journal.jsonl"
     for _ in range(2):
-        Journal(path, bench.lab.Lab(options).subject())
+        Journal(path, bench.lab.Lab(options).subject()).once("a cell", dict, dict)
     if changed == "prompts":
         options.prompts.write_text('{"prompt": "as it was"}\n', encoding="utf-8")
     elif changed == "plan":
