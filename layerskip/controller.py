@@ -37,6 +37,7 @@ MOST_AT_REST = 16  # rounds in which no row is asked again whether to draft
 # Where a token more in the verify pass costs so much of a row's plain round, hardly any look-up
 # pays, and looking up takes 1 % of a round of eight rows.
 DEAR, AWAKE_ONE_IN = 1 / 3, 4
+LEAST_MATCH = 2  # tokens
 PAYING = 0.4  # of what a drafted token costs at least: one that gains less is not looked at
 
 
@@ -343,8 +344,9 @@ def _weighed(
 
 
 def _offered(ask: Ask, pace: Pace, line: Sequence[float]) -> tuple[int, float]:
-    """Looked-up tokens of a row whose drafts survive so, as in ``offer``."""
-    if not ask.num_guessed:
+    """Looked-up tokens of a row whose drafts survive so, as in ``offer``. What one token matched is
+    no offer where there are drafts: those that were taken were right too seldom to be worth it."""
+    if not ask.num_guessed or (line and ask.match_length < LEAST_MATCH):
         return NO_OFFER
     most = min(ask.num_guessed, ask.most)
     return offer(pace, line, ask.state.lookup_survivals(ask.match_length, ask.stored, most))

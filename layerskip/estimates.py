@@ -245,7 +245,8 @@ class RowState:
         self, shared: Experience, *, stake: float = 0.0, advance: int = 0, greedy: bool = False
     ) -> None:
         self.shared, self.stake, self.greedy = shared, stake, greedy
-        self._advance, self.owed, self._earned, self._is_over = advance, 0, 0.0, False
+        self._advance, self.owed, self._earned = advance, 0, 0.0
+        self._staked, self._is_over = stake, False
         self.last, self.probing = 0, False
         self._rests, self._awaited, self._token = 0, 0.0, 0.0
         self._beside, self._declined, self._awake_one_in = 0, 0.0, 1
@@ -320,11 +321,12 @@ class RowState:
 
     def end(self, num_tokens: int) -> None:
         """The request is over, with so many tokens: what it had in advance for rounds that never
-        came is taken back, and those after it stake by its length.
+        came is taken back, if its drafts gained nothing, and those after it stake by its length.
 
         Or a stream of requests that end long before their limits would lose that time and again.
         """
-        self.shared.credit -= self.owed * self._earned
+        if self.stake <= self._staked:
+            self.shared.credit -= self.owed * self._earned
         self.owed = 0
         if not self._is_over:
             self.shared.end(num_tokens)

@@ -82,6 +82,15 @@ def test_requests_that_end_before_their_limits_lose_three_percent_at_most(tokens
     assert max(lost[1:]) <= 0.03
 
 
+@pytest.mark.parametrize(("gained", "left"), [(-0.1, 0.0), (0.0, 0.0), (0.1, 0.4)])
+def test_a_request_whose_drafts_gained_has_paid_for_what_it_had_in_advance(gained, left):
+    state = Controller(table(0.2)).row("greedy", 40)
+    state.claim(0.01)
+    state.settle(gained, 0.0)
+    state.end(5)
+    assert state.shared.credit == pytest.approx(left)
+
+
 def test_a_request_is_over_once():
     """When it ends, and when it is taken out of its batch."""
     controller = Controller(table(0.2))
@@ -415,6 +424,19 @@ def test_a_long_match_goes_straight_to_verify_and_a_poor_one_to_the_draft():
         state.add_lookup(20, [False], stored=False)
     again = controller.choose([Ask(state, 0, 16, 10, 20)], drafts=True)[0]
     assert again.source == "early_exit"
+
+
+def test_what_one_token_matched_goes_straight_to_verify_only_where_nothing_drafts():
+    controller = Controller(table(slope=0.02), (0.5,), follows_clock=False)
+    state = controller.row("greedy")
+    for _ in range(40):
+        state.add_lookup(1, [True] * 8, stored=False)
+    one, two = (Ask(state, 0, 16, 8, match_length) for match_length in (1, 2))
+    sources = [
+        controller.choose([ask], drafts=drafts)[0].source
+        for ask, drafts in ((one, True), (two, True), (one, False))
+    ]
+    assert sources == ["early_exit", "lookup", "lookup"]
 
 
 @pytest.mark.parametrize(("guessing", "looks_up"), [(1, False), (8, True)])

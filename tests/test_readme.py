@@ -39,7 +39,7 @@ BRIEF = {
     "compare": "--limit 2 --max-new-tokens 8 --repeats 1",
     "profile": "--seconds 1",
     "search": "--limit 4 --max-new-tokens 8 --refinements 1",
-    "measure": "--max-new-tokens 6",
+    "measure": "--max-new-tokens 24",  # of fewer, a dear draft may never be tried
     "report": "",
     "ab": "--max-new-tokens 6",
     "simulate": "--requests 20",
