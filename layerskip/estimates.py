@@ -324,11 +324,12 @@ class RowState:
         came is taken back, if its drafts gained nothing, and those after it stake by its length.
 
         Or a stream of requests that end long before their limits would lose that time and again.
+        One without a token, taken out while it waited, says nothing of lengths.
         """
         if self.stake <= self._staked:
             self.shared.credit -= self.owed * self._earned
         self.owed = 0
-        if not self._is_over:
+        if num_tokens and not self._is_over:
             self.shared.end(num_tokens)
         self._is_over = True
 

@@ -92,9 +92,10 @@ def test_a_request_whose_drafts_gained_has_paid_for_what_it_had_in_advance(gaine
 
 
 def test_a_request_is_over_once():
-    """When it ends, and when it is taken out of its batch."""
+    """When it ends, and when it is taken out of its batch; one that waited has no length."""
     controller = Controller(table(0.2))
-    first, second = (controller.row("greedy") for _ in range(2))
+    waiting, first, second = (controller.row("greedy") for _ in range(3))
+    waiting.end(0)
     first.end(20)
     for _ in range(2):
         second.end(10)
