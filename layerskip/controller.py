@@ -33,9 +33,9 @@ STAKE_SHARE, PROBE_SHARE = 0.015, 0.01
 STAKE_TOKENS = 64  # of so many tokens at most: few requests are as long as they may be
 MOST_CREDIT = 1.0  # plain passes
 GUESS_SHARE = 0.2  # of a draft pass: looked-up tokens in it save another one more often
-MOST_AT_REST = 16  # rounds in which no row is asked again whether to draft
-# Where a token more in the verify pass costs so much of a row's plain round, hardly any look-up
-# pays, and looking up takes 1 % of a round of eight rows.
+MOST_AT_REST = 32  # rounds in which no row is asked again whether to draft
+# Looking up takes 1 % of a round of eight rows. Hardly any look-up pays where a token more in the
+# verify pass costs so much of a row's plain round, nor where one rest has followed another.
 DEAR, AWAKE_ONE_IN = 1 / 3, 4
 LEAST_MATCH = 2  # tokens
 PAYING = 0.4  # of what a drafted token costs at least: one that gains less is not looked at
@@ -361,13 +361,17 @@ def _rest(asks: Sequence[Ask], pace: Pace, left: float, *, drafts: bool) -> None
         paid = max(0.0, left) if _promising(asks, pace) else 0.0
         awaited = _probe_cost(asks, pace) - paid * trying / pace.plain
     one_in = AWAKE_ONE_IN if pace.steps[0] > DEAR * pace.token else 1
+    if len(asks) > 1:
+        one_in = max(one_in, min(AWAKE_ONE_IN, 2 ** min(a.state.num_rests for a in asks)))
+    # What did not pay for one does not for its neighbours, who would ask in turn.
+    declined = max(a.confidence for a in asks)
     for a in asks:
         a.state.rest_for(
             MOST_AT_REST,
             awaited,
             pace.token,
             beside=pace.num_rows,
-            declined=a.confidence,
+            declined=declined,
             awake_one_in=one_in,
         )
 

@@ -239,6 +239,7 @@ class RowState:
         owed: plain rounds to come, if there will be as many, that earn nothing for probes: what
             they do the request had in advance.
         greedy: whether it takes the likeliest token, which costs less than to draw one.
+        num_rests: since it last drafted or took what was looked up.
     """
 
     def __init__(
@@ -249,7 +250,7 @@ class RowState:
         self._staked, self._is_over = stake, False
         self.last, self.probing = 0, False
         self._rests, self._awaited, self._token = 0, 0.0, 0.0
-        self._beside, self._declined, self._awake_one_in = 0, 0.0, 1
+        self._beside, self._declined, self._awake_one_in, self.num_rests = 0, 0.0, 1, 0
         self._positions = _shares(MAX_AUTO_DRAFT_TOKENS)
         self._ratio, self._lookup_ratio = Ratio(), Ratio(LOOKUP_RATIO_WEIGHT)
         self._confidence_ratio = Ratio(CONFIDENCE_WEIGHT, CONFIDENCE_DISCOUNT)
@@ -366,10 +367,11 @@ class RowState:
         """
         self._rests, self._awaited, self._token, self._beside = rounds, awaited, token, beside
         self._declined, self._awake_one_in = max(self._declined, declined), awake_one_in
+        self.num_rests += 1
 
     def wakes(self, *, drafts: bool) -> None:
         """It drafts, or takes what is looked up, which ends no rest for longer than a round."""
-        self._declined = 0.0
+        self._declined, self.num_rests = 0.0, 0
         if drafts:
             self._rests = 0
 

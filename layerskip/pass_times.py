@@ -9,8 +9,10 @@ from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 CONTEXT_STEP = 64
 MOST_REMEMBERED = 100_000  # seconds looked up in the table
 SHORTEST = 1e-9  # seconds of a pass: nothing is divided by zero
-# Rounds: all of the first ones are learnt from, then one in eight. A plain one tells less.
-FIRST_DRAFTED, FIRST_PLAIN, ONE_IN = 32, 4, 8
+# Rounds: all of the first ones are learnt from, then some. A plain one tells less: how fast the
+# machine is, which scales all that is chosen between.
+FIRST_DRAFTED, FIRST_PLAIN = 32, 4
+DRAFTED_ONE_IN, PLAIN_ONE_IN = 8, 32
 
 
 class PassTimes:
@@ -106,7 +108,9 @@ class PassTimes:
         self._unlearnt += 1
         self._seen[drafted] += 1
         seen = self._seen[drafted]
-        return seen <= (FIRST_DRAFTED if drafted else FIRST_PLAIN) or seen % ONE_IN == 0
+        if drafted:
+            return seen <= FIRST_DRAFTED or seen % DRAFTED_ONE_IN == 0
+        return seen <= FIRST_PLAIN or seen % PLAIN_ONE_IN == 0
 
     def observe_phases(
         self,

@@ -9,7 +9,7 @@ from controlling import CONTEXT, table
 from layerskip.clocks import Clocks
 from layerskip.controller import Controller
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
-from layerskip.pass_times import FIRST_DRAFTED, FIRST_PLAIN, ONE_IN
+from layerskip.pass_times import DRAFTED_ONE_IN, FIRST_DRAFTED, FIRST_PLAIN, PLAIN_ONE_IN
 
 
 def run_rounds(controller, count, *, pace=1.0, drafts=1.0, verify=1.0, tokens=5, rows=1):
@@ -102,13 +102,16 @@ def test_a_machine_that_gets_slower_while_nothing_is_drafted_changes_no_ratio():
     assert draft / verify == pytest.approx(before[0] / before[1], rel=0.005)
 
 
-@pytest.mark.parametrize(("drafted", "first"), [(False, FIRST_PLAIN), (True, FIRST_DRAFTED)])
-def test_all_of_the_first_rounds_are_learnt_from_and_then_one_in_eight(drafted, first):
+@pytest.mark.parametrize(
+    ("drafted", "first", "one_in"),
+    [(False, FIRST_PLAIN, PLAIN_ONE_IN), (True, FIRST_DRAFTED, DRAFTED_ONE_IN)],
+)
+def test_all_of_the_first_rounds_are_learnt_from_and_then_some(drafted, first, one_in):
     """Of either kind by itself, so that none is missed for the others' number."""
     times = Controller(table()).times
     assert all(times.due(drafted=drafted) for _ in range(first))
-    told = [(times.due(drafted=drafted), times.due(drafted=not drafted)) for _ in range(16)]
-    assert [mine for mine, _ in told] == [n % 8 == 0 for n in range(first + 1, first + 17)]
+    told = [(times.due(drafted=drafted), times.due(drafted=not drafted)) for _ in range(64)]
+    assert [mine for mine, _ in told] == [n % one_in == 0 for n in range(first + 1, first + 65)]
     others = FIRST_PLAIN if drafted else FIRST_DRAFTED
     assert all(other for _, other in told[:others])
 
@@ -125,7 +128,7 @@ def test_prices_are_the_same_objects_until_something_is_learnt():
 def test_a_round_after_others_that_nobody_learnt_from_says_more():
     """The machine had so much longer to become another."""
     after = []
-    for count in (1, ONE_IN):
+    for count in (1, PLAIN_ONE_IN):
         controller = Controller(table())
         run_rounds(controller, 100, tokens=1)
         for _ in range(count):

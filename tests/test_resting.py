@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from controlling import CONTEXT, table
 
 from layerskip.controller import AWAKE_ONE_IN, MOST_AT_REST, Ask, Controller
-from layerskip.estimates import RowState
+from layerskip.estimates import RowState, lookup_confidence
 from layerskip.stopping import Choice
 
 
@@ -155,3 +155,38 @@ def test_where_verifying_is_dear_most_rounds_at_rest_look_nothing_up():
             assert controller.at_rest(states, [0.0, 0.0]) is not None
         assert awake == wanted
         assert not any(state.sleeps(2) for state in states)
+
+
+def awake_rounds(controller: Controller, states: Sequence[RowState]) -> int:
+    """Rounds of a rest in which tokens are looked up."""
+    assert {c.source for c in controller.choose(asked(states, 1), drafts=False)} == {"none"}
+    awake = 0
+    for _ in range(MOST_AT_REST):
+        awake += not all(state.sleeps(len(states)) for state in states)
+        assert controller.at_rest(states, [0.0] * len(states)) is not None
+    return awake
+
+
+def test_rows_that_go_on_resting_are_looked_up_for_more_and_more_seldom():
+    """Until one takes something: then each round again."""
+    controller, states = looking_up(2, slope=0.02)
+    seldom = MOST_AT_REST // AWAKE_ONE_IN
+    for rounds in (MOST_AT_REST, MOST_AT_REST // 2, seldom, seldom):
+        assert awake_rounds(controller, states) == rounds
+    states[0].wakes(drafts=False)
+    assert awake_rounds(controller, states) == MOST_AT_REST
+
+
+def test_a_row_by_itself_is_looked_up_for_in_each_round():
+    controller, states = looking_up(1, slope=0.1)
+    assert [awake_rounds(controller, states) for _ in range(3)] == [MOST_AT_REST] * 3
+
+
+def test_what_one_row_declined_is_declined_by_its_neighbours():
+    """Or each of eight would have them all thought about in turn."""
+    controller, states = looking_up(2, slope=0.1)
+    first, second = asked(states, 4)[0], asked(states, 0)[1]
+    assert [c.source for c in controller.choose([first, second], drafts=False)] == ["none"] * 2
+    offered = lookup_confidence(4, False)
+    assert controller.at_rest(states, [0.0, offered]) is not None
+    assert controller.at_rest(states, [0.0, lookup_confidence(20, False)]) is None
