@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerskip.cache import KVCache, Segment
 from layerskip.draft_head import DraftHead, greedy_kept, spread
-from layerskip.guessing import Guesser
+from layerskip.guessing import Guesser, judged
 from layerskip.model import DecoderStack, Head
 from layerskip.plan import DraftPlan
 from layerskip.row import ExitStates
@@ -146,7 +146,9 @@ class EarlyExitDrafter:
         scores = logits.float() if bare else logits
         tokens = _greedy(scores, head) if bare else []
         sure = any(g.request.with_confidence for g in bare)
-        likeliest = scores.softmax(-1).amax(-1).tolist() if sure else []
+        # Of a row by itself nobody asks behind its first wrong guess.
+        asked = 1 + len(judged(flat[1:], tokens)) if len(asking) == 1 else len(flat)
+        likeliest = scores[:asked].softmax(-1).amax(-1).tolist() if sure else []
         done = 0
         for g, given in zip(asking, inputs, strict=True):
             at = slice(done, done + len(given))
