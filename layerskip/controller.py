@@ -362,7 +362,8 @@ def _rest(asks: Sequence[Ask], pace: Pace, left: float, *, drafts: bool) -> None
         awaited = _probe_cost(asks, pace) - paid * trying / pace.plain
     one_in = AWAKE_ONE_IN if pace.steps[0] > DEAR * pace.token else 1
     if len(asks) > 1:
-        one_in = max(one_in, min(AWAKE_ONE_IN, 2 ** min(a.state.num_rests for a in asks)))
+        rested = min(AWAKE_ONE_IN, *(a.state.num_rests for a in asks))
+        one_in = max(one_in, min(AWAKE_ONE_IN, 2**rested))
     # What did not pay for one does not for its neighbours, who would ask in turn.
     declined = max(a.confidence for a in asks)
     for a in asks:
