@@ -360,10 +360,12 @@ def _rest(asks: Sequence[Ask], pace: Pace, left: float, *, drafts: bool) -> None
         trying = sum(a.room > 0 for a in asks)
         paid = max(0.0, left) if _promising(asks, pace) else 0.0
         awaited = _probe_cost(asks, pace) - paid * trying / pace.plain
-    one_in = AWAKE_ONE_IN if pace.steps[0] > DEAR * pace.token else 1
-    if len(asks) > 1:
+    one_in = 1
+    if pace.steps[0] > DEAR * pace.token:
+        one_in = AWAKE_ONE_IN
+    elif len(asks) > 1:
         rested = min(AWAKE_ONE_IN, *(a.state.num_rests for a in asks))
-        one_in = max(one_in, min(AWAKE_ONE_IN, 2**rested))
+        one_in = min(AWAKE_ONE_IN, 2**rested)
     # What did not pay for one does not for its neighbours, who would ask in turn.
     declined = max(a.confidence for a in asks)
     for a in asks:

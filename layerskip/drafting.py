@@ -146,9 +146,9 @@ class EarlyExitDrafter:
         scores = logits.float() if bare else logits
         tokens = _greedy(scores, head) if bare else []
         sure = any(g.request.with_confidence for g in bare)
-        # Of a row by itself nobody asks behind its first wrong guess.
-        asked = 1 + len(judged(flat[1:], tokens)) if len(asking) == 1 else len(flat)
-        likeliest = scores[:asked].softmax(-1).amax(-1).tolist() if sure else []
+        if sure and len(asking) == 1:  # nobody asks behind its first wrong guess
+            scores = scores[: 1 + sum(judged(flat[1:], tokens))]
+        likeliest = scores.softmax(-1).amax(-1).tolist() if sure else []
         done = 0
         for g, given in zip(asking, inputs, strict=True):
             at = slice(done, done + len(given))

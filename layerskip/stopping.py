@@ -76,8 +76,6 @@ class Stopper:
         if done >= choice.num_draft_tokens:
             return False  # there is no other
         more = choice.verify_seconds[done] if done < len(choice.verify_seconds) else 0.0
-        if ahead and more <= 0.0 and not self._shares:
-            return True  # the next one costs nothing
         self.survival = self._reached * self._state.acceptance(done)
         self.gain = self.survival - choice.rate * more
         if not self._shares and not self._pays(done, ahead):
