@@ -134,6 +134,7 @@ class Row:
     def emission(self, tokens: Iterable[int]) -> Emission:
         """What emitting ``tokens`` gives, up to where something ends the row; changes nothing."""
         stream = self.stream.fork() if self.stream is not None else None
+        stops = stream is not None and bool(stream.stop)  # else nothing in the text ends the row
         taken: list[int] = []
         text = ""
         reason: FinishReason | None = None
@@ -141,7 +142,7 @@ class Row:
             taken.append(token)
             if token in self.spec.eos_ids:
                 reason = "stop"
-            elif stream is not None:
+            elif stream is not None and stops:
                 text += stream.push(token)
                 reason = "stop" if stream.stopped else None
             if self.spec.ends is not None and self.spec.ends((*self.context, *taken)):
@@ -150,6 +151,8 @@ class Row:
                 reason = "length"
             if reason is not None:
                 break
+        if stream is not None and not stops:
+            text = stream.push_all([t for t in taken if t not in self.spec.eos_ids])
         if reason is not None and stream is not None:
             text += stream.finish()
             reason = "stop" if stream.stopped else reason

@@ -27,14 +27,28 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """Add one token; returns the text that is now final."""
+        if self._grow((token_id,)):
+            return self._release()
         self._ids = (*self._ids, token_id)
-        known, grown = self._decode(self._ids[: self._read]), self._decode(self._ids)
-        if len(grown) <= len(known) or grown.endswith("\ufffd"):
-            return ""
-        self._pending += grown[len(known) :]
-        self._ids = self._ids[self._read :]
-        self._read = len(self._ids)
-        return self._release()
+        return ""
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """The same of several, without stop strings, which a text may reach between them. Where
+        nothing is held back they take as long as one."""
+        if self._grow(token_ids):
+            return self._release()
+        return "".join(self.push(token) for token in token_ids)
+
+    def _grow(self, token_ids: Sequence[int]) -> bool:
+        """Add tokens and their text, if it ends with a whole character; else nothing is done."""
+        ids = (*self._ids, *token_ids)
+        known, grown = self._decode(ids[: self._read]), self._decode(ids)
+        whole = len(grown) > len(known) and not grown.endswith("\ufffd")
+        if whole:
+            self._pending += grown[len(known) :]
+            self._ids = ids[self._read :]
+            self._read = len(self._ids)
+        return whole
 
     def finish(self) -> str:
         """No more tokens: what was held back becomes final, cut before a stop string."""

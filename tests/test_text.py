@@ -1,3 +1,6 @@
+from itertools import pairwise
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -67,6 +70,32 @@ def test_text_by_origin_is_the_text_of_its_tokens(ids, cut):
 @example(encode("😀")[:1])  # ends inside a character
 def test_pieces_of_any_tokens_join_to_the_whole(ids):
     assert "".join(run(ids)[0]) == decode(ids)
+
+
+@given(IDS, st.lists(st.integers(0, 24), max_size=4))
+@example(ENDS_INSIDE, [2])
+def test_several_tokens_give_the_text_of_one_after_another(ids, ends):
+    stream, places = TextStream(TOKENIZER, ()), [0, *sorted(ends), len(ids)]
+    pieces = [stream.push_all(ids[a:b]) for a, b in pairwise(places)]
+    assert "".join([*pieces, stream.finish()]) == decode(ids)
+
+
+def test_several_tokens_hold_back_no_more_than_the_last_ones():
+    stream = TextStream(TOKENIZER, ())
+    assert stream.push_all([*encode("ate"), encode("😀")[0]]) == "ate"
+    assert stream.push_all(encode("😀")[1:]) == "😀"
+
+
+def test_several_tokens_are_decoded_at_once():
+    calls = []
+
+    def decode(ids, *, skip_special_tokens):
+        calls.append(tuple(ids))
+        return TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    stream, ids = TextStream(SimpleNamespace(decode=decode), ()), encode("aet hate hat")
+    assert stream.push_all(ids) == "aet hate hat"
+    assert calls == [(), tuple(ids)]
 
 
 @given(TEXT, st.lists(st.booleans(), min_size=1, max_size=7))
