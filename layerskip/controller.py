@@ -183,6 +183,8 @@ class Controller:
             confidences: of what was looked up for each; 0: nothing was.
             beside: rows of the round whose numbers are fixed.
         """
+        if not all(state.may_rest for state in states):
+            return None
         rows = len(states) + beside
         if not all(s.rests(rows, c) for s, c in zip(states, confidences, strict=True)):
             return None

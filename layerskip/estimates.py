@@ -268,7 +268,8 @@ class RowState:
         least = max(least, LEAST_SURVIVAL)
         # As ``acceptance`` has them, in few steps: each round of a row asks for all.
         for own, common in zip(self._positions[:most], self.shared.acceptances, strict=False):
-            survival *= own.mean(min(LARGEST, common * ratio), POSITION_WEIGHT)
+            likely = POSITION_WEIGHT * min(LARGEST, common * ratio) + own.hits
+            survival *= min(LARGEST, likely / (POSITION_WEIGHT + own.trials))
             if survival < least:
                 break
             found.append(survival)
@@ -374,6 +375,11 @@ class RowState:
         self._declined, self.num_rests = 0.0, 0
         if drafts:
             self._rests = 0
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether the next round can be one of those at all; most rows' cannot."""
+        return self._rests > 0
 
     def rests(self, beside: int, confidence: float = 0.0) -> bool:
         """Whether the next round, of so many rows, is one of those, with looked-up tokens of such a

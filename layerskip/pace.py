@@ -44,9 +44,8 @@ class Pace:
         self._alone = list(itertools.accumulate(alone, max))
         self.plain = times.verify(1, context, greedy=greedy)
         self.drawing = times.drawing(greedy=greedy)
-        self._shares: dict[int, float] = {}
         self._verify: dict[int, float] = {}  # tokens of a pass: each choice asks for dozens
-        self.token = self.verify_share(1)
+        self.token = self.verify(rows) / rows
         drafting = drafting or rows
         self.draft_share = self.draft(drafting) / drafting
         self.start = times.draft_start()
@@ -70,6 +69,14 @@ class Pace:
     def drafts(self) -> list[float]:
         """Seconds of a draft pass of no row, of one, ..., of all."""
         return [self.draft(n) for n in range(self.num_rows + 1)]
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """Seconds of a row's share of the verify pass, if every row drafted no token, one, ..."""
+        if self.num_rows == 1:
+            return self._alone
+        counts = range(self.num_rows, self.num_rows * (MAX_AUTO_DRAFT_TOKENS + 2), self.num_rows)
+        return [self.verify(tokens) / self.num_rows for tokens in counts]
 
     @cached_property
     def risks(self) -> list[float]:
@@ -103,13 +110,6 @@ class Pace:
                 best, count = rate, i
         return count, best if count else 1.0 / self._alone[0]
 
-    def verify_share(self, each: int) -> float:
-        """Of one row, if every row has ``each`` tokens in the verify pass."""
-        share = self._shares.get(each)
-        if share is None:  # asked for by every row that looked something up
-            share = self._shares[each] = self.verify(self.num_rows * each) / self.num_rows
-        return share
-
 
 def offer(pace: Pace, survivals: Sequence[float], looked_up: Sequence[float]) -> tuple[int, float]:
     """Looked-up tokens that go straight to the verify pass, none where an early exit is better;
@@ -119,11 +119,11 @@ def offer(pace: Pace, survivals: Sequence[float], looked_up: Sequence[float]) ->
         survivals: of the early exit's tokens.
         looked_up: the same of looked-up ones.
     """
-    best, best_gain, rate = 0, 0.0, 1.0 / pace.verify_share(1)
-    gain = 0.0
+    best, best_gain, rate = 0, 0.0, 1.0 / pace.token
+    gain, shares, drawing = 0.0, pace.shares, pace.drawing
     for n, survival in enumerate(looked_up, 1):
         gain += survival
-        got = (1.0 + gain) / (pace.verify_share(n + 1) + n * pace.drawing)
+        got = (1.0 + gain) / (shares[n] + n * drawing)
         if got > rate:
             best, best_gain, rate = n, gain, got
     if not best or rate < UNTOLD * _exit_rate(survivals, looked_up, pace):
@@ -161,14 +161,13 @@ def agreed(
 def _exit_rate(survivals: Sequence[float], looked_up: Sequence[float], pace: Pace) -> float:
     """Tokens a second with an early exit, whatever its confidence will say; looked-up tokens that
     it confirms save passes. 0.0 of no draft."""
-    best, tokens, saved = 0.0, 1.0, 0.0
-    for k, survival in enumerate(survivals, start=1):
+    best, tokens, drafting = 0.0, 1.0, pace.start_share
+    shares, each = pace.shares, pace.draft_share
+    saved = itertools.chain((0.0,), looked_up, itertools.repeat(0.0))
+    for survival, less, verify in zip(survivals, saved, shares[1:], strict=False):
         tokens += survival
-        if 1 < k <= len(looked_up) + 1:
-            saved += looked_up[k - 2]
-        drafting = pace.start_share + (k - saved) * pace.draft_share
-        seconds = pace.verify_share(k + 1) + drafting
-        best = max(best, tokens / seconds)
+        drafting += each - less * each
+        best = max(best, tokens / (verify + drafting))
     return best
 
 
