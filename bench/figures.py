@@ -106,8 +106,10 @@ def prediction(
         verified += cost.verify_pass(r.num_draft_tokens + 1, context)
         if r.num_draft_passes:
             passes += r.num_draft_passes
-            # Of an early exit's round, all but one of the positions are the draft's.
-            each = max(1, round((r.positions - 1) / r.num_draft_passes))
+            # Of an early exit's round, all but one of the positions are the draft's, and but those
+            # that were looked up behind it.
+            ran = r.positions - 1 - r.num_lookup_tokens
+            each = max(1, round(ran / r.num_draft_passes))
             drafted += cost.drafting(r.num_draft_passes, each, context)
     count = max(1, len(rounds))
     c, v = drafted / max(1, passes) / plain, verified / count / plain

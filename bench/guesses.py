@@ -84,7 +84,10 @@ def paired(
             texts[side] = [out.token_ids for out in outs]
             passes[side] += sum(out.stats.num_draft_passes for out in outs)
             drafted[side] += sum(
-                r.num_draft_tokens for o in outs for r in o.rounds if r.num_draft_passes
+                r.num_draft_tokens - r.num_lookup_tokens
+                for o in outs
+                for r in o.rounds
+                if r.num_draft_passes
             )
         assert texts[0] == texts[1]
         if turn:  # the first warms up

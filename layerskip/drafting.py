@@ -71,7 +71,8 @@ class Draft:
             drawn from, ``(vocab,)`` float64.
         num_passes: draft passes that the row took part in.
         num_positions: tokens that they ran, wrong guesses among them.
-        confidences: of ``tokens`` (``Drawn``), if they are wanted.
+        confidences: of ``tokens`` (``Drawn``), if they are wanted; of looked-up ones none.
+        num_looked_up: the last ones of an early exit's, which no pass drafted.
     """
 
     tokens: tuple[int, ...]
@@ -80,6 +81,7 @@ class Draft:
     num_passes: int = 0
     num_positions: int = 0
     confidences: tuple[float, ...] = ()
+    num_looked_up: int = 0
 
 
 NO_DRAFT = Draft((), ())

@@ -41,6 +41,17 @@ def guess_for(row: Row, store: LookupStore | None, *, looks_up: bool) -> Guess:
     return Guess(tokens, length, guess.stored and not forced)
 
 
+def guess_behind(row: Row, draft: Sequence[int]) -> Guess:
+    """What may follow a draft, by the text with it; nothing where a grammar knows more, or the
+    draft ends the text."""
+    most = room(row) - len(draft)
+    if row.index is None or row.spec.sampler.constraint is not None or most < 1:
+        return NO_GUESS
+    if not draft or draft[-1] in row.spec.eos_ids:
+        return NO_GUESS
+    return _until_end(row.index.guess(most, draft), row.spec.eos_ids)
+
+
 def guesser(row: Row, first: Guess) -> Guesser | None:
     """What may follow tokens drafted so far: forced text, else what is looked up.
 

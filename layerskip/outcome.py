@@ -102,6 +102,9 @@ def record_of(
         else token_logprobs(judged.logits[:count], emission.token_ids, top),
         drafter=attempt.source if attempt is not None else "none",
         num_draft_passes=draft.num_passes,
+        num_lookup_tokens=drafted
+        if attempt is not None and attempt.source == "lookup"
+        else draft.num_looked_up,
         chances=tuple(stopper.chances) if stopper is not None else (),
         confidences=attempt.confidences if attempt is not None else (),
         stopped=attempt.stopped if attempt is not None else "",

@@ -51,8 +51,10 @@ class Round:
         drafter: where the drafted tokens came from.
         num_draft_passes: that the row took part in; fewer than its drafted tokens where looked-up
             tokens were right.
-        chances: what each drafted token's chance of acceptance was thought to be, if every token
-            before it was accepted; with ``num_draft_tokens="auto"`` and an early exit only, and
+        num_lookup_tokens: drafted tokens that no pass drafted or confirmed: all that a look-up
+            drafted, or the last ones behind an early exit's.
+        chances: what the chance of acceptance of each token that an early exit drafted was thought
+            to be, if every token before it was accepted; with ``num_draft_tokens="auto"`` only, and
             where the host drives rounds.
         confidences: what spoke for each drafted token when it was drafted, 0 to 1: the draft's own
             confidence (where the host drives rounds; with a fixed number, where ``on_round``
@@ -85,6 +87,7 @@ class Round:
     logprobs: tuple[TokenLogprob, ...] = ()
     drafter: Drafter = "none"
     num_draft_passes: int = 0
+    num_lookup_tokens: int = 0
     chances: tuple[float, ...] = ()
     confidences: tuple[float, ...] = ()
     stopped: StopReason = ""
@@ -121,6 +124,7 @@ class Round:
             "num_emitted_tokens": len(self.token_ids),
             "num_rejected_tokens": self.num_rejected_tokens,
             "num_draft_passes": self.num_draft_passes,
+            "num_lookup_tokens": self.num_lookup_tokens,
             "draft_seconds": self.draft_seconds,
             "verify_seconds": self.verify_seconds,
             "sample_seconds": self.sample_seconds,

@@ -10,12 +10,14 @@ from layerskip.controller import Ask, Controller
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
 from layerskip.estimates import RowState, lookup_confidence
-from layerskip.guessing import NO_GUESS, guess_for, guesser, judged, room
+from layerskip.guessing import NO_GUESS, guess_behind, guess_for, guesser, judged, room
 from layerskip.lookup import FORCED_MATCH, Guess, LookupStore
 from layerskip.outputs import Drafter, StopReason
-from layerskip.params import AUTO, most_draft_tokens
+from layerskip.params import AUTO, MAX_AUTO_DRAFT_TOKENS, most_draft_tokens
 from layerskip.row import Row
 from layerskip.stopping import PLAIN, Choice, Stopper
+
+SURE = (1.0,) * MAX_AUTO_DRAFT_TOKENS  # where these gain nothing, no look-up does
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +31,7 @@ class Attempt:
         guess: what was looked up before the round.
         stopper: what the draft's confidence was held against.
         probing: whether the controller tried what it had given up.
+        behind: what was looked up behind an early exit's draft.
     """
 
     request: DraftRequest
@@ -37,6 +40,7 @@ class Attempt:
     guess: Guess
     stopper: Stopper | None
     probing: bool = False
+    behind: Guess = NO_GUESS
 
     @property
     def source(self) -> Drafter:
@@ -47,18 +51,17 @@ class Attempt:
     def confidences(self) -> tuple[float, ...]:
         """What spoke for each drafted token; none where nobody asked."""
         if self.source == "lookup":
-            found, count = self.guess, len(self.draft.tokens)
-            return tuple(
-                lookup_confidence(found.match_length, found.stored, ahead=i) for i in range(count)
-            )
-        return self.draft.confidences
+            return _told(self.guess, len(self.draft.tokens))
+        if not self.draft.confidences:
+            return ()
+        return *self.draft.confidences, *_told(self.behind, self.draft.num_looked_up)
 
     @property
     def stopped(self) -> StopReason:
         """Why the draft went no further."""
         if not self.draft.tokens:
             return ""
-        if len(self.draft.tokens) >= self.choice.num_draft_tokens:
+        if len(self.draft.tokens) - self.draft.num_looked_up >= self.choice.num_draft_tokens:
             return "number"
         told = self.stopper.stopped if self.stopper is not None else ""
         return told or "end"
@@ -157,10 +160,27 @@ class Speculator:
         ]
         drafts = self._drafts(requests, choices, guesses, stoppers, cache)
         probing = [row.state is not None and row.state.probing for row in rows]
-        return [
+        attempts = [
             Attempt(*parts)
             for parts in zip(requests, choices, drafts, guesses, stoppers, probing, strict=True)
         ]
+        return attempts if shares else [self._with_more(rows[0], attempts[0])]
+
+    def _with_more(self, row: Row, attempt: Attempt) -> Attempt:
+        """An early exit's draft, and what is looked up behind it, as far as that pays; no token of
+        it has a distribution that it was drawn from."""
+        draft, stopper = attempt.draft, attempt.stopper
+        if stopper is None or row.state is None or self.controller is None or draft.q:
+            return attempt
+        drawing = self.controller.times.drawing(greedy=row.state.greedy)
+        if not stopper.num_behind(SURE, drawing):
+            return attempt
+        found = guess_behind(row, draft.tokens)
+        chances = row.state.lookup_survivals(found.match_length, found.stored, len(found.tokens))
+        count = stopper.num_behind(chances, drawing)
+        tokens = (*draft.tokens, *found.tokens[:count])
+        draft = replace(draft, tokens=tokens, num_looked_up=count)
+        return replace(attempt, draft=draft, behind=found)
 
     def counted(self, rows: Sequence[Row]) -> list[tuple[Choice, int]]:
         """For rounds whose drafts have their length before they begin, and are early exits: each
@@ -435,7 +455,8 @@ class Speculator:
         controller: Controller,
     ) -> None:
         """As ``observe``, of a row that leaves the number of draft tokens to the controller."""
-        drafted = len(attempt.draft.tokens)
+        drafted = len(attempt.draft.tokens) - attempt.draft.num_looked_up
+        num_matches = min(num_matches, drafted)
         if attempt.source != "early_exit" and not attempt.draft.num_passes:
             controller.observe_plain(state, attempt.choice, row.length)
             return
@@ -462,6 +483,11 @@ def _sleeps(row: Row, beside: int) -> bool:
     """Whether nothing is looked up for it; what a grammar forces pays in any batch."""
     free = row.spec.sampler.constraint is None
     return free and row.state is not None and row.state.sleeps(beside)
+
+
+def _told(found: Guess, count: int) -> tuple[float, ...]:
+    """What speaks for the first looked-up tokens."""
+    return tuple(lookup_confidence(found.match_length, found.stored, ahead=i) for i in range(count))
 
 
 def _num_tokens(attempts: Sequence[Attempt]) -> int:

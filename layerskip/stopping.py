@@ -96,6 +96,23 @@ class Stopper:
             gain += survival - price - choice.rate * more
         return gain > 0.0
 
+    def num_behind(self, acceptances: Sequence[float], drawing: float) -> int:
+        """How many looked-up tokens go to the verify pass behind the draft, of a row by itself. No
+        pass drafts them, and where the verify pass is padded the first ones are next to free.
+
+        Args:
+            acceptances: the chance that the first, the first two, ... of them are accepted once the
+                draft is.
+            drawing: seconds that judging one takes beside a drafted token.
+        """
+        gain, best, count = 0.0, 0.0, 0
+        steps = self._choice.verify_seconds[len(self.chances) :]
+        for n, (acceptance, more) in enumerate(zip(acceptances, steps, strict=False), 1):
+            gain += self._reached * acceptance - self._choice.rate * (more + drawing)
+            if gain > best:
+                best, count = gain, n
+        return count
+
     @property
     def survival_after(self) -> float:
         """The chance that the token after the next one is accepted; 0 if there may be none."""

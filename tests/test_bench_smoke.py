@@ -580,6 +580,19 @@ def test_prediction_is_the_formula_over_the_table(scripts: SimpleNamespace) -> N
     assert typical == scripts.figures.prediction(rounds, stats, dearer, 0)
 
 
+def test_prediction_runs_no_draft_pass_for_what_is_looked_up_behind(
+    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths: list[int] = []
+    monkeypatch.setattr(
+        CostTable, "drafting", lambda self, passes, each, context: widths.append(each) or 1.0
+    )
+    behind = replace(record(7, 1), num_draft_passes=2, num_lookup_tokens=4, positions=11)
+    stats = SimpleNamespace(mean_accepted_length=2.0)
+    scripts.figures.prediction([behind], stats, COST, 0)
+    assert widths == [3]
+
+
 def test_copying_asks_for_the_same_function_again(scripts: SimpleNamespace) -> None:
     body = "        a = x\n        b = a\n        return b\n"
     example = Example("import os\n\nclass A:\n    def f(self, x):\n", body)

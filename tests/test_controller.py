@@ -598,6 +598,24 @@ def test_a_token_that_its_pass_has_run_for_is_weighed_against_its_place_in_the_v
     assert not going(0.45, 0.9, ahead=True)
 
 
+def test_tokens_behind_a_draft_are_worth_their_places_in_the_verify_pass():
+    """The first two of them are in the draft's tile, the third begins another."""
+
+    def behind(acceptances: list[float], confidence: float = 0.99, drawing: float = 0.0) -> int:
+        choice = Choice("early_exit", 1, 2.0, (0.1, 0.01, 0.01, 0.4, 0.0, 0.0))
+        stopper = Stopper(RowState(Experience((0.9,))), choice)
+        stopper.goes_on(confidence)
+        return stopper.num_behind(acceptances, drawing)
+
+    assert behind([0.9, 0.8, 0.5, 0.1]) == 2
+    assert behind([0.9, 0.8, 0.7, 0.6, 0.5]) == 5  # the last three pay for the tile together
+    assert behind([0.9] * 9) == 5  # no further than a controller drafts
+    assert behind([0.9, 0.8, 0.7, 0.6, 0.5], confidence=0.0) == 2
+    assert behind([0.05, 0.01], confidence=0.99) == 1
+    assert behind([0.9, 0.8, 0.5], drawing=0.43) == 1
+    assert behind([]) == 0
+
+
 def test_rows_share_a_draft_pass_or_none_of_them_goes_on():
     controller = Controller(table(0.4, slope=0.0), follows_clock=False)
     choice = Choice("early_exit", 8, rate=2.0, draft_seconds=0.4)

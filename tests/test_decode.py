@@ -33,6 +33,7 @@ def record(index, tokens, drafted, accepted, origin, finish_reason=None) -> dict
         "logprobs": (),
         "drafter": "early_exit" if drafted else "none",
         "num_draft_passes": 0,  # the oracle runs no layer
+        "num_lookup_tokens": 0,
         "chances": (),
         "confidences": (),
         "stopped": "number" if drafted else "",

@@ -125,6 +125,14 @@ def test_looked_up_tokens_tell_nothing_of_the_exit(tmp_path):
     assert known.passes_per_token == 0.25
 
 
+def test_tokens_looked_up_behind_a_draft_tell_nothing_of_the_exit(tmp_path):
+    more = {"num_draft_passes": 2, "num_lookup_tokens": 3, "chances": [0.75, 0.5]}
+    all_right, wrong = (5, 4, 5, more), (5, 1, 2, more)
+    known = replay(runs(tmp_path / "r", {"0/auto": [PREFILL, all_right, wrong]}), flat())
+    assert known.recorded.texts[0].right.tolist() == [-1, 1, 1, -1, -1, -1, 1, 0]
+    assert known.passes_per_token == 1.0
+
+
 def test_recorded_rounds_give_the_overhead(tmp_path):
     """Verify took 1.5 times the table's pass, drafts twice, and 0.125 s passed between rounds."""
     known = replay(runs(tmp_path / "r", EXITS), flat())

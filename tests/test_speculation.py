@@ -102,7 +102,7 @@ def test_switching_every_round_changes_no_token(toy, plain, sampling):
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
-def test_looked_up_tokens_can_be_judged_by_distributions(toy, plain, verification):
+def test_looked_up_tokens_can_be_seenby_distributions(toy, plain, verification):
     """One token that is certain: p is one-hot, so every mode must give plain text."""
     certain = SamplingParams(temperature=0.001, seed=1)
     lm = with_controller(toy, Scripted(Choice("lookup", 6)))
@@ -167,8 +167,75 @@ def test_tokens_that_a_pass_has_run_for_are_drafted_however_dear_the_next_pass_i
         drafted = [r for r in out.rounds if r.drafter == "early_exit"]
         assert out.token_ids == text
         assert {r.num_draft_passes for r in drafted} == {1}
-        assert all(len(r.chances) == r.num_draft_tokens for r in drafted)
-        assert any(r.num_draft_tokens > 1 for r in drafted) is bool(known)
+        by_passes = [r.num_draft_tokens - r.num_lookup_tokens for r in drafted]
+        assert [len(r.chances) for r in drafted] == by_passes
+        assert any(count > 1 for count in by_passes) is bool(known)
+
+
+def exits(most: int, verify_seconds: float = 0.0, rate: float = 1.0) -> Choice:
+    """An early exit of one pass beside a verify pass whose tokens cost so much each."""
+    return Choice("early_exit", most, rate, (verify_seconds,) * 16)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "0.8"])
+def test_what_is_looked_up_behind_a_draft_is_verified_with_it(toy, plain, sampling):
+    text = run(plain, sampling=sampling).token_ids
+    known = store_of([*REPEATING, *text])
+    out = run(with_controller(toy, Scripted(exits(2)), lookup=known), sampling=sampling)
+    drafted = [r for r in out.rounds if r.drafter == "early_exit"]
+    assert out.token_ids == text
+    assert all(1 <= r.num_draft_tokens - r.num_lookup_tokens <= 2 for r in drafted)
+    assert max(r.num_accepted_tokens for r in drafted) > 2
+    assert len({r.num_lookup_tokens for r in drafted}) > 1
+    for r in drafted:
+        ahead = r.num_draft_tokens - r.num_lookup_tokens
+        assert (len(r.chances), len(r.confidences)) == (ahead, r.num_draft_tokens)
+        behind = [lookup_confidence(64, True), lookup_confidence(1, True)]
+        assert all(min(behind) <= told <= 1.0 for told in r.confidences[ahead:])
+        assert r.positions >= 1 + r.num_draft_tokens
+        assert r.stopped == ("number" if ahead == 2 else "end")
+
+
+def test_nothing_is_looked_up_behind_a_draft_where_it_does_not_pay(toy, plain):
+    text = run(plain).token_ids
+    known = store_of([*REPEATING, *text])
+    out = run(with_controller(toy, Scripted(exits(2, verify_seconds=1.1)), lookup=known))
+    assert out.token_ids == text
+    assert not any(r.num_lookup_tokens for r in out.rounds)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_was_looked_up_behind_a_draft_says_nothing_of_the_exit(toy, plain, monkeypatch, wrong):
+    text = run(plain).token_ids
+    shown = [(token + 1) % VOCAB_SIZE for token in text] if wrong else text
+    controller, seen = Scripted(exits(1)), []
+    monkeypatch.setattr(
+        controller,
+        "observe_draft",
+        lambda state, choice, context, accepted, *told, **counts: seen.append(
+            (len(accepted), [len(t) for t in told], counts["num_drafted"])
+        ),
+    )
+    out = run(with_controller(toy, controller, lookup=store_of([*REPEATING, *shown])))
+    assert out.token_ids == text
+    assert any(r.num_lookup_tokens for r in out.rounds)
+    assert {drafted for _, _, drafted in seen} == {1}
+    assert max(count for count, _, _ in seen) == 1
+    assert all(told == [1, 1] for _, told, _ in seen)
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_distributions_judge_no_token_that_was_drawn_from_none(toy, verification):
+    """Nor does a fixed number get more than it says, nor a row that shares its passes."""
+    sampling, known = SamplingParams(temperature=0.3, seed=5), LookupStore()
+    known.add(REPEATING)
+    lm = with_controller(toy, Scripted(exits(2)), lookup=known)
+    outs = [run(lm, sampling=sampling, verification=verification)]
+    outs += lm.generate([REPEATING, REPEATING], max_new_tokens=NEW)
+    outs.append(run(lm, num_draft_tokens=2))
+    for out in outs:
+        assert any(r.drafter == "early_exit" for r in out.rounds)
+        assert not any(r.num_lookup_tokens for r in out.rounds)
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
@@ -374,7 +441,7 @@ def test_confidence_stops_drafts_and_chances_are_told(lm):
     out = run(lm, PROMPT)
     drafted = [r for r in out.rounds if r.drafter == "early_exit"]
     assert drafted
-    assert all(len(r.chances) == r.num_draft_tokens for r in drafted)
+    assert all(len(r.chances) == r.num_draft_tokens - r.num_lookup_tokens for r in drafted)
     assert all(0.0 <= chance <= 1.0 for r in drafted for chance in r.chances)
     assert all(len(r.confidences) == r.num_draft_tokens for r in drafted)
     assert len({told for r in drafted for told in r.confidences}) > len(drafted)

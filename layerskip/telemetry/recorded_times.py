@@ -54,6 +54,8 @@ class RecordedTimes:
             return
         tokens, passes = line["num_draft_tokens"] + 1, line["num_draft_passes"]
         self.passes, self.drafted = self.passes + passes, self.drafted + tokens - 1
+        if passes:  # these had none
+            self.drafted -= line.get("num_lookup_tokens", 0)
         if line["rows"] != 1 or before is None or len(self._rounds) == MOST_TIMED:
             return
         draft, verify = line["draft_seconds"], line["verify_seconds"]

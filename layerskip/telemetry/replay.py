@@ -123,10 +123,12 @@ class _Request:
         if line["index"] == 0:
             self.prefill, self.emitted = line["verify_seconds"], 0
         elif line["mode"] == "early_exit":
-            accepted, start = line["num_accepted_tokens"], self.emitted
+            # What was looked up behind the draft says nothing of what an early exit would draft.
+            drafted = line["num_draft_tokens"] - line.get("num_lookup_tokens", 0)
+            accepted, start = min(line["num_accepted_tokens"], drafted), self.emitted
             judged = self.right[start : start + emitted]
             judged[:accepted] = 1
-            if accepted < min(line["num_draft_tokens"], emitted):
+            if accepted < min(drafted, emitted):
                 judged[accepted] = 0
             chances = line.get("chances", ())
             known = self.chances[start : start + min(accepted + 1, emitted)]
