@@ -103,7 +103,7 @@ class told:  # noqa: N801
         def telling(speculator: Any, row: Any, *rest: Any) -> Any:
             found = confidences.setdefault(row.slot_row, [])
             return replace(
-                request(speculator, row, *rest), goes_on=lambda c, _: not found.append(c)
+                request(speculator, row, *rest), goes_on=lambda c, *_: not found.append(c)
             )
 
         layerskip.speculation.Speculator._request = telling

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerskip.cache import KVCache, Segment
 from layerskip.draft_head import DraftHead, greedy_kept, spread
-from layerskip.guessing import Guesser, judged
+from layerskip.guessing import judged
 from layerskip.model import DecoderStack, Head
 from layerskip.plan import DraftPlan
 from layerskip.row import ExitStates
@@ -27,9 +27,9 @@ class DraftRequest:
         num_draft_tokens: how many to draft; 0 is plain decoding.
         sampler: shared with verification.
         context: prompt and output, for processors and grammar; empty if there is neither.
-        goes_on: asked after each token, with its confidence (``Drawn``) and whether the pass that
-            drafted it has run for the next one, too; None drafts ``num_draft_tokens``. The token
-            stays in any case.
+        goes_on: asked after each token, with its confidence (``Drawn``), whether the pass that
+            drafted it has run for the next one, too, and the tokens so far; None drafts
+            ``num_draft_tokens``. The token stays in any case.
         guess: looked-up tokens after those drafted so far, at most so many: the draft's layers
             check them in one pass, which changes no drafted token. None: there is no look-up.
         num_guesses: most of them in one pass.
@@ -44,8 +44,8 @@ class DraftRequest:
     num_draft_tokens: int
     sampler: Sampler
     context: tuple[int, ...] = ()
-    goes_on: Callable[[float, bool], bool] | None = None
-    guess: Guesser | None = None
+    goes_on: Callable[[float, bool, Sequence[int]], bool] | None = None
+    guess: Callable[[Sequence[int], int], Sequence[int]] | None = None
     num_guesses: int = 0
     own_ids: frozenset[int] = frozenset()
     exit_states: ExitStates | None = None
@@ -311,7 +311,7 @@ class _Growing:
         if self.request.with_confidence:
             self.confidences.append(confidence)
         ahead = i + 1 < len(inputs) and inputs[i + 1] == self.tokens[-1]
-        if goes_on is not None and not goes_on(confidence, ahead):
+        if goes_on is not None and not goes_on(confidence, ahead, self.tokens):
             self.ended = True
         # The token stays and is verified: ending here leaves the output's distribution alone.
         if self.request.sampler.closed((*self.request.context, *self.tokens)):

@@ -1,12 +1,11 @@
 """Tokens that may come next without a pass: looked up, or forced by a grammar."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from layerskip.lookup import FORCED_MATCH, Guess, LookupStore, TokenIndex
 from layerskip.params import MAX_NUM_DRAFT_TOKENS, most_draft_tokens
 from layerskip.row import Row
 
-Guesser = Callable[[Sequence[int], int], Sequence[int]]
 NO_GUESS = Guess()
 
 
@@ -41,36 +40,50 @@ def guess_for(row: Row, store: LookupStore | None, *, looks_up: bool) -> Guess:
     return Guess(tokens, length, guess.stored and not forced)
 
 
-def guess_behind(row: Row, draft: Sequence[int]) -> Guess:
-    """What may follow a draft, by the text with it; nothing where a grammar knows more, or the
-    draft ends the text."""
-    most = room(row) - len(draft)
-    if row.index is None or row.spec.sampler.constraint is not None or most < 1:
-        return NO_GUESS
-    if not draft or draft[-1] in row.spec.eos_ids:
-        return NO_GUESS
-    return _until_end(row.index.guess(most, draft), row.spec.eos_ids)
-
-
-def guesser(row: Row, first: Guess) -> Guesser | None:
-    """What may follow tokens drafted so far: forced text, else what is looked up.
+class Lookahead:
+    """What may follow a row's draft while it grows: forced text, else what is looked up, once at
+    each place.
 
     Args:
+        row: whose index, or grammar, knows.
         first: what ``guess_for`` found to follow the row's last token.
     """
-    index, constraint = row.index, row.spec.sampler.constraint
-    if index is None and constraint is None:
-        return None
 
-    def guess(ahead: Sequence[int], most: int) -> Sequence[int]:
-        if not ahead:
-            return first.tokens[:most]
-        found = index.guess(most, ahead).tokens if index is not None else ()
+    def __init__(self, row: Row, first: Guess) -> None:
+        self._row, self._first = row, first
+        self._at, self._known = 0, NO_GUESS  # tokens of a draft, and what was looked up behind them
+
+    def __call__(self, draft: Sequence[int], most: int) -> Sequence[int]:
+        """So many tokens at most, for a draft pass to check."""
+        if not draft:
+            return self._first.tokens[:most]
+        found = self._looked_up(draft).tokens[:most]
+        constraint = self._row.spec.sampler.constraint
         if constraint is None:
             return found
-        return constraint.guess((*row.context, *ahead), found, most)[0]
+        return constraint.guess((*self._row.context, *draft), found, most)[0]
 
-    return guess
+    def behind(self, draft: Sequence[int]) -> Guess:
+        """For the verify pass to check: nothing where a grammar knows more, or the text ends."""
+        eos_ids = self._row.spec.eos_ids
+        if self._row.spec.sampler.constraint is not None or not draft or draft[-1] in eos_ids:
+            return NO_GUESS
+        return _until_end(self._looked_up(draft), eos_ids)
+
+    def _looked_up(self, draft: Sequence[int]) -> Guess:
+        index, count = self._row.index, len(draft)
+        if index is None:
+            return NO_GUESS
+        if count != self._at:  # a draft only grows
+            self._at, self._known = count, index.guess(room(self._row) - count, draft)
+        return self._known
+
+
+def lookahead(row: Row, first: Guess) -> Lookahead | None:
+    """None where nothing can be known."""
+    if row.index is None and row.spec.sampler.constraint is None:
+        return None
+    return Lookahead(row, first)
 
 
 def judged(guessed: Sequence[int], emitted: Sequence[int]) -> list[bool]:

@@ -61,8 +61,8 @@ class Round:
             listens), or of looked-up tokens the length of their match.
         stopped: why the draft went no further: it had the "number" of tokens that was to be
             drafted, the next one's "confidence" was too low, its draft pass would have had more
-            "cost" than gain for the rows that went on, or nothing can follow ("end"). "" where
-            nothing was drafted.
+            "cost" than gain for the rows that went on or beside what was looked up in its place, or
+            nothing can follow ("end"). "" where nothing was drafted.
         num_uncovered_tokens: emitted tokens that are not in the draft vocabulary, if there is one.
         request_id: of the row's request, unique in the process if none was given.
         labels: of the request, as given.

@@ -10,14 +10,12 @@ from layerskip.controller import Ask, Controller
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
 from layerskip.estimates import RowState, lookup_confidence
-from layerskip.guessing import NO_GUESS, guess_behind, guess_for, guesser, judged, room
+from layerskip.guessing import NO_GUESS, Lookahead, guess_for, judged, lookahead, room
 from layerskip.lookup import FORCED_MATCH, Guess, LookupStore
 from layerskip.outputs import Drafter, StopReason
-from layerskip.params import AUTO, MAX_AUTO_DRAFT_TOKENS, most_draft_tokens
+from layerskip.params import AUTO, most_draft_tokens
 from layerskip.row import Row
 from layerskip.stopping import PLAIN, Choice, Stopper
-
-SURE = (1.0,) * MAX_AUTO_DRAFT_TOKENS  # where these gain nothing, no look-up does
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,11 +150,15 @@ class Speculator:
         context = sum(row.length for row in rows) // len(rows)
         guessing = self.looks_up or any(row.spec.sampler.constraint for row in rows)
         width = self._width(drafting, context, guessing=guessing)
-        shares = len(rows) > 1
-        stoppers = [self._stopper(row, c, shares) for row, c in zip(rows, choices, strict=True)]
+        alone = len(rows) == 1
+        aheads = [lookahead(row, guess) for row, guess in zip(rows, guesses, strict=True)]
+        stoppers = [
+            self._stopper(row, c, a, alone=alone)
+            for row, c, a in zip(rows, choices, aheads, strict=True)
+        ]
         requests = [
-            self._request(row, c, g, s, width)
-            for row, c, g, s in zip(rows, choices, guesses, stoppers, strict=True)
+            self._request(row, c, a, s, width)
+            for row, c, a, s in zip(rows, choices, aheads, stoppers, strict=True)
         ]
         drafts = self._drafts(requests, choices, guesses, stoppers, cache)
         probing = [row.state is not None and row.state.probing for row in rows]
@@ -164,23 +166,7 @@ class Speculator:
             Attempt(*parts)
             for parts in zip(requests, choices, drafts, guesses, stoppers, probing, strict=True)
         ]
-        return attempts if shares else [self._with_more(rows[0], attempts[0])]
-
-    def _with_more(self, row: Row, attempt: Attempt) -> Attempt:
-        """An early exit's draft, and what is looked up behind it, as far as that pays; no token of
-        it has a distribution that it was drawn from."""
-        draft, stopper = attempt.draft, attempt.stopper
-        if stopper is None or row.state is None or self.controller is None or draft.q:
-            return attempt
-        drawing = self.controller.times.drawing(greedy=row.state.greedy)
-        if not stopper.num_behind(SURE, drawing):
-            return attempt
-        found = guess_behind(row, draft.tokens)
-        chances = row.state.lookup_survivals(found.match_length, found.stored, len(found.tokens))
-        count = stopper.num_behind(chances, drawing)
-        tokens = (*draft.tokens, *found.tokens[:count])
-        draft = replace(draft, tokens=tokens, num_looked_up=count)
-        return replace(attempt, draft=draft, behind=found)
+        return [_with_more(attempts[0], aheads[0])] if alone else attempts
 
     def counted(self, rows: Sequence[Row]) -> list[tuple[Choice, int]]:
         """For rounds whose drafts have their length before they begin, and are early exits: each
@@ -204,7 +190,7 @@ class Speculator:
         # When it was launched the row's limit looked farther by a round.
         count = min(landing.choice.num_draft_tokens, room(row))
         choice = replace(landing.choice, num_draft_tokens=count)
-        request = self._request(row, choice, NO_GUESS, None, 0)
+        request = self._request(row, choice, None, None, 0)
         # Together, draft and verify ran every token through the first layer once: it is counted
         # with verify, which does so without a draft.
         draft = Draft(tokens, (), num_passes=len(tokens))
@@ -259,13 +245,32 @@ class Speculator:
             return self.controller.guesses(drafting, context)
         return max(0, self.free_rows // drafting - 1)
 
-    def _stopper(self, row: Row, choice: Choice, shares: bool) -> Stopper | None:
-        if row.state is None or choice.source != "early_exit":
+    def _stopper(
+        self, row: Row, choice: Choice, ahead: Lookahead | None, *, alone: bool
+    ) -> Stopper | None:
+        state, sampler = row.state, row.spec.sampler
+        if state is None or choice.source != "early_exit" or self.controller is None:
             return None
-        return Stopper(row.state, choice, shares=shares)
+        # A looked-up token behind a draft has no distribution that it was drawn from.
+        compared = sampler.is_argmax or sampler.verification == "coupled"
+        if ahead is None or not alone or not compared:
+            return Stopper(state, choice, shares=not alone)
+
+        def behind(draft: Sequence[int], most: int) -> Sequence[float]:
+            found = ahead.behind(draft)
+            most = min(most, len(found.tokens))
+            return state.lookup_survivals(found.match_length, found.stored, most)
+
+        drawing = self.controller.times.drawing(greedy=state.greedy)
+        return Stopper(state, choice, behind=behind, drawing=drawing)
 
     def _request(
-        self, row: Row, choice: Choice, guess: Guess, stopper: Stopper | None, width: int
+        self,
+        row: Row,
+        choice: Choice,
+        ahead: Lookahead | None,
+        stopper: Stopper | None,
+        width: int,
     ) -> DraftRequest:
         sampler = row.spec.sampler
         return DraftRequest(
@@ -276,7 +281,7 @@ class Speculator:
             sampler,
             row.context if sampler.reads_context else (),
             stopper.goes_on if stopper is not None else None,
-            guesser(row, guess),
+            ahead,
             width,
             row.own_ids,
             row.exit_states,
@@ -477,6 +482,19 @@ class Speculator:
             num_positions=attempt.draft.num_positions,
         )
         state.probing = latest
+
+
+def _with_more(attempt: Attempt, ahead: Lookahead | None) -> Attempt:
+    """An early exit's draft with what is looked up behind it, as far as that pays."""
+    draft, stopper = attempt.draft, attempt.stopper
+    if ahead is None or stopper is None:
+        return attempt
+    count = stopper.num_behind(draft.tokens)
+    if not count:
+        return attempt
+    found = ahead.behind(draft.tokens)
+    tokens = (*draft.tokens, *found.tokens[:count])
+    return replace(attempt, draft=replace(draft, tokens=tokens, num_looked_up=count), behind=found)
 
 
 def _sleeps(row: Row, beside: int) -> bool:

@@ -1,6 +1,6 @@
 """How far a growing draft goes: what its confidence says, and what a round's rows share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from layerskip.estimates import RowState
@@ -38,6 +38,9 @@ class Choice:
 
 
 PLAIN = Choice("none", 0)
+# Of the chances of what is looked up behind a draft: told are too good ones where it is taken
+# (bench/LOG.md, 2026-11-26).
+RELIED_ON = 0.8
 
 
 class Stopper:
@@ -45,6 +48,9 @@ class Stopper:
 
     Args:
         shares: whether other rows decode beside it.
+        behind: asked for what is looked up behind the tokens so far, at most so many: the chance
+            that the first, the first two, ... of it are accepted once those are. None: nothing is.
+        drawing: seconds that judging a looked-up token takes beside a drafted one.
 
     Attributes:
         chances: of acceptance, of each token so far.
@@ -53,20 +59,30 @@ class Stopper:
         stopped: what ended the draft before it had all its tokens; "" if nothing did.
     """
 
-    def __init__(self, state: RowState, choice: Choice, *, shares: bool = False) -> None:
+    def __init__(
+        self,
+        state: RowState,
+        choice: Choice,
+        *,
+        shares: bool = False,
+        behind: Callable[[Sequence[int], int], Sequence[float]] | None = None,
+        drawing: float = 0.0,
+    ) -> None:
         self._state, self._choice, self._shares = state, choice, shares
+        self._behind, self._drawing = behind, drawing
         self._reached = 1.0
         self.chances: list[float] = []
         self.survival, self.gain = 1.0, 0.0
         self.stopped: StopReason = ""
 
-    def goes_on(self, confidence: float, ahead: bool = False) -> bool:
+    def goes_on(self, confidence: float, ahead: bool = False, draft: Sequence[int] = ()) -> bool:
         """After a token that was drafted with ``confidence``, and stays: is another worth its
         passes? What several rows share of them, ``Controller.going_on`` weighs.
 
         Args:
             ahead: whether the pass that drafted it has run for the next one, too, which had been
                 looked up: all that it still costs is to be verified.
+            draft: the tokens so far.
         """
         choice, chances = self._choice, self.chances
         chance = self._state.chance(confidence)
@@ -78,16 +94,26 @@ class Stopper:
         more = choice.verify_seconds[done] if done < len(choice.verify_seconds) else 0.0
         self.survival = self._reached * self._state.acceptance(done)
         self.gain = self.survival - choice.rate * more
-        if not self._shares and not self._pays(done, ahead):
+        if not self._shares and not self._pays(done, ahead, draft):
             self.stop(alone=False)
         return not self.stopped
 
-    def _pays(self, done: int, ahead: bool) -> bool:
-        """Whether the next token, or several together, gain more than their passes take: the next
-        one may cost the verify pass a whole tile, and those after it nothing there."""
+    def _pays(self, done: int, ahead: bool, draft: Sequence[int]) -> bool:
+        """Whether another token is worth its passes, beside what is looked up in its place."""
+        if ahead:
+            return self._gains(done, self.gain)
+        gain = self.gain - self._choice.rate * self._choice.draft_seconds
+        if not self._gains(done, gain):
+            return False
+        instead = self._gain_behind(self._looked_up(draft, 1))[0]
+        return instead <= 0.0 or self._gains(done, gain - instead)
+
+    def _gains(self, done: int, gain: float) -> bool:
+        """Whether the next token, which gains so much, or several together gain more than their
+        passes take: the next one may cost the verify pass a whole tile, and those after it nothing
+        there."""
         choice, survival = self._choice, self.survival
         price = choice.rate * choice.draft_seconds
-        gain = self.gain if ahead else self.gain - price
         for i in range(done + 1, choice.num_draft_tokens):
             if gain > 0.0 or survival <= price:
                 break
@@ -96,22 +122,29 @@ class Stopper:
             gain += survival - price - choice.rate * more
         return gain > 0.0
 
-    def num_behind(self, acceptances: Sequence[float], drawing: float) -> int:
-        """How many looked-up tokens go to the verify pass behind the draft, of a row by itself. No
-        pass drafts them, and where the verify pass is padded the first ones are next to free.
+    def num_behind(self, draft: Sequence[int]) -> int:
+        """How many looked-up tokens go to the verify pass behind a draft that has ended, of a row
+        by itself. No pass drafts them, and where the verify pass is padded the first are next to
+        free."""
+        steps = self._choice.verify_seconds[len(self.chances) :]
+        if not self._gain_behind([1.0] * len(steps))[1]:  # nor would any, were all of them right
+            return 0
+        return self._gain_behind(self._looked_up(draft, len(steps)))[1]
 
-        Args:
-            acceptances: the chance that the first, the first two, ... of them are accepted once the
-                draft is.
-            drawing: seconds that judging one takes beside a drafted token.
-        """
+    def _looked_up(self, draft: Sequence[int], most: int) -> Sequence[float]:
+        return self._behind(draft, most) if self._behind is not None else ()
+
+    def _gain_behind(self, acceptances: Sequence[float]) -> tuple[float, int]:
+        """Tokens that looked-up ones behind the draft are expected to add, less what verifying them
+        costs; and how many of them there are best."""
         gain, best, count = 0.0, 0.0, 0
         steps = self._choice.verify_seconds[len(self.chances) :]
         for n, (acceptance, more) in enumerate(zip(acceptances, steps, strict=False), 1):
-            gain += self._reached * acceptance - self._choice.rate * (more + drawing)
+            gain += RELIED_ON * self._reached * acceptance
+            gain -= self._choice.rate * (more + self._drawing)
             if gain > best:
                 best, count = gain, n
-        return count
+        return best, count
 
     @property
     def survival_after(self) -> float:

@@ -603,17 +603,46 @@ def test_tokens_behind_a_draft_are_worth_their_places_in_the_verify_pass():
 
     def behind(acceptances: list[float], confidence: float = 0.99, drawing: float = 0.0) -> int:
         choice = Choice("early_exit", 1, 2.0, (0.1, 0.01, 0.01, 0.4, 0.0, 0.0))
-        stopper = Stopper(RowState(Experience((0.9,))), choice)
-        stopper.goes_on(confidence)
-        return stopper.num_behind(acceptances, drawing)
+        stopper = Stopper(
+            RowState(Experience((0.9,))),
+            choice,
+            behind=lambda draft, most: acceptances[: most * (draft == (7,))],
+            drawing=drawing,
+        )
+        stopper.goes_on(confidence, draft=(7,))
+        return stopper.num_behind((7,))
 
     assert behind([0.9, 0.8, 0.5, 0.1]) == 2
     assert behind([0.9, 0.8, 0.7, 0.6, 0.5]) == 5  # the last three pay for the tile together
     assert behind([0.9] * 9) == 5  # no further than a controller drafts
     assert behind([0.9, 0.8, 0.7, 0.6, 0.5], confidence=0.0) == 2
     assert behind([0.05, 0.01], confidence=0.99) == 1
-    assert behind([0.9, 0.8, 0.5], drawing=0.43) == 1
+    assert behind([0.9, 0.8, 0.5], drawing=0.32) == 1
     assert behind([]) == 0
+
+
+def test_a_token_that_is_looked_up_as_well_is_worth_less_of_a_pass():
+    asked = []
+
+    def going(acceptance: float, *, ahead: bool = False, draft_seconds: float = 0.1) -> bool:
+        choice = Choice("early_exit", 3, 2.0, (0.1, 0.05, 0.4), draft_seconds=draft_seconds)
+        stopper = Stopper(
+            RowState(Experience((0.9,))),
+            choice,
+            behind=lambda draft, most: asked.append(draft) or [acceptance][:most],
+        )
+        goes = stopper.goes_on(0.99, ahead, (7,))
+        assert stopper.stopped == ("" if goes else "cost")
+        return goes
+
+    # The pass gains 0.6 of a token, and the place in the verify pass costs 0.1 either way.
+    assert going(0.5)
+    assert not going(0.95)
+    assert going(0.0)
+    assert asked == [(7,)] * 3
+    assert going(0.95, ahead=True)  # it has run
+    assert not going(0.0, draft_seconds=0.5)
+    assert asked == [(7,)] * 3  # nor is anything looked up for what does not pay anyway
 
 
 def test_rows_share_a_draft_pass_or_none_of_them_goes_on():

@@ -20,7 +20,7 @@ from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.estimates import lookup_confidence
 from layerskip.exactness import MAX_PASS_ROWS
-from layerskip.guessing import guess_for, guesser, judged
+from layerskip.guessing import Lookahead, guess_for, judged, lookahead
 from layerskip.lookup import FORCED_MATCH, Guess, TokenIndex
 from layerskip.pass_times import FIRST_PLAIN, PLAIN_ONE_IN, PassTimes
 from layerskip.plan import PlanFile
@@ -745,17 +745,42 @@ def test_bad_settings_are_refused(toy, arguments, error, message):
         SelfSpeculativeLM(toy(), None, **arguments)
 
 
-def test_what_a_round_looked_up_is_not_looked_up_again_for_its_first_draft_pass():
-    index = TokenIndex([5, 6, 7, 5])
+def row_that_knows(asked: list[tuple[int, ...]], *found: int, constraint=None) -> SimpleNamespace:
+    """With 9 tokens to come, and 3 as end of sequence."""
+    guess = Guess(found, 2)
+    index = SimpleNamespace(guess=lambda most, ahead: asked.append((most, *ahead)) or guess)
+    spec = SimpleNamespace(
+        sampler=SimpleNamespace(constraint=constraint),
+        max_draft_tokens=32,
+        limit=10,
+        eos_ids=frozenset({3}),
+    )
+    return SimpleNamespace(index=index, spec=spec, token_ids=(), context=(1,))
+
+
+def test_each_place_is_looked_up_once():
     asked: list[tuple[int, ...]] = []
-    listening = SimpleNamespace(guess=lambda most, ahead: asked.append(ahead) or Guess((9,), 1))
-    spec = SimpleNamespace(sampler=SimpleNamespace(constraint=None))
-    row = SimpleNamespace(index=listening, spec=spec)
-    guess = guesser(row, index.guess(4))
-    assert guess((), 2) == (6, 7)
+    ahead = lookahead(row_that_knows(asked, 9, 8, 3, 7), TokenIndex([5, 6, 7, 5]).guess(4))
+    assert ahead((), 2) == (6, 7)
     assert not asked
-    assert guess((6,), 2) == (9,)
-    assert asked == [(6,)]
+    assert ahead.behind((6,)).tokens == (9, 8, 3)  # nothing follows an end of sequence
+    assert ahead((6,), 2) == (9, 8)
+    assert asked == [(8, 6)]
+    assert ahead((6, 9), 9) == (9, 8, 3, 7)
+    assert asked == [(8, 6), (7, 6, 9)]
+
+
+def test_nothing_is_behind_the_end_of_a_text_or_where_a_grammar_knows_more():
+    asked: list[tuple[int, ...]] = []
+    assert not Lookahead(row_that_knows(asked, 9), Guess()).behind((6, 3)).tokens
+    forcing = SimpleNamespace(guess=lambda context, found, most: (context, found, most))
+    governed = Lookahead(row_that_knows(asked, 9, 8, constraint=forcing), Guess())
+    assert not governed.behind((6,)).tokens
+    assert not asked
+    assert governed((6,), 1) == (1, 6)
+    assert lookahead(SimpleNamespace(index=None, spec=governed._row.spec), Guess()) is not None
+    bare = SimpleNamespace(sampler=SimpleNamespace(constraint=None))
+    assert lookahead(SimpleNamespace(index=None, spec=bare), Guess()) is None
 
 
 def test_judging_guesses_ends_at_the_first_wrong_one():
