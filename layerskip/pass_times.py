@@ -11,8 +11,8 @@ MOST_REMEMBERED = 100_000  # seconds looked up in the table
 SHORTEST = 1e-9  # seconds of a pass: nothing is divided by zero
 # Rounds: all of the first ones are learnt from, then some. A plain one tells less: how fast the
 # machine is, which scales all that is chosen between.
-FIRST_DRAFTED, FIRST_PLAIN = 16, 4
-DRAFTED_ONE_IN, PLAIN_ONE_IN = 16, 32
+FIRST_DRAFTED, FIRST_PLAIN = 32, 4
+DRAFTED_ONE_IN, PLAIN_ONE_IN = 8, 32
 
 
 class PassTimes:
