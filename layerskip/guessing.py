@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from layerskip.lookup import FORCED_MATCH, Guess, LookupStore, TokenIndex
-from layerskip.params import MAX_NUM_DRAFT_TOKENS, most_draft_tokens
+from layerskip.params import MAX_AUTO_DRAFT_TOKENS, MAX_NUM_DRAFT_TOKENS, most_draft_tokens
 from layerskip.row import Row
 
 NO_GUESS = Guess()
@@ -51,13 +51,14 @@ class Lookahead:
 
     def __init__(self, row: Row, first: Guess) -> None:
         self._row, self._first = row, first
-        self._at, self._known = 0, NO_GUESS  # tokens of a draft, and what was looked up behind them
+        # Tokens of a draft; and how many were looked up behind them at most, and which.
+        self._at, self._most, self._known = 0, 0, NO_GUESS
 
     def __call__(self, draft: Sequence[int], most: int) -> Sequence[int]:
         """So many tokens at most, for a draft pass to check."""
         if not draft:
             return self._first.tokens[:most]
-        found = self._looked_up(draft).tokens[:most]
+        found = self._looked_up(draft, most).tokens[:most]
         constraint = self._row.spec.sampler.constraint
         if constraint is None:
             return found
@@ -68,14 +69,15 @@ class Lookahead:
         eos_ids = self._row.spec.eos_ids
         if self._row.spec.sampler.constraint is not None or not draft or draft[-1] in eos_ids:
             return NO_GUESS
-        return _until_end(self._looked_up(draft), eos_ids)
+        return _until_end(self._looked_up(draft, MAX_AUTO_DRAFT_TOKENS - len(draft)), eos_ids)
 
-    def _looked_up(self, draft: Sequence[int]) -> Guess:
+    def _looked_up(self, draft: Sequence[int], most: int) -> Guess:
         index, count = self._row.index, len(draft)
-        if index is None:
+        most = min(most, room(self._row) - count)
+        if index is None or most < 1:
             return NO_GUESS
-        if count != self._at:  # a draft only grows
-            self._at, self._known = count, index.guess(room(self._row) - count, draft)
+        if count != self._at or most > self._most:  # a draft only grows
+            self._at, self._most, self._known = count, most, index.guess(most, draft)
         return self._known
 
 
@@ -98,7 +100,7 @@ def judged(guessed: Sequence[int], emitted: Sequence[int]) -> list[bool]:
 
 def _until_end(guess: Guess, eos_ids: frozenset[int]) -> Guess:
     """Nothing is emitted after an end of sequence."""
-    ends = [i for i, token in enumerate(guess.tokens) if token in eos_ids]
-    if not ends:
+    if eos_ids.isdisjoint(guess.tokens):
         return guess
-    return Guess(guess.tokens[: ends[0] + 1], guess.match_length, guess.stored)
+    end = next(i for i, token in enumerate(guess.tokens) if token in eos_ids)
+    return Guess(guess.tokens[: end + 1], guess.match_length, guess.stored)

@@ -161,12 +161,12 @@ class Speculator:
             for row, c, a, s in zip(rows, choices, aheads, stoppers, strict=True)
         ]
         drafts = self._drafts(requests, choices, guesses, stoppers, cache)
+        behind = [NO_GUESS] * len(rows)
+        if alone:
+            drafts[0], behind[0] = _with_more(drafts[0], stoppers[0], aheads[0])
         probing = [row.state is not None and row.state.probing for row in rows]
-        attempts = [
-            Attempt(*parts)
-            for parts in zip(requests, choices, drafts, guesses, stoppers, probing, strict=True)
-        ]
-        return [_with_more(attempts[0], aheads[0])] if alone else attempts
+        parts = zip(requests, choices, drafts, guesses, stoppers, probing, behind, strict=True)
+        return [Attempt(*each) for each in parts]
 
     def counted(self, rows: Sequence[Row]) -> list[tuple[Choice, int]]:
         """For rounds whose drafts have their length before they begin, and are early exits: each
@@ -484,17 +484,16 @@ class Speculator:
         state.probing = latest
 
 
-def _with_more(attempt: Attempt, ahead: Lookahead | None) -> Attempt:
-    """An early exit's draft with what is looked up behind it, as far as that pays."""
-    draft, stopper = attempt.draft, attempt.stopper
-    if ahead is None or stopper is None:
-        return attempt
-    count = stopper.num_behind(draft.tokens)
-    if not count:
-        return attempt
+def _with_more(
+    draft: Draft, stopper: Stopper | None, ahead: Lookahead | None
+) -> tuple[Draft, Guess]:
+    """An early exit's draft with what is looked up behind it, as far as that pays; and that."""
+    count = stopper.num_behind(draft.tokens) if stopper is not None and ahead is not None else 0
+    if not count or ahead is None:
+        return draft, NO_GUESS
     found = ahead.behind(draft.tokens)
     tokens = (*draft.tokens, *found.tokens[:count])
-    return replace(attempt, draft=replace(draft, tokens=tokens, num_looked_up=count), behind=found)
+    return replace(draft, tokens=tokens, num_looked_up=count), found
 
 
 def _sleeps(row: Row, beside: int) -> bool:

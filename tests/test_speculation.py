@@ -765,9 +765,10 @@ def test_each_place_is_looked_up_once():
     assert not asked
     assert ahead.behind((6,)).tokens == (9, 8, 3)  # nothing follows an end of sequence
     assert ahead((6,), 2) == (9, 8)
-    assert asked == [(8, 6)]
+    assert asked == [(8, 6)]  # as many as there is room for
+    assert ahead((6, 9), 1) == (9,)
     assert ahead((6, 9), 9) == (9, 8, 3, 7)
-    assert asked == [(8, 6), (7, 6, 9)]
+    assert asked == [(8, 6), (1, 6, 9), (7, 6, 9)]
 
 
 def test_nothing_is_behind_the_end_of_a_text_or_where_a_grammar_knows_more():
