@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from decoding import PROMPT, SAMPLED, join
+from decoding import PROMPT, SAMPLED, decode, join
 from toys import PLANS, VOCAB_SIZE, make_model, random_ids
 from zoo import make_toy
 
@@ -222,6 +222,26 @@ def test_what_was_looked_up_behind_a_draft_says_nothing_of_the_exit(toy, plain, 
     assert {drafted for _, _, drafted in seen} == {1}
     assert max(count for count, _, _ in seen) == 1
     assert all(told == [1, 1] for _, told, _ in seen)
+
+
+def test_a_cap_on_drafts_holds_for_what_is_looked_up_behind_them(toy, plain):
+    text, counts = run(plain).token_ids, set()
+    stack = SelfSpeculativeLM(toy(), None, PLANS["exit"]).stack
+    for most in (2, 4):
+        decoder = Decoder(
+            stack,
+            EarlyExitDrafter(stack, PLANS["exit"]),
+            PLANS["exit"],
+            controller=Scripted(exits(1)),
+            looks_up=True,
+            store=store_of([*REPEATING, *text]),
+        )
+        row = decode(
+            decoder, prompt=REPEATING, limit=NEW, num_draft_tokens="auto", max_draft_tokens=most
+        )
+        assert tuple(row.token_ids) == text
+        counts.add(max(r.num_draft_tokens for r in row.rounds))
+    assert counts == {2, 4}
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
