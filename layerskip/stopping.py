@@ -38,8 +38,8 @@ class Choice:
 
 
 PLAIN = Choice("none", 0)
-# Of the chances of what is looked up behind a draft: told are too good ones where it is taken
-# (bench/LOG.md, 2026-11-26).
+# What is looked up behind a draft is right less often than its chances say (bench/LOG.md,
+# 2026-11-26); so much of them counts.
 RELIED_ON = 0.8
 
 
