@@ -36,6 +36,8 @@ SCHEDULES = {
     "now and then": (PLAIN, PLAIN, PLAIN, DRAFT, DRAFT),
     "long pauses": (*[PLAIN] * 11, DRAFT),
     "looked up": (Choice("lookup", 4), DRAFT),
+    # Verifying costs nothing: whatever is looked up behind the draft goes with it.
+    "looked up behind drafts": (Choice("early_exit", 1, verify_seconds=(0.0,) * 16), DRAFT),
 }
 
 
@@ -165,6 +167,8 @@ def test_drafts_do_not_depend_on_the_rounds_before(toy, dtype, mode, monkeypatch
     assert all(len(made) <= 1 for made in whole.values())
     assert sum(len(made) for made in whole.values()) > NEW // 2
     assert len({len(out.rounds) for out in outputs}) > 3
+    behind = [r for r in outputs[-1].rounds if 0 < r.num_lookup_tokens < r.num_draft_tokens]
+    assert any(r.num_accepted_tokens > 1 for r in behind)
 
 
 def test_a_row_that_never_drafts_keeps_no_states(adapt):
