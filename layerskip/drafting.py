@@ -13,7 +13,7 @@ from layerskip.guessing import judged
 from layerskip.model import DecoderStack, Head
 from layerskip.plan import DraftPlan
 from layerskip.row import ExitStates
-from layerskip.sampling import Sampler, greedy_tokens
+from layerskip.sampling import Sampler, confidences, greedy_tokens
 
 
 @dataclass(frozen=True)
@@ -150,12 +150,12 @@ class EarlyExitDrafter:
         sure = any(g.request.with_confidence for g in bare)
         if sure and len(asking) == 1:  # nobody asks behind its first wrong guess
             scores = scores[: 1 + sum(judged(flat[1:], tokens))]
-        likeliest = scores.softmax(-1).amax(-1).tolist() if sure else []
+        told = confidences(scores) if sure else []
         done = 0
         for g, given in zip(asking, inputs, strict=True):
             at = slice(done, done + len(given))
             if g.request.sampler.is_argmax:
-                g.take(given, hidden[at], tokens[at], likeliest[at])
+                g.take(given, hidden[at], tokens[at], told[at])
             else:
                 g.draw(given, hidden[at], logits[at], head)
             done += len(given)
@@ -262,13 +262,14 @@ class _Growing:
         inputs: Sequence[int],
         states: Tensor,
         tokens: Sequence[int],
-        likeliest: Sequence[float],
+        told: Sequence[float],
     ) -> None:
-        """Tokens of a greedy row: ``tokens[i]`` follows ``inputs[i]``."""
+        """Tokens of a greedy row: ``tokens[i]`` follows ``inputs[i]``, with the confidence
+        ``told[i]``."""
         for i, token in enumerate(tokens):
             self.shared.append(states[i])
             self.tokens.append(token)
-            if not self._follows(inputs, i, likeliest[i] if likeliest else 1.0):
+            if not self._follows(inputs, i, told[i] if told else 1.0):
                 return
 
     def draw(

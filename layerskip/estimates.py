@@ -24,7 +24,6 @@ POSITION_WEIGHT, LOOKUP_WEIGHT, CALIBRATION_WEIGHT = 20.0, 6.0, 4.0  # of a prio
 # round, tell less than the texts that it was measured on.
 PRIOR_WEIGHT = 20.0
 KNOWN_CALIBRATION_WEIGHT = 20.0  # the same of a plan's calibration, for good
-PRIOR_FLOOR = 0.3  # drafts are right more often than they are sure
 LEAST_SURVIVAL = 0.02
 LENGTH_SHARE = 0.1  # of a request, in what is their usual length
 LARGEST = 0.995  # of an estimate: nothing is certain
@@ -126,7 +125,8 @@ class Calibration:
 
     Args:
         known: points of it, ``(confidence, share accepted)`` with increasing confidences, to begin
-            with; none: drafts are right a little more often than they are sure.
+            with; none: drafts are right as often as they are sure, as those of most exits and skip
+            sets of the built-in checkpoint are, or nearly (bench/LOG.md, 2026-11-26).
 
     Attributes:
         told: the chances that judged tokens were given when they were drafted.
@@ -136,7 +136,7 @@ class Calibration:
         self._bins = [Share() for _ in range(len(EDGES) + 1)]
         bins = zip((0.0, *EDGES), (*EDGES, 1.0), strict=True)
         self._middles = [(a + b) / 2 for a, b in bins]
-        self._priors = [PRIOR_FLOOR + (1.0 - PRIOR_FLOOR) * middle for middle in self._middles]
+        self._priors = self._middles
         self._weight = CALIBRATION_WEIGHT
         if known:
             confidences, shares = zip(*known, strict=True)

@@ -47,8 +47,8 @@ class ExitAdapter(nn.Module):
         backbone: fingerprint of that model.
 
     Attributes:
-        temperature: the draft's logits are divided by it; chosen after training, so that the
-            draft's confidence is the share of its tokens that are accepted.
+        temperature: the draft's logits are divided by it; chosen after training, so that tokens
+            of the model are likeliest under the draft's distribution.
         measurements: what was measured of it; ready for JSON.
     """
 

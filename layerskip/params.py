@@ -11,6 +11,11 @@ MAX_NUM_DRAFT_TOKENS = 32
 MAX_AUTO_DRAFT_TOKENS = 16
 SMALLEST = 1e-6
 LARGEST = 1e30  # scores are float32, and have to stay finite
+# Of a draft's confidence, beside the softmax of its logits. A draft is wrong where more layers put
+# another token first, and how far the next ones are behind tells that better than a probability,
+# which tokens that cannot win share. Of 1, 1.5, 2, 3, 4 and the distance to the second alone 3
+# tells most (bench/LOG.md, 2026-11-26).
+SHARPNESS = 3.0
 
 Verification = Literal["coupled", "token", "block"]
 VERIFICATIONS: tuple[Verification, ...] = ("coupled", "token", "block")

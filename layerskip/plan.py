@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from layerskip.cost import CostTable
 from layerskip.files import read_json, write_json
-from layerskip.params import check_integer, check_num_draft_tokens, check_number
+from layerskip.params import SHARPNESS, check_integer, check_num_draft_tokens, check_number
 
 PLAN_VERSION, PLAN_FILE_VERSION = 1, 2
 
@@ -103,6 +103,7 @@ class PlanFile:
         calibration: of "greedy" and of "sampled" drafts, where measured: points
             ``(confidence, share accepted)`` of what is verified after accepted tokens only, with
             increasing confidences, between which it is linear. A controller begins with it, too.
+            Of a file whose confidences were of another ``params.SHARPNESS`` it is left out.
         measurements: what the choice was made by; ready for JSON.
     """
 
@@ -143,6 +144,7 @@ class PlanFile:
             "fingerprint": self.fingerprint,
             "acceptance": list(self.acceptance),
             "calibration": {kind: list(points) for kind, points in self.calibration.items()},
+            "sharpness": SHARPNESS,
             "measurements": dict(self.measurements),
             "cost": None if self.cost is None else self.cost.to_dict(),
         }
@@ -190,7 +192,8 @@ def _from_dict(content: Mapping[str, Any]) -> PlanFile:
         }
     elif "trained_exits" in content:  # recipes/export.py writes them beside the plan
         settings["measurements"] = {"trained_exits": content["trained_exits"]}
-    told = content.get("calibration", {})  # not every file of version 2 has it
+    # Not every file of version 2 has it, or of such confidences.
+    told = content.get("calibration", {}) if content.get("sharpness") == SHARPNESS else {}
     if isinstance(told, dict):
         told = {kind: tuple(map(tuple, points)) for kind, points in told.items()}
     return PlanFile(plan, "auto" if wanted is None else wanted, calibration=told, **settings)

@@ -11,7 +11,7 @@ from torch import Tensor
 from layerskip.constraint import Constraint
 from layerskip.ops.reference import DRAFT_STREAM, gumbel_noise, uniforms
 from layerskip.outputs import TokenLogprob
-from layerskip.params import SamplingParams, Verification
+from layerskip.params import SHARPNESS, SamplingParams, Verification
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 
@@ -23,9 +23,9 @@ class Drawn:
     Attributes:
         token: its id.
         q: the distribution that it was drawn from, ``(vocab,)`` float64, where verification asks.
-        confidence: what speaks for the token, 0 to 1: its probability, or where the noise is the
-            target's as well, by how much it won: the largest softmax of scores and noise together.
-            1 if it was not asked for, NaN of scores that are no numbers.
+        confidence: what speaks for the token, 0 to 1: its probability in ``q``, or where the noise
+            is the target's as well, by how much it won (``confidences``). 1 if it was not asked
+            for, NaN of scores that are no numbers.
     """
 
     token: int
@@ -41,6 +41,20 @@ def greedy_tokens(logits: Tensor) -> list[int]:
             torch's bfloat16 argmax takes three times as long on a CPU.
     """
     return logits.float().argmax(-1).tolist()
+
+
+def confidences(scores: Tensor, temperature: float = 1.0) -> list[float]:
+    """What speaks for the largest score's being the target's, too, 0 to 1: its share of a softmax
+    ``SHARPNESS`` times as sharp as that of the logits.
+
+    Args:
+        scores: ``(rows, vocab)`` float32: logits, or logits over ``temperature`` and noise.
+        temperature: above 0.
+
+    Returns:
+        Of each row; NaN of scores that are no numbers.
+    """
+    return (scores * (SHARPNESS * temperature)).softmax(-1).amax(-1).tolist()
 
 
 def keep_mask(scores: Tensor, params: SamplingParams) -> Tensor:
@@ -248,8 +262,8 @@ class Sampler:
                 return None
             if not with_confidence:
                 return Drawn(token)
-            # By how much its token is preferred; a normaliser would cancel.
-            return Drawn(token, None, float(noisy.float().softmax(-1).amax()))
+            temperature = 1.0 if self.params.greedy else self.params.temperature
+            return Drawn(token, None, confidences(noisy.float(), temperature)[0])
         q = self.scores(logits, context)[0].double().softmax(-1)
         if not q.isfinite().all():
             return None

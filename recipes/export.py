@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from layerskip import SamplingParams, SelfSpeculativeLM
 from layerskip.calibration import Text
 from layerskip.files import write_text
+from layerskip.params import SHARPNESS
 from layerskip.prompts import held_out_code
 from layerskip.timing import Way, confidence_points
 
@@ -107,7 +108,7 @@ def calibrate(folder: Path) -> None:
         sampling = SamplingParams(temperature=temperature)
         shown = track(texts, f"how sure {kind} drafts are")
         found[kind] = confidence_points(lm.stack, lm.plan, way, shown, sampling=sampling)
-    content = json.dumps(plan | {"calibration": found}, indent=1) + "\n"
+    content = json.dumps(plan | {"calibration": found, "sharpness": SHARPNESS}, indent=1) + "\n"
     write_text(path, content)
 
 

@@ -7,7 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from layerskip import SamplingParams
-from layerskip.sampling import Sampler, keep_mask
+from layerskip.params import SHARPNESS
+from layerskip.sampling import Drawn, Sampler, confidences, keep_mask
 
 VOCAB_SIZE = 331
 SETTINGS = [
@@ -160,3 +161,43 @@ def test_restricted_sampling_follows_the_renormalised_softmax():
     assert set(picked.tolist()) == set(best.tolist())
     probabilities = (logits[best] / 0.7).softmax(-1)
     assert chi_square(picked.bincount(minlength=20)[best], probabilities) < 38.0  # 5 degrees
+
+
+def test_confidence_is_of_those_who_may_win():
+    two = torch.tensor([[4.0, 3.5], [4.0, 4.0], [4.0, -math.inf], [math.nan, 1.0]])
+    beside, tied, alone, none = confidences(two)
+    assert beside == pytest.approx(1.0 / (1.0 + math.exp(-SHARPNESS * 0.5)))
+    assert (tied, alone) == (0.5, 1.0)
+    assert math.isnan(none)
+    hopeless = torch.cat([torch.tensor([[5.0, 2.0]]), torch.zeros(1, 4000)], dim=-1)
+    assert hopeless.softmax(-1).amax() < 0.04  # each may be drawn, and none overtakes
+    assert confidences(hopeless)[0] > 0.99
+
+
+@pytest.mark.parametrize("processors", [(), (lambda ids, scores: scores,)])
+def test_a_greedy_draft_is_as_sure_as_its_logits(processors):
+    logits = random_logits(1)
+    sampler = Sampler(SamplingParams(temperature=0.0), 0, VOCAB_SIZE, processors=processors)
+    drawn = sampler.draft(logits, 9, 9, (1, 2), with_confidence=True)
+    assert drawn == Drawn(int(logits.argmax()), None, confidences(logits)[0])
+
+
+def test_a_sampled_draft_is_as_sure_as_its_noise_lets_it_be():
+    """In logits, whatever the temperature: what other layers change of them knows none."""
+    logits, told = random_logits(1), []
+    for temperature in (0.2, 0.8):
+        sampler = Sampler(SamplingParams(temperature=temperature), 3, VOCAB_SIZE)
+        drawn = sampler.draft(logits, 9, 9, with_confidence=True)
+        won = logits + temperature * sampler.noise(9)
+        assert drawn.token == int(won.argmax())
+        assert drawn.confidence == pytest.approx(confidences(won)[0], rel=1e-4)
+        told.append(drawn.confidence)
+    assert told[0] != told[1]
+
+
+def test_token_and_block_drafts_are_as_sure_as_their_probability():
+    for verification in ("token", "block"):
+        params = SamplingParams(temperature=0.8)
+        sampler = Sampler(params, 3, VOCAB_SIZE, verification=verification)
+        drawn = sampler.draft(random_logits(1), 9, 9, with_confidence=True)
+        assert drawn.confidence == float(drawn.q[drawn.token])

@@ -355,7 +355,7 @@ class Real:
     def confidence(self, batches, i, depth):
         stream, request = self.stream, batches.requests[0, i]
         if not len(stream.chances):
-            return 0.55  # the middle of a bin: calibration learns what it is worth
+            return 0.65  # the middle of a bin: calibration learns what it is worth
         if depth > batches.right[0, i]:
             return float(np.median(stream.chances_after_wrong)) / 255
         place = min(batches.emitted[0, i] + depth, stream.tokens[request] - 1)
