@@ -56,9 +56,10 @@ class Round:
         chances: what the chance of acceptance of each token that an early exit drafted was thought
             to be, if every token before it was accepted; with ``num_draft_tokens="auto"`` only, and
             where the host drives rounds.
-        confidences: what spoke for each drafted token when it was drafted, 0 to 1: the draft's own
-            confidence (where the host drives rounds; with a fixed number, where ``on_round``
-            listens), or of looked-up tokens the length of their match.
+        confidences: what spoke for each drafted token when it was drafted, 0 to 1: how far ahead of
+            others the draft had it (token and block verification: its probability there), where the
+            host drives rounds, and with a fixed number where ``on_round`` listens; or of looked-up
+            tokens the length of their match.
         stopped: why the draft went no further: it had the "number" of tokens that was to be
             drafted, the next one's "confidence" was too low, its draft pass would have had more
             "cost" than gain for the rows that went on or beside what was looked up in its place, or
