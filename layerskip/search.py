@@ -24,7 +24,7 @@ from layerskip.calibration import Calibration, Text, read_texts
 from layerskip.cost import CostTable
 from layerskip.fingerprint import cost_key, fingerprint
 from layerskip.journal import Journal
-from layerskip.params import MAX_NUM_DRAFT_TOKENS, SamplingParams, check_integer
+from layerskip.params import MAX_NUM_DRAFT_TOKENS, SHARPNESS, SamplingParams, check_integer
 from layerskip.plan import DraftPlan, PlanFile, ranges
 from layerskip.prediction import Counts, count, draft_costs, predict
 from layerskip.profiling import measure_cost
@@ -325,7 +325,7 @@ class _Search:
             }
 
         return self.journal.once(
-            f"calibration of draft layers {ranges(plan.layers)}",
+            f"calibration of draft layers {ranges(plan.layers)}, sharpness {SHARPNESS:g}",
             measure,
             lambda entry: {kind: tuple((c, a) for c, a in entry[kind]) for kind in kinds},
         )
