@@ -15,9 +15,8 @@ import math
 from collections.abc import Sequence
 
 # Of the machine, at first (it was up to 1.7 times slower than when its table was made, seconds
-# before: bench/LOG.md, 2026-11-23), and what each round adds: another process halves its pace from
-# one round to the next. What is not put down to it makes drafts dear that are not.
-PACE_ERROR, PACE_DRIFT = 0.5, 0.06
+# before: bench/LOG.md, 2026-11-23), and what each round adds.
+PACE_ERROR, PACE_DRIFT = 0.25, 0.02
 DRAFT_ERROR = 0.35  # quick tables were off by -30 to +60 % for drafts,
 SIZE_ERROR = 0.15  # and by -17 to +25 % for passes of 8 rows (bench/LOG.md, 2026-11-21)
 SIZE_LIKENESS = 0.8  # correlation of the errors of a pass and of one twice as large

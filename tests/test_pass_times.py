@@ -53,21 +53,6 @@ def test_seconds_that_were_measured_correct_the_table(pace):
         assert verify == pytest.approx(1.0, rel=0.02)
 
 
-def test_a_machine_that_is_slower_all_at_once_is_thought_slower_not_its_drafts_dearer():
-    """Another process takes half of it: in no round was a plain pass seen."""
-    controller = Controller(table())
-    said = beside_plain(controller)
-    plain = controller.times.verify(1, CONTEXT)
-    run_rounds(controller, 1, pace=2.0)
-    assert controller.times.verify(1, CONTEXT) > 1.7 * plain
-    assert beside_plain(controller) == pytest.approx(said, rel=0.08)
-    for pace in (1.0, 2.0):
-        run_rounds(controller, 32, pace=pace)
-    assert controller.times.verify(1, CONTEXT) == pytest.approx(2.0 * plain, rel=0.1)
-    run_rounds(controller, 6)
-    assert controller.times.verify(1, CONTEXT) < 1.2 * plain
-
-
 def test_what_a_draft_took_says_little_of_the_verify_pass_behind_it():
     """Both were expected by what was known before the round."""
     controller = Controller(table())
