@@ -275,7 +275,9 @@ def peak_memory(device: torch.device) -> Iterator[list[int]]:
         yield found
         found.append(torch.cuda.max_memory_allocated(device) - before)
         return
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    # Events of one cycle alone: without the argument torch 2.11 warns that no others are kept.
+    cpu = [ProfilerActivity.CPU]
+    with profile(activities=cpu, profile_memory=True, acc_events=True) as recorded:
         yield found
     events = recorded.profiler.kineto_results.events()
     held = most = 0

@@ -28,6 +28,8 @@ class Replay:
 
 
 CLOCK = Replay()
+# What torch and transformers warn of on a machine or in a version of a user's is no error there.
+pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.mark.benchmark(timer=CLOCK)
