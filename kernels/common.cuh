@@ -52,6 +52,12 @@ __device__ __forceinline__ uint16_t float_to_half(float value) {
   return bits;
 }
 
+__device__ __forceinline__ uint16_t float_to_bf16(float value) {
+  uint16_t bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
 // Transposes an 8x8 matrix of 16-bit elements that lies across a warp: lane 4 r + c / 2 holds
 // elements (r, c) and (r, c + 1), c even.
 __device__ __forceinline__ unsigned transpose_8x8(unsigned pair) {
@@ -79,14 +85,20 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
 __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
+#endif
 
 // Asks for what lies there to be brought to the L2 cache.
 __device__ __forceinline__ void ask_for(const uint16_t *address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
-#endif
 
 #else
+
+inline uint16_t float_to_bf16(float value) {  // to nearest, ties to even; one NaN
+  unsigned bits = __float_as_uint(value);
+  unsigned nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return static_cast<uint16_t>(value == value ? nearest : 0x7fffu);
+}
 
 inline unsigned transpose_8x8(unsigned pair) {
   unsigned lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
@@ -100,12 +112,13 @@ inline uint4 load_once(const uint16_t *address) {
   return *reinterpret_cast<const uint4 *>(address);
 }
 
+inline void ask_for(const uint16_t *) {}
+
 #endif
 
 #if defined(LAYERSKIP_EMULATOR) || __CUDA_ARCH__ < 900  // one kernel after another, by itself
 __device__ __forceinline__ void wait_for_earlier_kernels() {}
 __device__ __forceinline__ void let_next_kernel_start() {}
-__device__ __forceinline__ void ask_for(const uint16_t *) {}
 #endif
 
 // First in every kernel: by every thread of every block, before it returns for any reason and
@@ -131,11 +144,7 @@ struct Bf16 {
   static __device__ __forceinline__ float widen(unsigned bits) {
     return __uint_as_float(bits << 16);
   }
-  static __device__ __forceinline__ uint16_t round(float value) {  // to nearest, ties to even
-    unsigned bits = __float_as_uint(value);
-    unsigned nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return static_cast<uint16_t>(value == value ? nearest : 0x7fffu);
-  }
+  static __device__ __forceinline__ uint16_t round(float value) { return float_to_bf16(value); }
   static __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4],
                                              const unsigned (&b)[2]) {
     mma_m16n8k16_bf16(c, a, b);

@@ -94,35 +94,24 @@ __device__ __forceinline__ ChunkSummary summarise(const uint16_t *logits, int st
 //   (m, chunks, 4) words.
 //   `aligned` as in linear. Logits are rounded to T, as a head of its own would.
 //   grid   (chunks = ceil(vocab / 64), ceil(m / (8 TILES))), block 256
-//   shared 4 * (1024 TILES + 8 TILES) + 2 * 64 * 8 TILES bytes
+//   shared 4 * (1024 TILES + 8 TILES) + 2 * 64 * 8 TILES bytes, and for a norm as in linear
 //   bytes  vocab k weights once per 8 TILES tokens; x from L2 four times per chunk; summaries
 //   order  product.cuh; in a chunk, entries l and l + 32 by lane l, then a butterfly
 template <class T, int TILES>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, blocks_together(TILES))
     lm_head(const uint16_t *x, int x_stride, const uint16_t *__restrict__ weight,
             const uint16_t *__restrict__ norm_weight, float eps, const int *__restrict__ vocab_ids,
             const float *temperature, const int64_t *seeds, const int64_t *positions,
             const int64_t *starts, ChunkSummary *summaries, int m, int vocab, int k,
             bool aligned) {
-  // With two blocks ahead of eight tiles, as in linear, registers would be spilled.
-  constexpr int kAhead = TILES > 4 ? 1 : blocks_ahead(TILES);
   DYNAMIC_SMEM(float, warp_sums);
   float *inverse_rms = warp_sums + kWarps * TILES * 4 * 32;
   uint16_t *logits = reinterpret_cast<uint16_t *>(inverse_rms + 8 * TILES);  // (64, 8 TILES)
+  uint16_t *normed_rows = logits + kChunk * 8 * TILES;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int first_token = blockIdx.y * 8 * TILES, first = blockIdx.x * kChunk;
-  if (vocab_ids == nullptr) {  // else the rows' numbers would have to be loaded before the turn
-    int row = first + (lane >> 2);
-    ask_for_weights<kAhead>(weight + static_cast<int64_t>(min(row, vocab - 1)) * k,
-                            weight + static_cast<int64_t>(min(row + 8, vocab - 1)) * k, k);
-  }
-  take_turn();
-  Tokens<T> tokens{x + static_cast<int64_t>(first_token) * x_stride,
-                   x_stride, min(m - first_token, 8 * TILES), k, aligned, norm_weight, inverse_rms};
-  if (norm_weight != nullptr) inverse_rms_of_rows(tokens, eps, warp_sums, inverse_rms);
-
-#pragma unroll 1
-  for (int tile = 0; tile < kChunk; tile += 16) {
+  Ring<TILES> ring;
+  auto turn_to = [&](int tile) {
     const uint16_t *rows[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -130,8 +119,27 @@ __global__ void __launch_bounds__(kThreads, 2)
       int64_t row = vocab_ids == nullptr ? index : vocab_ids[index];
       rows[half] = weight + row * k;
     }
+    ring.turn_to(rows[0], rows[1], k, aligned);
+  };
+  if (vocab_ids == nullptr) {  // else the rows' numbers would have to be loaded before the turn
+    turn_to(0);
+    ask_for_weights<blocks_ahead(TILES)>(ring.first, ring.second, k);
+  }
+  take_turn();
+  Tokens tokens{x + static_cast<int64_t>(first_token) * x_stride,
+                x_stride, min(m - first_token, 8 * TILES), k, aligned};
+  if (vocab_ids != nullptr) turn_to(0);
+  tokens = first_asked<T>(ring, tokens, norm_weight, eps, warp_sums, inverse_rms, normed_rows);
+
+#pragma unroll 1
+  for (int tile = 0; tile < kChunk; tile += 16) {
     float sums[TILES][4];
-    multiply<T, TILES, kAhead>(sums, rows[0], rows[1], tokens);
+    multiply<T>(sums, ring, tokens);
+    if (tile + 16 < kChunk) {  // on their way while these are added
+      turn_to(tile + 16);
+      ring.ask_tokens(tokens);
+      ring.ask_weights();
+    }
     store_warp_sums<TILES>(sums, warp_sums);
     __syncthreads();
     for (int entry = warp; entry < TILES * 4; entry += kWarps) {

@@ -7,7 +7,7 @@
 //   `aligned`: width is a multiple of 8 and everything is 16-byte aligned by row.
 //   grid   (m), block 256, shared 36 bytes
 //   bytes  x, residual, y, sum once
-//   order  inverse_rms_of_rows, which the prologue of linear uses too: the bits are the same
+//   order  add_all_rows, which the prologue of linear uses too: the bits are the same
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     rms_norm(const uint16_t *x, int x_stride, const uint16_t *residual, int residual_stride,
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads)
   DYNAMIC_SMEM(float, partial);
   float *inverse_rms = partial + kWarps;
   int64_t row = blockIdx.x;
-  Tokens<T> rows{x + row * x_stride, 0, 1, width, aligned, weight, inverse_rms};
+  Tokens rows{x + row * x_stride, 0, 1, width, aligned};
   if (residual != nullptr) {
     uint16_t *out = sum + row * width;
     for (int i = threadIdx.x; i < width; i += kThreads) {
@@ -26,9 +26,11 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     rows.x = out;
   }
+  add_all_rows<T>(rows, partial, nullptr);
   inverse_rms_of_rows(rows, eps, partial, inverse_rms);
   for (int k = threadIdx.x * 8; k < width; k += kThreads * 8) {
-    uint4 v = rows.load(0, k, aligned);
+    uint4 w = load_eight(weight, k, width, aligned);
+    uint4 v = normed<T>(rows.load(0, k, aligned), w, *inverse_rms);
     unsigned pairs[4] = {v.x, v.y, v.z, v.w};
     uint16_t *out = y + row * width;
     if (aligned) {

@@ -100,7 +100,7 @@ def _noise(shape: Shape, seats: Seats, slots: Tensor) -> Noise | None:
     if not shape.sampled:
         return None
     rows = slice(0, shape.num_rows)
-    temperature, seeds = (
-        t[rows, None].expand_as(slots).reshape(-1) for t in (seats.temperature, seats.seeds)
+    temperature, seeds = (  # copied: of one row, expanding gives a view that repeats one number
+        t[rows].repeat_interleave(slots.shape[1]) for t in (seats.temperature, seats.seeds)
     )
     return Noise(temperature, seeds, slots.reshape(-1).long() + 1)

@@ -414,8 +414,8 @@ class Early(backends.CpuBackend):
         return None
 
     @contextlib.contextmanager
-    def overlapping(self):
-        self.modes.append(True)
+    def overlapping(self, allowed):
+        self.modes.append(allowed)
         yield
         self.modes.append(False)
 

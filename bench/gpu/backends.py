@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,8 +47,8 @@ class Backend(Protocol):
         """Why no kernel can start before the one before it has ended, or None."""
         ...
 
-    def overlapping(self) -> AbstractContextManager[None]:
-        """The operations' kernels may do so inside; see ``DriverLauncher.overlapping``."""
+    def overlapping(self, allowed: bool) -> AbstractContextManager[None]:
+        """Whether the operations' kernels may do so inside; see ``DriverLauncher.overlapping``."""
         ...
 
     def facts(self) -> dict[str, str]:
@@ -92,8 +92,8 @@ class CudaBackend:
     def why_no_overlap(self) -> str | None:
         return self._launcher().why_no_overlap
 
-    def overlapping(self) -> AbstractContextManager[None]:
-        return self._launcher().overlapping()
+    def overlapping(self, allowed: bool) -> AbstractContextManager[None]:
+        return self._launcher().overlapping(allowed)
 
     def _launcher(self) -> DriverLauncher:
         """The operations' own."""
@@ -133,8 +133,10 @@ class CpuBackend:
     def why_no_overlap(self) -> str | None:
         return "a CPU ends each operation before it starts the next"
 
-    def overlapping(self) -> AbstractContextManager[None]:
-        raise RuntimeError(self.why_no_overlap())
+    def overlapping(self, allowed: bool) -> AbstractContextManager[None]:
+        if allowed:
+            raise RuntimeError(self.why_no_overlap())
+        return nullcontext()
 
     def facts(self) -> dict[str, str]:
         return {"gpu": "none", "cpu": platform.machine()}

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ def launches(lab: Lab, found: Found, until: float) -> None:
 
 def mode_of(lab: Lab, mode: str) -> AbstractContextManager[None]:
     """What is launched, or captured, inside may start early if that is the mode."""
-    return lab.backend.overlapping() if mode == ON else nullcontext()
+    return lab.backend.overlapping(mode == ON)
 
 
 def chain_times(lab: Lab, modes: Sequence[str], until: float) -> Found:

@@ -13,6 +13,7 @@ from torch import Tensor
 from layerskip.ops import arguments, layout
 from layerskip.ops.catalog import (
     ATTENTION_TILES,
+    ELEMENT_BYTES,
     HEAD_DIMS,
     PRODUCT_TILES,
     SPLIT_KEYS,
@@ -30,6 +31,15 @@ MAX_DRAFT = 31  # a warp holds a sequence's drafted tokens and one more
 SUMMED_DIMS = 64  # of values, that a block of attention sums at a time
 UNIFORMS_PER_BLOCK = 4096
 SUMMARY_WORDS = 4  # of lm_head
+# Of shared memory, for rows that a product norms by itself: two of its blocks have to find room on
+# a multiprocessor. More rows are normed by a kernel of their own, once and not in every block.
+NORMED_BYTES = 72 * 1024
+# As many blocks as find room at once on a GPU of some hundred multiprocessors. Up to twice as many
+# tiles of outputs are better spread.
+MANY_BLOCKS, FEW_TILES = 256, 512
+# Of attention with a tile each. They do not fill the GPU, and are done sooner than fewer of more
+# tiles, which read keys and values less often.
+FEW_BLOCKS = 512
 VERIFY_WORDS = 5  # of block_verify
 Arguments = tuple[Argument, ...]
 
@@ -87,6 +97,7 @@ class KernelOps:
             x, weight, bias=bias, residual=residual, norm_weight=norm_weight, eps=eps
         )
         layout.dense("linear", weight=weight, bias=bias, norm_weight=norm_weight)
+        x, norm_weight, normed = self._to_norm(x, norm_weight, eps)
         (m, k), n = x.shape, weight.shape[0]
         tiles = _tiles(m, PRODUCT_TILES)
         args = (
@@ -103,10 +114,11 @@ class KernelOps:
             n,
             k,
             layout.aligned(k, x, weight, norm_weight),
+            each := _outputs_each(n, 16),
         )
-        grid = (-(-n // 16), -(-m // (TILE * tiles)), 1)
+        grid = (-(-n // each), -(-m // (TILE * tiles)), 1)
         name = f"linear<{layout.form('linear', x=x)},{tiles}>"
-        self._start("linear", name, grid, THREADS, _product_smem(tiles), args)
+        self._start("linear", name, grid, THREADS, _product_smem(tiles) + normed, args)
         return out
 
     def swiglu(
@@ -122,15 +134,30 @@ class KernelOps:
         layout.dense(
             "swiglu", gate_weight=gate_weight, up_weight=up_weight, norm_weight=norm_weight
         )
+        x, norm_weight, normed = self._to_norm(x, norm_weight, eps)
         (m, k), n = x.shape, gate_weight.shape[0]
         tiles = _tiles(m, PRODUCT_TILES)
         stride = layout.row_stride("swiglu", x=x)
         aligned = layout.aligned(k, x, gate_weight, up_weight, norm_weight)
-        args = (x, stride, gate_weight, up_weight, norm_weight, eps, out, m, n, k, aligned)
-        grid = (-(-n // 8), -(-m // (TILE * tiles)), 1)
+        each = _outputs_each(n, 8)
+        args = (x, stride, gate_weight, up_weight, norm_weight, eps, out, m, n, k, aligned, each)
+        grid = (-(-n // each), -(-m // (TILE * tiles)), 1)
         name = f"swiglu<{layout.form('swiglu', x=x)},{tiles}>"
-        self._start("swiglu", name, grid, THREADS, _product_smem(tiles), args)
+        self._start("swiglu", name, grid, THREADS, _product_smem(tiles) + normed, args)
         return out
+
+    def _to_norm(
+        self, x: Tensor, weight: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor | None, int]:
+        """What a product has to norm, the norm's weight, and bytes of shared memory for it; normed
+        already, by the same order of sums, where there is no room."""
+        m, k = x.shape
+        if weight is None or m == 0:
+            return x, weight, 0
+        room = ELEMENT_BYTES * (m + 1) * (-(-k // 8) * 8 + 32)
+        if m <= TILE and room <= NORMED_BYTES:
+            return x, weight, room
+        return self.rms_norm(x, weight, eps=eps), None, 0
 
     def rope_append_kv(
         self,
@@ -202,14 +229,16 @@ class KernelOps:
             *(float(scale), float(softcap), window),
         )
         rows = seqlen * heads // heads_k
-        tiles = _tiles(rows, ATTENTION_TILES)
+        few = splits * heads_k * batch * -(-rows // TILE) <= FEW_BLOCKS
+        tiles = 1 if few else _tiles(rows, ATTENTION_TILES)
         blocks = -(-rows // (TILE * tiles))
         smem = 4 * ATTENTION_THREADS // 32 * TILE * tiles * (SUMMED_DIMS + 3)
         name = f"decode_attention<{form},{dim},{tiles}>"
         self._start(op, name, (splits * blocks, heads_k, batch), ATTENTION_THREADS, smem, args)
         args = (part_out, part_stats, cache_seqlens, sinks, out, heads, splits, dim, slots, window)
         grid = (seqlen * heads, batch, 1)
-        self._start(op, f"combine_splits<{form}>", grid, ATTENTION_THREADS, 0, args)
+        smem = 8 * ATTENTION_THREADS + ATTENTION_THREADS // 8
+        self._start(op, f"combine_splits<{form}>", grid, ATTENTION_THREADS, smem, args)
         return out
 
     def gumbel_noise(
@@ -267,6 +296,7 @@ class KernelOps:
         layout.dense(op, weight=weight, vocab_ids=vocab_ids, norm_weight=norm_weight)
         layout.dense(op, temperature=temperature, seeds=seeds, positions=positions, starts=starts)
         m, k = x.shape
+        x, norm_weight, normed = self._to_norm(x, norm_weight, eps)
         vocab = weight.shape[0] if vocab_ids is None else vocab_ids.shape[0]
         tiles, chunks = _tiles(m, PRODUCT_TILES), -(-vocab // VOCAB_CHUNK)
         summaries = x.new_empty(m, chunks, SUMMARY_WORDS, dtype=torch.float32)
@@ -285,7 +315,7 @@ class KernelOps:
             k,
             aligned,
         )
-        smem = _product_smem(tiles) + 2 * VOCAB_CHUNK * TILE * tiles
+        smem = _product_smem(tiles) + ELEMENT_BYTES * VOCAB_CHUNK * TILE * tiles + normed
         name = f"lm_head<{layout.form(op, x=x)},{tiles}>"
         self._start(op, name, (chunks, -(-m // (TILE * tiles)), 1), THREADS, smem, args)
         args = (summaries, chunks, *outputs)
@@ -354,6 +384,13 @@ class KernelOps:
 def _tiles(rows: int, available: tuple[int, ...]) -> int:
     """Token tiles of a block: all rows if possible, for the weights are read once per block."""
     return next((t for t in available if TILE * t >= rows), available[-1])
+
+
+def _outputs_each(outputs: int, tile: int) -> int:
+    """Outputs of a block of a product, a multiple of those of a tile. Where there are many tiles a
+    block takes several: what comes before its first is done once."""
+    tiles = -(-outputs // tile)
+    return tile * (1 if tiles <= FEW_TILES else -(-tiles // MANY_BLOCKS))
 
 
 def _product_smem(tiles: int) -> int:

@@ -109,7 +109,7 @@ class DriverLauncher:
                 found = self._call("cuModuleGetFunction", module, cubin.symbol.encode())
                 self._functions[name] = found[0]
         self._smem: dict[str, int] = {}
-        self._overlap = False  # nothing in bench/results/gpu says yet that it gains
+        self._overlap = self.why_no_overlap is None
 
     @property
     def why_no_overlap(self) -> str | None:
@@ -124,8 +124,11 @@ class DriverLauncher:
         return None
 
     @contextmanager
-    def overlapping(self) -> Iterator[None]:
-        """Let each kernel launched inside start while the one before it still runs.
+    def overlapping(self, allowed: bool) -> Iterator[None]:
+        """Whether a kernel launched inside may start while the one before it still runs.
+
+        It may wherever it can, unless this says otherwise: a token of Llama-3.2-1B's shape takes
+        4 to 8 % less so on an H200, and no bit differs (bench/LOG.md, 2026-11-26).
 
         That is programmatic dependent launch (CUDA Programming Guide 4.5; ``griddepcontrol`` in the
         PTX ISA). Every kernel launched so has to begin with ``take_turn()`` of
@@ -135,19 +138,17 @@ class DriverLauncher:
         torch's before ours lets nobody in early: ours starts when it ends; a library's that does
         is waited for all the same. One of torch's after ours is launched the usual way: it starts
         when ours has ended, and by then all before it have. So do copies, fills and events.
-        A CUDA graph captured inside keeps its loose edges (``CUgraphEdgeData`` in the driver's
-        reference) in every replay; one captured outside gets none. Cooperative launches stay as
-        they are.
+        A CUDA graph keeps its loose edges (``CUgraphEdgeData`` in the driver's reference) in every
+        replay; one that is captured without gets none. Cooperative launches stay as they are.
 
-        It is off otherwise, and stays so until a committed figure of the section ``launches`` of
-        ``bench/gpu_bench.py`` says that it gains. It is the launcher's, for all threads.
+        It is the launcher's, for all threads.
 
         Raises:
             ValueError: this GPU or its driver cannot; ``why_no_overlap`` says why.
         """
-        if (reason := self.why_no_overlap) is not None:
+        if allowed and (reason := self.why_no_overlap) is not None:
             raise ValueError(f"kernels cannot overlap here: {reason}")
-        before, self._overlap = self._overlap, True
+        before, self._overlap = self._overlap, allowed
         try:
             yield
         finally:

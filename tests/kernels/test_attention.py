@@ -4,6 +4,7 @@ import pytest
 import torch
 from measure import ROUNDING, error, exactly, mirrored
 
+import layerskip.ops.kernels
 from layerskip.ops import definitions
 from layerskip.ops.catalog import HEAD_DIMS, SPLIT_KEYS
 
@@ -22,6 +23,7 @@ def make_case(backend, dtype, *, lengths, seqlen=1, heads=4, heads_k=2, dim=64, 
     return q, *caches, backend.tensor(lengths)
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("seqlen", [1, 5])
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_attention_at_the_borders_of_blocks(backend, dtype, group, seqlen):
@@ -31,6 +33,13 @@ def test_attention_at_the_borders_of_blocks(backend, dtype, group, seqlen):
     for b in range(len(LENGTHS)):
         # The weights are rounded, and so is the answer.
         assert error(got[b], want[b]) < ROUNDING[dtype], LENGTHS[b]
+
+
+def test_more_splits_than_a_block_of_threads_combines_at_a_time(backend, dtype):
+    slots = 130 * SPLIT_KEYS
+    case = make_case(backend, dtype, lengths=[slots - 9], heads=1, heads_k=1, dim=256, slots=slots)
+    want = exactly(definitions.decode_attention, *case)
+    assert error(backend.ops.decode_attention(*case), want) < ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
@@ -109,6 +118,14 @@ def make_cancelling(kernels, dtype, *, lengths, **shape):
 OPTIONS = [{}, {"window": 90, "softcap": 4.0}]
 
 
+@pytest.fixture(params=["apart", "together"])
+def tiles(request, monkeypatch):
+    """Blocks of one tile each, as where there are few; or of several, as in large batches."""
+    if request.param == "together":
+        monkeypatch.setattr(layerskip.ops.kernels, "FEW_BLOCKS", 0)
+
+
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "windowed"])
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (4, 128), (8, 80), (3, 64), (2, 256)])
 def test_a_position_has_the_same_bits_alone_and_among_16(kernels, dtype, group, dim, options):
@@ -133,6 +150,15 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(kernels, dtype, optio
         here = slice(b, b + 1)
         alone = kernels.ops.decode_attention(q[here], k[here], v[here], table[here], **options)
         assert torch.equal(alone[0], together[b])
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "windowed"])
+def test_the_tiles_of_a_block_change_no_bit(kernels, dtype, options, monkeypatch):
+    shape = {"seqlen": 16, "heads": 8, "heads_k": 2}
+    case = make_cancelling(kernels, dtype, lengths=[250, 3, -1, 64], **shape)
+    apart = kernels.ops.decode_attention(*case, **options)
+    monkeypatch.setattr(layerskip.ops.kernels, "FEW_BLOCKS", 0)
+    assert torch.equal(kernels.ops.decode_attention(*case, **options), apart)
 
 
 def test_slots_that_are_not_looked_at_change_no_bit(kernels, dtype):

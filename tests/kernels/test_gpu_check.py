@@ -132,8 +132,8 @@ def early(backend, monkeypatch):
     may = [False]
 
     @contextlib.contextmanager
-    def overlapping():
-        may[0] = True
+    def overlapping(allowed):
+        may[0] = allowed
         yield
         may[0] = False
 

@@ -27,7 +27,7 @@ class FakeDriver:
     def __init__(self):
         self.calls = []
         self.failing = None
-        self.version = 12030
+        self.version = 12020  # too old for early starts
 
     def __getattr__(self, name):
         return functools.partial(self._answer, name)
@@ -113,6 +113,7 @@ def early(driver) -> FakeDriver:
     need(bindings, "cuda-bindings (pip install 'layerskip[kernels]')")
     for name in ("CUlaunchAttribute", "CUlaunchAttributeID", "CUlaunchConfig"):
         setattr(driver, name, getattr(bindings, name))
+    driver.version = 12030
     return driver
 
 
@@ -120,24 +121,31 @@ def start(launcher, **options):
     launcher.launch("sum", (3, 2, 1), (64, 4, 1), 256, [1], **options)
 
 
-def test_kernels_start_early_only_where_asked_for(early, launcher):
-    start(launcher)
-    with launcher.overlapping():
-        start(launcher)
-        with launcher.overlapping():
-            pass
-        start(launcher)
-    start(launcher)
+@pytest.fixture
+def overlapping(early) -> DriverLauncher:
+    """A launcher that lets kernels start early."""
+    return DriverLauncher(torch.device("cuda"), KERNELS)
+
+
+def test_kernels_start_early_unless_asked_not_to(early, overlapping):
+    start(overlapping)
+    with overlapping.overlapping(False):
+        start(overlapping)
+        with overlapping.overlapping(True):
+            start(overlapping)
+        start(overlapping)
+    start(overlapping)
     assert [call[0] for call in early.calls if call[0].startswith("cuLaunch")] == [
+        "cuLaunchKernelEx",
         "cuLaunchKernel",
-        *["cuLaunchKernelEx"] * 2,
+        "cuLaunchKernelEx",
         "cuLaunchKernel",
+        "cuLaunchKernelEx",
     ]
 
 
-def test_an_early_start_is_an_attribute_of_the_launch(early, launcher):
-    with launcher.overlapping():
-        start(launcher)
+def test_an_early_start_is_an_attribute_of_the_launch(early, overlapping):
+    start(overlapping)
     ((config, function, params, extra),) = early.named("cuLaunchKernelEx")
     assert function == "function (b'SUM',)"
     assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (3, 2, 1)
@@ -152,19 +160,19 @@ def test_an_early_start_is_an_attribute_of_the_launch(early, launcher):
     assert extra == 0
 
 
-def test_a_cooperative_launch_never_starts_early(early, launcher):
-    with launcher.overlapping():
-        start(launcher, cooperative=True)
+def test_a_cooperative_launch_never_starts_early(early, overlapping):
+    start(overlapping, cooperative=True)
     assert early.named("cuLaunchKernelEx") == []
     assert len(early.named("cuLaunchCooperativeKernel")) == 1
 
 
-def test_an_error_ends_early_starts(early, launcher):
-    early.failing = "cuLaunchKernelEx"
-    with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed: 701"), launcher.overlapping():
-        start(launcher)
-    start(launcher)
-    assert len(early.named("cuLaunchKernel")) == 1
+def test_an_error_leaves_early_starts_as_they_were(early, overlapping):
+    early.failing = "cuLaunchKernel"
+    failed = pytest.raises(RuntimeError, match="cuLaunchKernel failed: 701")
+    with failed, overlapping.overlapping(False):
+        start(overlapping)
+    start(overlapping)
+    assert len(early.named("cuLaunchKernelEx")) == 1
 
 
 @pytest.mark.parametrize(
@@ -181,7 +189,7 @@ def test_early_starts_are_refused_where_there_are_none(
     driver.version = version
     launcher = DriverLauncher(torch.device("cuda"), KERNELS)
     refused = pytest.raises(ValueError, match=f"kernels cannot overlap here: .*{reason}")
-    with refused, launcher.overlapping():
+    with refused, launcher.overlapping(True):
         pass
     start(launcher)
     assert len(driver.named("cuLaunchKernel")) == 1
@@ -189,6 +197,7 @@ def test_early_starts_are_refused_where_there_are_none(
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
 def test_newer_gpus_can_overlap(driver, monkeypatch, capability):
+    driver.version = 12030
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     assert DriverLauncher(torch.device("cuda"), KERNELS).why_no_overlap is None
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from measure import ROUNDING, error, exactly, mirrored
 
+import layerskip.ops.kernels
 from layerskip.ops import definitions
 
 WIDTHS = [1, 63, 64, 65, 255, 257]
@@ -119,6 +120,25 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(layer):
         assert torch.equal(run(x[:count]), together[:count]), count
 
 
+def test_outputs_of_a_block_change_no_bit(layer, monkeypatch):
+    """A block of threads that takes three tiles of outputs, one after another."""
+    run, x = layer
+    apart = run(x)
+    monkeypatch.setattr(layerskip.ops.kernels, "FEW_TILES", 0)
+    monkeypatch.setattr(layerskip.ops.kernels, "MANY_BLOCKS", 1)
+    for count in (1, 8, 9, 33, ALL_ROWS):
+        assert torch.equal(run(x[:count]), apart[:count]), count
+
+
+@pytest.mark.parametrize("k", [1536, 3200, 3224])
+@pytest.mark.parametrize("m", [1, 9, 17, 40])
+def test_wide_rows_go_around_the_ring(backend, dtype, m, k):
+    """More blocks of K than a warp has on their way at a time, or just as many."""
+    x, weight = backend.noise(m, k, dtype=dtype), backend.noise(17, k, dtype=dtype, scale=k**-0.5)
+    want = exactly(definitions.linear, x, weight)
+    assert error(backend.ops.linear(x, weight), want) < 1.05 * ROUNDING[dtype]
+
+
 def test_a_row_has_the_same_bits_in_any_place(layer):
     run, x = layer
     together = run(x)
@@ -137,9 +157,10 @@ def test_other_rows_may_hold_anything(layer):
     assert torch.equal(run(x[:16])[kept], together[kept])
 
 
-def test_the_fused_norm_has_the_bits_of_the_norm_alone(kernels, dtype):
+@pytest.mark.parametrize("m", [1, 8, 9])  # of more than eight rows it is no fused one
+def test_the_fused_norm_has_the_bits_of_the_norm_alone(kernels, dtype, m):
     for k in (63, 64, 257, 2056):
-        x, weight = kernels.noise(9, k, dtype=dtype), kernels.noise(17, k, dtype=dtype)
+        x, weight = kernels.noise(m, k, dtype=dtype), kernels.noise(17, k, dtype=dtype)
         norm_weight = kernels.noise(k, dtype=dtype)
         normed = kernels.ops.rms_norm(x, norm_weight, eps=1e-5)
         fused = kernels.ops.linear(x, weight, norm_weight=norm_weight, eps=1e-5)

@@ -3,6 +3,7 @@
 | planted | what finds it |
 |---|---|
 | linear: no barrier between the warps' sums and their addition | test_linear: float64 |
+| linear: no barrier before the next tile's sums | test_linear: float64 |
 | attention: a position sees the next one (wrong mask) | test_attention: float64, ends of blocks |
 | attention: values overwritten before all have read them | test_attention: float64, orders |
 | linear: a warp's shuffle without one of its lanes in the mask | the emulator: lane and line |
@@ -29,6 +30,7 @@ import torch
 from emulator import KERNELS, EmulatorError, EmulatorLauncher, Toolchain, run_with
 from needs import need_compiler
 
+import layerskip.ops.kernels
 from layerskip.ops import definitions
 from layerskip.ops.kernels import KernelOps
 
@@ -51,6 +53,15 @@ def planted(folder: Path, source: str, right: str, wrong: str) -> Path:
 
 def check_linear(backend):
     test_linear.test_linear_is_within_its_roundings(backend, torch.bfloat16, 3, 1, 65)
+
+
+def check_outputs(backend):
+    """Five tiles of outputs in one block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layerskip.ops.kernels, "FEW_TILES", 0)
+        patch.setattr(layerskip.ops.kernels, "MANY_BLOCKS", 1)
+        backend.launcher.seed = 3  # a warp runs as far ahead as barriers allow
+        test_linear.test_linear_is_within_its_roundings(backend, torch.bfloat16, 3, 65, 65)
 
 
 def check_rows(backend):
@@ -81,9 +92,16 @@ PLANTS = {
     "missing barrier": (
         LINEAR,
         "linear.cu",
-        "store_warp_sums<TILES>(sums, warp_sums);\n  __syncthreads();",
+        "store_warp_sums<TILES>(sums, warp_sums);\n    __syncthreads();",
         "store_warp_sums<TILES>(sums, warp_sums);",
         check_linear,
+    ),
+    "sums overwritten before all have been added": (
+        LINEAR,
+        "linear.cu",
+        "      y[at * n + column] = out;\n    }\n    __syncthreads();",
+        "      y[at * n + column] = out;\n    }",
+        check_outputs,
     ),
     "a position sees the next one": (
         ATTENTION,
@@ -121,7 +139,8 @@ PLANTS = {
 
 @pytest.mark.parametrize("kernels", ["emulator"], indirect=True)
 @pytest.mark.parametrize("plant", PLANTS)
-def test_a_planted_mistake_is_found(kernels, plant, tmp_path):
+def test_a_planted_mistake_is_found(kernels, plant, tmp_path, monkeypatch):
+    monkeypatch.setattr(layerskip.ops.kernels, "FEW_BLOCKS", 0)  # attention's tiles are together
     instances, source, right, wrong, check = PLANTS[plant]
     folder = planted(tmp_path / "kernels", source, right, wrong)
     launcher = EmulatorLauncher(instances, folder=folder, cache=tmp_path)

@@ -75,6 +75,22 @@ def test_no_bit_depends_on_who_drives(kernels, mode):
             assert all(torch.equal(mine, its) for mine, its in pairs)
 
 
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_single_row_draws_its_own_noise(kernels, k):
+    """Numbers that are the same for all its positions lie in memory as often as they are read."""
+    stack = make_stack(kernels)
+
+    def tokens(bench):
+        drafter = EarlyExitDrafter(stack, PLAN)
+        decoder = Decoder(stack, drafter, PLAN, bench=bench, num_rows=1, num_slots=40)
+        row = decoder.join(RowSpec((5, 400, 17), Sampler(SAMPLED, 11, VOCAB_SIZE), 12, k))
+        while row.finish_reason is None:
+            decoder.step()
+        return row.token_ids
+
+    assert tokens(make_bench(stack)) == tokens(None)
+
+
 def test_a_row_whose_logits_are_no_numbers_is_left_as_it_was(kernels):
     """The kernels say so by the token's probability."""
     stack = make_stack(kernels)
