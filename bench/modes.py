@@ -21,6 +21,7 @@ from layerskip.hf_modes import (
     EarlyExitSettings,
     configured,
     counted,
+    fastest,
     generate_arguments,
     settings_to_try,
 )
@@ -237,12 +238,12 @@ class Theirs:
         self, mode: str, prompts: Sequence[Sequence[int]], max_new_tokens: int
     ) -> EarlyExitSettings:
         """The mode's fastest settings on these prompts."""
-        times: dict[EarlyExitSettings, float] = {}
-        for settings in self.grid(mode):
+
+        def seconds(settings: EarlyExitSettings, prompt: Sequence[int]) -> float:
             self.settings[mode] = settings
-            turns = [self.decode(mode, [p], max_new_tokens=max_new_tokens) for p in prompts]
-            times[settings] = sum(turn.wall_per_token for turn in turns)
-        return min(times, key=lambda s: times[s])
+            return self.decode(mode, [prompt], max_new_tokens=max_new_tokens).wall_per_token
+
+        return fastest(self.grid(mode), prompts, seconds)
 
     def grid(self, mode: str) -> list[EarlyExitSettings]:
         """Settings to try, at exits up to a quarter of the layers."""

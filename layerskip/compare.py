@@ -19,6 +19,7 @@ from layerskip.hf_modes import (
     EarlyExitSettings,
     configured,
     counted,
+    fastest,
     generate_arguments,
     settings_to_try,
 )
@@ -150,14 +151,15 @@ class Comparison:
         grid = settings_to_try(e for e in (1, 2, 3) if e < self.lm.stack.num_layers)
         if not grid:
             raise ValueError("a model of one layer has no early exit: leave these modes out")
-        times: dict[EarlyExitSettings, float] = {}
-        for settings in grid:
+        self.early_exit = grid[0]
+        self.run("hf-early-exit", prompts[0])  # a process's first call allocates, and imports
+
+        def seconds(settings: EarlyExitSettings, ids: Sequence[int]) -> float:
             self.early_exit = settings
-            if not times:  # a process's first call allocates, and imports
-                self.run("hf-early-exit", prompts[0])
-            runs = [self.run("hf-early-exit", ids) for ids in prompts]
-            times[settings] = sum(r.seconds / len(r.token_ids) for r in runs)
-        self.early_exit = min(grid, key=lambda s: times[s])
+            run = self.run("hf-early-exit", ids)
+            return run.seconds / len(run.token_ids)
+
+        self.early_exit = fastest(grid, prompts, seconds)
 
     def theory(self, stats: DecodeStats, *, context: int, repeats: int = 30) -> Theory:
         """Bare draft, verify and plain passes, interleaved, at ``context`` committed slots."""

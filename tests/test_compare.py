@@ -21,7 +21,7 @@ from layerskip.compare import (
     Theory,
     repeated_share,
 )
-from layerskip.hf_modes import DEFAULT_EARLY_EXIT, EarlyExitSettings
+from layerskip.hf_modes import DEFAULT_EARLY_EXIT, FINALISTS, EarlyExitSettings, fastest
 from layerskip.prompts import Example
 from layerskip.teacher_forced import teacher_forced
 
@@ -204,6 +204,23 @@ def test_tuning_keeps_the_fastest_setting(
     assert {s for s in tried if s.num_assistant_tokens == 20} == {
         replace(DEFAULT_EARLY_EXIT, exit_layer=e) for e in (1, 2, 3)
     }
+
+
+def test_few_settings_are_tried_on_every_prompt() -> None:
+    """The best of all prompts among those that are good on the first."""
+    grid, tried = [EarlyExitSettings(e, 4, 0.0) for e in range(1, 13)], []
+
+    def seconds(settings: EarlyExitSettings, ids: Sequence[int]) -> float:
+        tried.append((settings.exit_layer, ids))
+        if ids == (0,):
+            return float(settings.exit_layer)
+        return 0.0 if settings.exit_layer in (4, 12) else 9.0
+
+    assert fastest(grid, [(0,), (1,), (2,)], seconds).exit_layer == 4
+    few = range(1, FINALISTS + 1)
+    assert sorted(tried) == sorted(
+        [(e, (0,)) for e in range(1, 13)] + [(e, (i,)) for e in few for i in (1, 2)]
+    )
 
 
 def test_what_has_no_exit_is_not_tuned() -> None:
