@@ -33,8 +33,8 @@ class Grid:
     """What is measured: sizes of passes, and slots that they attend to.
 
     Attributes:
-        sketched: rows of which only the full-depth pass without a context is; ``sketch`` has the
-            rest from the next larger size.
+        sketched: rows of which only the full-depth passes are; ``sketch`` has the rest from the
+            next larger size.
     """
 
     rows: tuple[int, ...]
@@ -46,7 +46,7 @@ class Grid:
         kinds = ("verify", "draft") if drafts else ("verify",)
         whole = [r for r in self.rows if r not in self.sketched]
         points = [(kind, r, c) for kind in kinds for r in whole for c in self.contexts]
-        points += [("verify", r, 0) for r in self.sketched]
+        points += [("verify", r, c) for r in self.sketched for c in self.contexts]
         if drafts:
             points += [("head", r, 0) for r in whole]
         if sequences:
@@ -57,15 +57,12 @@ class Grid:
         return list(dict.fromkeys([*points, *((kind, 1, 0) for kind in sampled)]))
 
     def sketch(self, typical: dict[Point, float]) -> None:
-        """Fill in what was not measured: as much as of the next larger size, less what the passes
-        without a context differ by."""
+        """Fill in what was not measured: as much as of the next larger size."""
         for rows in self.sketched:
             larger = next(r for r in self.rows if r > rows)
-            less = typical["verify", larger, 0] - typical["verify", rows, 0]
             for (kind, r, context), seconds in list(typical.items()):
                 if r == larger:
-                    apart = less if kind == "verify" else 0.0
-                    typical.setdefault((kind, rows, context), seconds - apart)
+                    typical.setdefault((kind, rows, context), seconds)
 
 
 def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:

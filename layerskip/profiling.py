@@ -1,5 +1,6 @@
 """Measure what passes take: bare, interleaved, and in a bounded time whatever the model's size."""
 
+import itertools
 import logging
 import math
 import os
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 QUICK_SECONDS, QUICK_MOST = 0.45, 1.5  # in all, and for the first sweeps of a slow model
 MAX_SWEEPS, QUICK_SWEEPS = 40, 5  # at least, of what decides, of a quick table if time allows
 LARGE_EVERY = 4  # sweeps: passes of many rows are rarely run, and take long to measure
+# After so many sweeps, if there is time, those of a quick table at a long context. Rows of a batch
+# attend each for itself: an error of what one of them takes counts as often as there are rows.
+FAR_FROM = 4
 LARGE_ROWS, DECIDING_ROWS = 16, 8  # are those of more rows; most of a round that decides
 RESERVE = 0.85  # of the time, for passes; the rest is for what comes before and after them
 SKETCH_SHARE = 0.2  # of the time for a table's first sweeps
@@ -99,6 +103,8 @@ def measure_cost(
     sweeps: list[dict[Point, Timing]] = [first]
     for sweep in range(MAX_SWEEPS):
         due = [p for p in points if p[1] <= LARGE_ROWS or sweep % LARGE_EVERY == 0]
+        if quick and (sweep < FAR_FROM or time.perf_counter() > ends):
+            due = [p for p in due if p[2] == 0]
         sweeps.append({})
         for point in shuffled(due, order):
             now = time.perf_counter()
@@ -113,8 +119,8 @@ def measure_cost(
 
 def _decides(point: Point) -> bool:
     """Whether its price decides most choices: what a quick table has more than one timing of."""
-    kind, rows, context = point
-    return context == 0 and rows <= DECIDING_ROWS and kind in ("verify", "draft", BEHIND[0])
+    kind, rows, _ = point
+    return rows <= DECIDING_ROWS and kind in ("verify", "draft", BEHIND[0])
 
 
 def _warmed(passes: Passes, points: Sequence[Point], ends: float) -> dict[Point, Timing]:
@@ -142,8 +148,8 @@ def _affordable(passes: Passes, offered: Sequence[Grid], seconds: float) -> Grid
     share = len(passes.draft_layers) / passes.stack.num_layers
     for grid in offered[:-1]:
         # A guess: rows are cheap, but not free.
-        sketched = sum(1 + r / 16 for r in grid.sketched)
-        whole = sum(1 + r / 16 for r in grid.rows) - sketched
+        sketched = sum(1 + r / 16 for r in grid.sketched) * len(grid.contexts)
+        whole = sum(1 + r / 16 for r in grid.rows if r not in grid.sketched)
         passes_of_a_point = 1.4 + DRAFTS_IN_A_ROW * share
         # What is only sketched may not make a table take longer: it is for models with time left.
         bearable = SKETCH_SHARE * seconds if sketched else seconds
@@ -174,11 +180,15 @@ def _table(
     drafts = ("draft", grid.rows[0], grid.contexts[0]) in typical
 
     def curve(kind: str, less: dict[int, float]) -> Curve:
-        seconds = tuple(
-            tuple(max(0.0, typical[kind, r, c] - less.get(r, 0.0)) for r in grid.rows)
-            for c in grid.contexts
-        )
-        return Curve(grid.rows, grid.contexts, seconds)
+        near = [typical[kind, r, grid.contexts[0]] for r in grid.rows]
+        seconds = []
+        for c in grid.contexts:
+            grown = [typical[kind, r, c] - n for r, n in zip(grid.rows, near, strict=True)]
+            # To attend further takes no longer for fewer rows; that it seemed so was the machine.
+            least = [*itertools.accumulate(reversed(grown), min)][::-1]
+            parts = zip(grid.rows, near, least, strict=True)
+            seconds.append(tuple(max(0.0, n + far - less.get(r, 0.0)) for r, n, far in parts))
+        return Curve(grid.rows, grid.contexts, tuple(seconds))
 
     def another(kind: str) -> float:
         together = typical.get((f"{kind} sequences", NUM_SEQUENCES, 0))

@@ -348,7 +348,7 @@ def test_a_quick_table_draws_no_line_between_one_row_and_a_quantum(stack, machin
 
 
 def test_a_quick_table_of_a_small_model_knows_half_a_tile(stack, machine):
-    """It measures the pass that decides, and has the rest from a whole tile."""
+    """It measures the passes that decide, and has the rest from a whole tile."""
     machine.speed = 0.5
     table = measure_cost(stack, PLAN, quick=True)
     assert machine.now < 0.5
@@ -358,12 +358,31 @@ def test_a_quick_table_of_a_small_model_knows_half_a_tile(stack, machine):
     assert at[1] == pytest.approx(at[2])
     assert at[3] == pytest.approx(at[4])
     half = [p for p in machine.passes if p[1] == 4]
-    assert {(layers, context) for layers, _, context, *_ in half} == {(NUM_LAYERS, 0)}
+    assert {(layers, context) for layers, _, context, *_ in half} == {
+        (NUM_LAYERS, 0),
+        (NUM_LAYERS, 512),
+    }
     assert table.verify.contexts == (0, 512)
-    grown = [table.verify_pass(rows, 500) - table.verify_pass(rows, 0) for rows in (4, 8)]
-    assert grown[0] == pytest.approx(grown[1])
+    # What eight rows take at a long context is not what four do.
+    grown = [table.verify_pass(rows, 512) - table.verify_pass(rows, 0) for rows in (4, 8)]
+    truly = [NUM_LAYERS * (layer_seconds(r, 512) - layer_seconds(r, 0)) for r in (4, 8)]
+    assert grown == pytest.approx([0.5 * seconds for seconds in truly])
+    assert grown[0] < 0.6 * grown[1]
     assert table.draft_layers.at(4, 100) == table.draft_layers.at(8, 100)
     assert table.draft_head.at(4, 0) == table.draft_head.at(8, 0)
+
+
+def test_fewer_rows_attend_no_longer(stack, machine):
+    """A long pass that was disturbed does not make a batch's passes dear, row by row."""
+    calm = measure_cost(stack, PLAN, quick=True)
+    machine.now, machine.picked = 0.0, set()
+    # Each timing of the longest passes of one row, and none of those of more.
+    machine.delay = lambda: 0.01 if machine.passes[-1][1:3] == (1, 512) else 0.0
+    found = measure_cost(stack, PLAN, quick=True)
+    one, eight = (found.verify.at(r, 512) - found.verify.at(r, 0) for r in (1, 8))
+    assert one <= 1.001 * eight
+    more = [t.verify_pass(8, 512) - t.verify_pass(8, 0) for t in (found, calm)]
+    assert more[0] == pytest.approx(more[1], rel=0.05)
 
 
 def test_a_quick_table_of_a_huge_model_is_a_handful_of_passes(stack, machine):
