@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gpu.tables import summary
 from modes import ALONE, BASE, MODES, OURS
 from paired import geometric_mean
 
@@ -403,6 +404,11 @@ def drafter_of(found: Mapping[str, Any]) -> str:
     return f"{arm}, T {found['temperature']:g}" if found["temperature"] else f"{arm}, greedy"
 
 
+def gpu(files: Files) -> str:
+    """What decoding and its largest product take on a GPU."""
+    return rows(*summary(files.folder))
+
+
 TABLES: dict[str, Callable[[Files], str]] = {
     "speed": speed,
     "cells": cells,
@@ -417,4 +423,5 @@ TABLES: dict[str, Callable[[Files], str]] = {
     "simulation": simulation,
     "drift": drift,
     "traffic": traffic,
+    "gpu": gpu,
 }

@@ -701,6 +701,7 @@ def results(folder: Path, written: dict[str, Any], greedy: dict[str, Any]) -> Pa
     folder.mkdir(exist_ok=True)
     for dated in (BENCH / "results").glob("????-??-??-*.json"):
         shutil.copy(dated, folder)
+    shutil.copytree(BENCH / "results" / "gpu", folder / "gpu")
     for name, content in contents.items():
         (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
@@ -713,6 +714,34 @@ def speed_of(figures: dict[str, Any]) -> float:
 def test_each_bound_is_held_against_its_own_case(bench: SimpleNamespace) -> None:
     cases = {"cold": {"wall": 2.9, "bound": 3.0}, "switching": {"wall": 1.4, "bound": 1.0}}
     assert bench.goals.of_bounds(cases)[1:] == ["all", "1 of 2; switching 1.4 of 1"]
+
+
+def test_a_gpu_s_figures_are_held_against_their_goals(
+    bench: SimpleNamespace, tmp_path: Path
+) -> None:
+    """Those that no time was left for are not."""
+    tables = sys.modules["gpu.tables"]
+    with pytest.raises(SystemExit, match="make gpu-check"):
+        tables.newest(tmp_path)
+    share = {"value": 0.7, "goal": ">= 0.8", "met": False}
+    ratios = [
+        {"value": v, "goal": ">= 0.97", "met": v and v >= 0.97} for v in (1.2, 0.9, 1.5, None)
+    ]
+    sections = {
+        "plain": {"ok": True, "8B": {"share_of_copy": share}},
+        "batches": {"8B": {f"batch {i}": {"auto_over_off": r} for i, r in enumerate(ratios)}},
+    }
+    folder = tmp_path / "gpu"
+    folder.mkdir()
+    for day, gpu in (("01", "old"), ("02", "new")):
+        record = {"machine": {"gpu": gpu}, "sections": sections if gpu == "new" else {}}
+        for suffix in ("", tables.DECODING):
+            (folder / f"2026-01-{day}-G{suffix}.json").write_text(json.dumps(record))
+    found = {title: rest for title, *rest in tables.goals(tmp_path)}
+    assert found[f"new: {tables.GOALS['plain']}"] == [">= 0.8", "0 of 1; 0.70"]
+    assert found[f"new: {tables.GOALS['batches']}"] == [">= 0.97", "2 of 3; 0.90 to 1.50"]
+    assert found[f"new: {tables.GOALS['memory']}"] == ["-", "nothing was measured"]
+    assert tables.by_batch(sections["batches"]["8B"]) == ["0.90", "-", "-"]
 
 
 def test_a_mode_is_held_against_the_fastest_number_of_its_kind(bench: SimpleNamespace) -> None:

@@ -87,9 +87,9 @@ def raw(tensor: Tensor) -> bytes:
 def one_model(lab: Lab, modes: Sequence[str], loaded: Loaded, entry: Found, end: float) -> None:
     """Of one model, at eps 0, where every draft is accepted: a round's time does not need that."""
     loaded.scale(0.0)
-    sides = {OFF: loaded}
+    # A graph keeps the launches that it holds: each mode records its rounds anew.
+    sides = {mode: with_rounds_of_its_own(loaded) for mode in modes}
     if ON in modes:  # bits first: then every graph is there before anything is timed
-        sides[ON] = with_rounds_of_its_own(loaded)
         now = time.monotonic()
         entry["bits"] = bits(lab, sides, now + BITS_SHARE * (end - now))
         entry["ok"] = all(found["equal"] for found in entry["bits"].values())
@@ -132,7 +132,7 @@ def gained(ratio: Callable[[str, str], float], modes: Sequence[str], what: str) 
 
 
 def with_rounds_of_its_own(loaded: Loaded) -> Loaded:
-    """The same model, which captures its rounds anew: a graph keeps the launches that it holds."""
+    """The same model, which captures its rounds anew."""
     lm = copy.copy(loaded.lm)
     lm._bench, _ = open_bench(lm.stack, lm.plan, lm._head)
     return dataclasses.replace(loaded, lm=lm)
