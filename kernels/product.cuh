@@ -1,9 +1,9 @@
 // The product that linear, swiglu and lm_head share: 16 weight rows with up to 8 TILES tokens.
 //
-// Weights are the 16-row A operand of mma.m16n8k16, tokens its 8-column B operand, padded with
-// zeros: a token's sum takes the same instructions in the same order whatever its column, its tile
-// and the number of tokens. K is permuted alike in A and B, so that the 16 bytes a lane loads are
-// its part of two k16 fragments, and weights go from memory to registers once for all tiles.
+// Weights are the 16-row A operand of mma.m16n8k16, tokens its 8-column B operand, filled up with the
+// last token: a token's sum takes the same instructions in the same order whatever its column, its
+// tile and the number of tokens. K is permuted alike in A and B, so that the 16 bytes a lane loads
+// are its part of two k16 fragments, and weights go from memory to registers once for all tiles.
 //
 // Order of the sums, the same for every token: K in blocks of 32; warp w adds blocks w, w + 8, ...
 // one after another, as two mma each (K % 8 in {0..3}, then {4..7}); then warps are added from 0.
