@@ -18,14 +18,14 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from gpu import decoding, lab, models, overlap, serving
 from gpu.backends import ROOT, Backend, CpuBackend, CudaBackend
 from gpu.frame import Found, Run
+from gpu.tables import figures
 
 SECTION_SECONDS = 220.0
 MORE_SECONDS = 110.0  # then it counts as hung: what is begun in its last second has to end
@@ -48,21 +48,12 @@ SECTIONS: dict[str, Section] = {
 }
 
 
-def goals(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Found]]:
-    """Every figure of a record that has a goal, by its place."""
-    if isinstance(value, dict):
-        if "goal" in value:
-            yield " / ".join(path), value
-        for name, inner in value.items():
-            yield from goals(inner, (*path, name))
-
-
 def summary(sections: Found) -> str:
     """Goals met and missed, one a line."""
     words = {True: "met", False: "MISSED", None: "not judged"}
     lines = [
         f"  {words[figure['met']]:<10} {where}: {figure['value']:.3g} (goal {figure['goal']})"
-        for where, figure in goals(sections)
+        for where, figure in figures(sections)
     ]
     return "\n".join(["goals:", *lines] if lines else ["goals: none was measured"])
 

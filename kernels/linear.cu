@@ -39,8 +39,7 @@ __global__ void __launch_bounds__(kThreads, blocks_together(TILES))
     multiply<T>(sums, ring, tokens);
     if (first + 16 < end_row) {  // on their way while these are added
       turn_to(first + 16);
-      ring.ask_tokens(tokens);
-      ring.ask_weights();
+      ring.ask(tokens);
     }
     store_warp_sums<TILES>(sums, warp_sums);
     __syncthreads();
@@ -99,8 +98,7 @@ __global__ void __launch_bounds__(kThreads, blocks_together(TILES))
     multiply<T>(sums, ring, tokens);
     if (first + 8 < end_column) {
       turn_to(first + 8);
-      ring.ask_tokens(tokens);
-      ring.ask_weights();
+      ring.ask(tokens);
     }
     store_warp_sums<TILES>(sums, warp_sums);
     __syncthreads();

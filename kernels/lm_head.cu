@@ -137,8 +137,7 @@ __global__ void __launch_bounds__(kThreads, blocks_together(TILES))
     multiply<T>(sums, ring, tokens);
     if (tile + 16 < kChunk) {  // on their way while these are added
       turn_to(tile + 16);
-      ring.ask_tokens(tokens);
-      ring.ask_weights();
+      ring.ask(tokens);
     }
     store_warp_sums<TILES>(sums, warp_sums);
     __syncthreads();

@@ -213,6 +213,11 @@ struct Ring {
     }
   }
 
+  __device__ __forceinline__ void ask(const Tokens &tokens) {
+    ask_tokens(tokens);
+    ask_weights();
+  }
+
   __device__ __forceinline__ void load_weights(int i, int k) {
     low[i] = load_once(first + k);
     high[i] = load_once(second + k);

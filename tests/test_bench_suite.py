@@ -722,7 +722,7 @@ def test_a_gpu_s_figures_are_held_against_their_goals(
     """Those that no time was left for are not."""
     tables = sys.modules["gpu.tables"]
     with pytest.raises(SystemExit, match="make gpu-check"):
-        tables.newest(tmp_path)
+        tables.newest(tmp_path, decoding=False)
     share = {"value": 0.7, "goal": ">= 0.8", "met": False}
     ratios = [
         {"value": v, "goal": ">= 0.97", "met": v and v >= 0.97} for v in (1.2, 0.9, 1.5, None)
@@ -730,7 +730,10 @@ def test_a_gpu_s_figures_are_held_against_their_goals(
     sections = {
         "plain": {"ok": True, "8B": {"share_of_copy": share}},
         "batches": {"8B": {f"batch {i}": {"auto_over_off": r} for i, r in enumerate(ratios)}},
-    }
+        "speedup": {"ok": True, "8B": {
+            f"acceptance {i}": {"auto": {"speedup": v}} for i, v in enumerate((1.4, 0.9, "nan"))
+        }},
+    }  # fmt: skip
     folder = tmp_path / "gpu"
     folder.mkdir()
     for day, gpu in (("01", "old"), ("02", "new")):
@@ -740,6 +743,7 @@ def test_a_gpu_s_figures_are_held_against_their_goals(
     found = {title: rest for title, *rest in tables.goals(tmp_path)}
     assert found[f"new: {tables.GOALS['plain']}"] == [">= 0.8", "0 of 1; 0.70"]
     assert found[f"new: {tables.GOALS['batches']}"] == [">= 0.97", "2 of 3; 0.90 to 1.50"]
+    assert found["new: automatic over plain, by acceptance"] == [">= 0.97", "1 of 2; 0.90 and 1.40"]
     assert found[f"new: {tables.GOALS['memory']}"] == ["-", "nothing was measured"]
     assert tables.by_batch(sections["batches"]["8B"]) == ["0.90", "-", "-"]
 

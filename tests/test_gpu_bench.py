@@ -296,7 +296,7 @@ def test_every_acceptance_says_that_it_is_synthetic(record):
 
 
 def test_goals_of_toys_are_not_judged(record):
-    found = dict(gpu_bench.goals(record["sections"]))
+    found = dict(gpu_bench.figures(record["sections"]))
     assert {figure["met"] for figure in found.values()} == {None}
     assert "rounds / toy / k=2 / over_bytes" in found
 

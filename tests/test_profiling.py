@@ -372,6 +372,20 @@ def test_a_quick_table_of_a_small_model_knows_half_a_tile(stack, machine):
     assert table.draft_head.at(4, 0) == table.draft_head.at(8, 0)
 
 
+def test_long_passes_of_few_rows_are_timed_again_if_there_is_time(stack, machine):
+    """A batch's table is made of what one row takes there, as often as it has rows."""
+
+    def timed(speed: float, rows: int) -> int:
+        machine.speed, machine.now, machine.picked = speed, 0.0, set()
+        machine.passes.clear()
+        measure_cost(stack, PLAN, quick=True)
+        return machine.passes.count((NUM_LAYERS, rows, 512, 1))
+
+    for rows in (1, 8):
+        quickly, slowly = timed(0.1, rows), timed(1.0, rows)
+        assert quickly >= slowly + 5, rows
+
+
 def test_fewer_rows_attend_no_longer(stack, machine):
     """A long pass that was disturbed does not make a batch's passes dear, row by row."""
     calm = measure_cost(stack, PLAN, quick=True)

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-NEWEST = "????-??-??-*"
 DECODING = "-decoding"
 ROUND = 4  # drafted tokens
 BATCHES = (1, 4, 8)
 PRODUCT = "swiglu norm, gate and up"
+NEVER_SLOWER = 0.97  # of plain decoding
 GOALS = {
     "models": "peak bytes at load over the weights'",
     "plain": "plain decoding, share of the copy bandwidth, by model",
@@ -25,25 +25,25 @@ GOALS = {
 Found = Mapping[str, Any]
 
 
-def newest(results: Path, suffix: str = "") -> dict[str, Any]:
-    """The newest record of the kernels, or with ``DECODING`` of decoding.
+def newest(results: Path, *, decoding: bool) -> dict[str, Any]:
+    """The newest record of decoding, or of the kernels.
 
     Raises:
         SystemExit: there is none.
     """
-    paths = sorted((results / "gpu").glob(f"{NEWEST}{DECODING}.json"))
-    if not suffix:
-        decoding = {*paths}
-        paths = [p for p in sorted((results / "gpu").glob(f"{NEWEST}.json")) if p not in decoding]
+    every = sorted((results / "gpu").glob("????-??-??-*.json"))
+    paths = [path for path in every if path.stem.endswith(DECODING) == decoding]
     if not paths:
-        raise SystemExit(f"{results / 'gpu'} has no record; `make gpu-check` writes it")
+        raise SystemExit(
+            f"{results / 'gpu'} lacks a record; `make gpu-check` or gpu-bench writes it"
+        )
     record: dict[str, Any] = json.loads(paths[-1].read_text(encoding="utf-8"))
     return record
 
 
 def summary(results: Path) -> tuple[list[str], list[list[str]]]:
     """Header and lines: what a token and a round take, and what one product of the kernels does."""
-    kernels, decoding = newest(results), newest(results, DECODING)
+    kernels, decoding = (newest(results, decoding=decoded) for decoded in (False, True))
     sections, speeds = decoding["sections"], kernels["sections"]["speed"]
     models = [m for m in sections["plain"] if isinstance(sections["plain"][m], dict)]
     plain = [sections["plain"][m] for m in models]
@@ -82,13 +82,30 @@ def by_batch(found: Found) -> list[str]:
 
 def goals(results: Path) -> list[list[str]]:
     """A line for each kind of figure that has a goal: what was wanted, and what was found."""
-    record = newest(results, DECODING)
-    lines = []
+    record = newest(results, decoding=True)
+    kinds: dict[str, list[Found]] = {}
     for section, title in GOALS.items():
-        judged = [f for f in figures(record["sections"].get(section, {})) if f["met"] is not None]
+        found = (figure for _, figure in figures(record["sections"].get(section, {})))
+        kinds[title] = [figure for figure in found if figure["met"] is not None]
+    kinds["automatic over plain, by acceptance"] = by_acceptance(record["sections"])
+    lines = []
+    for title, judged in kinds.items():
         wanted = "; ".join(dict.fromkeys(f["goal"] for f in judged))
         lines.append([f"{record['machine']['gpu']}: {title}", wanted or "-", said(judged)])
     return lines
+
+
+def by_acceptance(sections: Found) -> list[Found]:
+    """Of section ``speedup``, whose figures have no goal of their own; NaN, where there was no time
+    for it, is a text."""
+    models = [m for m in sections.get("speedup", {}).values() if isinstance(m, dict)]
+    entries = [entry for m in models for entry in m.values() if isinstance(entry, dict)]
+    values = [entry["auto"]["speedup"] for entry in entries if "auto" in entry]
+    return [
+        {"value": v, "goal": f">= {NEVER_SLOWER}", "met": v >= NEVER_SLOWER}
+        for v in values
+        if isinstance(v, float)
+    ]
 
 
 def said(judged: Sequence[Found]) -> str:
@@ -100,10 +117,10 @@ def said(judged: Sequence[Found]) -> str:
     return f"{sum(f['met'] for f in judged)} of {len(judged)}; {lie}"
 
 
-def figures(value: Any) -> Iterator[Found]:
-    """Every figure of a record that has a goal."""
+def figures(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Found]]:
+    """Every figure of a record that has a goal, by its place."""
     if isinstance(value, dict):
         if "goal" in value:
-            yield value
-        for inner in value.values():
-            yield from figures(inner)
+            yield " / ".join(path), value
+        for name, inner in value.items():
+            yield from figures(inner, (*path, name))
