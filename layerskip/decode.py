@@ -180,15 +180,14 @@ class Decoder:
         """What the oldest round that the device ran by itself did for these rows; the one after it
         is on its way by then."""
         assert self.rounds is not None
-        began, num_recorded = time.perf_counter(), self.rounds.num_recorded
+        began = time.perf_counter()
         landings = self.rounds.advance(rows, self.speculator, ahead=ahead)
         if not landings:
             return []
         attempts = [self.speculator.attempted(one) for one in landings]
         read = time.perf_counter()
         seconds = max(read - began, landings[0].seconds)
-        usual = self.rounds.num_recorded == num_recorded
-        draft = self.speculator.observe_round_seconds(attempts, seconds, learns=usual)
+        draft = self.speculator.observe_round_seconds(attempts, seconds, learns=self.rounds.usual)
         times = Times(draft, read - (seconds - draft), 0.0, landings[0].num_rows)
         return [
             self._landed(landing, attempt, times)

@@ -1,4 +1,4 @@
-"""Functions over tensors that stay where they are, recorded once and replayed.
+"""Functions over tensors that stay where they are, recorded once they come up again, and replayed.
 
 On a GPU a recording is a CUDA graph: one call starts every kernel of a round. On a CPU it is the
 function, called again under a watch which proves that a graph could hold it: that it asks the host
@@ -6,7 +6,7 @@ nothing, and that every call does the same operations on the same memory.
 """
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 logger = logging.getLogger(__name__)
 
 WARM_UPS = 2  # what is made at first use, kernels and their memory, is made before the capture
+# Rounds of a kind that the host starts before one is recorded. A recording takes several of them,
+# and many a kind comes up once or twice in a text: at most twice what it would take is lost, as
+# with skis that are rented until they might have been bought (Karlin and others 1988).
+PATIENCE = 2
 LIMIT_BYTES = 1 << 30
 Function = Callable[[], None]
 Tape = list[tuple[Any, ...]]
@@ -47,7 +51,12 @@ class Recorder(Protocol):
 
     ``record`` may call the function any number of times, so that what it changes must not matter
     then; it raises ``RecordingError`` with a reason where a function can't be recorded.
+
+    Attributes:
+        patience: times that a function runs unrecorded before it is worth a recording.
     """
+
+    patience: int
 
     def record(self, function: Function) -> Recording: ...
 
@@ -70,15 +79,20 @@ class GraphRecorder:
         device: a CUDA device.
     """
 
+    patience = PATIENCE
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._warm = False
 
     def record(self, function: Function) -> Graph:
-        """Warm ``function`` up, then capture it; see ``Recorder``."""
+        """Capture ``function``, which has run before; see ``Recorder``."""
         try:
             with torch.cuda.device(self._device):
-                self._warm_up(function)
+                if not self._warm:  # the stream; a function's own first use was where it ran
+                    self._warm_up(function)
+                    self._warm = True
                 return self._capture(function)
         except RuntimeError as error:  # out of memory is one, too
             reason = str(error).strip().partition("\n")[0]
@@ -127,7 +141,14 @@ class Repetition:
 
 
 class RepeatingRecorder:
-    """The recorder of a CPU: proves that a graph could hold what it records."""
+    """The recorder of a CPU: proves that a graph could hold what it records.
+
+    Args:
+        patience: as of ``Recorder``; here nothing is won by waiting.
+    """
+
+    def __init__(self, patience: int = 0) -> None:
+        self.patience = patience
 
     def record(self, function: Function) -> Repetition:
         """Call ``function`` under the watch; see ``Recorder``."""
@@ -135,9 +156,9 @@ class RepeatingRecorder:
 
 
 class Recordings:
-    """Recordings by key: made when first asked for, the least recently used dropped for room.
+    """Recordings by key: made for what comes up again, the least recently used dropped for room.
 
-    Where one can't be made, its function runs as it is.
+    Where there is none yet, or one can't be made, the function runs as it is.
 
     Args:
         recorder: makes them.
@@ -153,11 +174,19 @@ class Recordings:
         # The least recently used first.
         self._kept: OrderedDict[Hashable, Recording] = OrderedDict()
         self._unrecorded: set[Hashable] = set()
+        self._asked: Counter[Hashable] = Counter()
         self.reason = self._warned = ""
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether ``key`` runs without being recorded first."""
+        """Whether ``key`` runs as it always will: nothing is left to record."""
         return key in self._kept or key in self._unrecorded
+
+    def due(self, key: Hashable) -> bool:
+        """Whether to ``prepare`` a key before it runs now, which counts as one more time."""
+        if key in self:
+            return False
+        self._asked[key] += 1
+        return self._asked[key] > self._recorder.patience
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -184,7 +213,7 @@ class Recordings:
             self._kept.popitem(last=False)
 
     def run(self, key: Hashable, function: Function) -> None:
-        """What ``key`` was prepared for: its recording, or ``function`` itself without one."""
+        """``key``'s recording, or ``function`` itself where there is none."""
         if key not in self._kept:
             function()
             return
@@ -195,6 +224,7 @@ class Recordings:
         """Drop all recordings: the memory that they know is not in use any more."""
         self._kept.clear()
         self._unrecorded.clear()
+        self._asked.clear()
         self.reason = ""
 
     def _give_up(self, key: Hashable, reason: str) -> None:

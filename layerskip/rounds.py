@@ -23,12 +23,10 @@ from layerskip.packed import PackedStack
 from layerskip.params import most_draft_tokens
 from layerskip.plan import DraftPlan
 from layerskip.row import Row
-from layerskip.seats import MOST_DRAFTED, MOST_EOS, Ring, Seats, Shape
+from layerskip.seats import MOST_DRAFTED, MOST_EOS, Ring, Seats, Shape, rounded_up
 from layerskip.speculation import Landing, Speculator
 from layerskip.stopping import Choice
 from layerskip.verification import count_matches
-
-FIRST_SLOTS = 256  # the smallest context that a recording is made for; the next ones double
 
 
 @dataclass(eq=False)
@@ -38,12 +36,14 @@ class Flight:
     Attributes:
         rows: by cache row, with what each was to draft, and whether that was a probe.
         turn: place in the ring.
+        recorded: whether it ran as all rounds of its shape will.
         numbers, seconds: of its packet and on its clock, once they have been read.
     """
 
     shape: Shape
     rows: dict[int, tuple[Row, Choice, bool]]
     turn: int
+    recorded: bool
     numbers: list[list[int]] | None = None
     seconds: float = 0.0
 
@@ -63,7 +63,8 @@ class Rounds:
     Attributes:
         reason: why the last round asked for ran by the host; "" if it did not.
         recordings: rounds by shape.
-        num_recorded: rounds that were recorded so far; that takes far longer than to run one.
+        usual: whether what ``advance`` read took as long as such rounds do, and nothing else kept
+            the host: a round that is recorded, or not yet, takes far longer.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Rounds:
         self.stack = stack
         self._function = DeviceRound(stack, plan, vocab_ids)
         self.recordings, self.reason = Recordings(recorder), ""
-        self.num_recorded = 0
+        self.usual = True
         self._flights: deque[Flight] = deque()
         self._seated: dict[int, Row] = {}
         self._most: dict[int, int] = {}
@@ -136,7 +137,7 @@ class Rounds:
         Returns:
             One entry for each row that the read round emitted tokens of; ``landed`` forgets it.
         """
-        self.reason = self.why_not(rows, speculator)
+        self.reason, self.usual = self.why_not(rows, speculator), True
         while self._flights and not self._flights[0].rows:
             self._flights.popleft()
         if not self.reason:
@@ -189,14 +190,15 @@ class Rounds:
         choices = [choice for choice, _ in counts]
         shape = self._shape(going, choices, max(most for _, most in counts))
         self._seat(going, choices)
-        if shape not in self.recordings:
+        self.usual &= shape in self.recordings
+        if self.recordings.due(shape):
             self._record(shape)
         self._ring.begin()
         self.recordings.run(shape, self._round(shape))
         turn = self._ring.send(self.seats.packet_of(shape).flatten())
         probing = [row.state is not None and row.state.probing for row in going]
         entries = {r.slot_row: (r, c, p) for r, c, p in zip(going, choices, probing, strict=True)}
-        self._flights.append(Flight(shape, entries, turn))
+        self._flights.append(Flight(shape, entries, turn, shape in self.recordings))
         return True
 
     def _left(self, row: Row) -> int:
@@ -215,16 +217,15 @@ class Rounds:
         return short if short in self.recordings else self._shape_for(max(wanted, most), rows)
 
     def _shape_for(self, num_draft_tokens: int, rows: Sequence[Row]) -> Shape:
-        num_rows, num_slots = 1, FIRST_SLOTS
+        num_rows = 1
         while num_rows <= max(row.slot_row for row in rows):
             num_rows *= 2
         flying = sum(flight.shape.num_draft_tokens + 1 for flight in self._flights)
-        while num_slots < max(row.length for row in rows) + flying + num_draft_tokens + 1:
-            num_slots *= 2
+        needed = max(row.length for row in rows) + flying + num_draft_tokens + 1
         return Shape(
             num_draft_tokens,
             min(num_rows, self.cache.num_rows),
-            min(num_slots, self.cache.num_slots),
+            rounded_up(needed, self.cache.num_slots),
             any(not row.spec.sampler.params.greedy for row in rows),
         )
 
@@ -246,7 +247,6 @@ class Rounds:
 
     def _record(self, shape: Shape) -> None:
         """While no row takes part: a round of none changes nothing, however often it runs."""
-        self.num_recorded += 1
         left = self.seats.num_left.clone()
         self.seats.num_left.zero_()
         try:
@@ -259,6 +259,7 @@ class Rounds:
 
     def _read(self, flight: Flight) -> list[Landing]:
         numbers = self._receive(flight)
+        self.usual &= flight.recorded
         k = flight.shape.num_draft_tokens
         emitting = sum(numbers[at][-2] > 0 for at in flight.rows)
         landings = []

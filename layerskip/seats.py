@@ -11,6 +11,7 @@ from layerskip.row import Row
 MOST_DRAFTED = 31  # what acceptance on the device takes
 MOST_EOS = 32
 ON_THEIR_WAY = 2  # packets: one is waited for while the next is made
+FIRST_SLOTS = 256  # the smallest context that a recording is made for; the next ones double
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,14 @@ class Shape:
         """Numbers that a row's part of a packet has: drafted tokens, the target's, how many were
         emitted, whether the round came to nothing."""
         return 2 * self.num_draft_tokens + 3
+
+
+def rounded_up(num_slots: int, most: int) -> int:
+    """The slots that a recording is made for, where so many are needed of ``most``."""
+    rounded = FIRST_SLOTS
+    while rounded < num_slots:
+        rounded *= 2
+    return min(rounded, most)
 
 
 class Seats:

@@ -378,7 +378,7 @@ class Speculator:
         """The same of a round whose phases no clock could tell apart.
 
         Args:
-            learns: whether the cost table does: not from a round that was recorded meanwhile.
+            learns: whether the cost table does: not from a round that will take less than it did.
 
         Returns:
             What its draft is thought to have taken of it: by the cost table, or where there is

@@ -93,8 +93,8 @@ def test_work_that_grows_is_seen(buffer):
 class Sized:
     """Recordings of so many bytes; functions named in ``unfit`` have none."""
 
-    def __init__(self, num_bytes, unfit=()):
-        self.num_bytes, self.unfit, self.made = num_bytes, unfit, 0
+    def __init__(self, num_bytes, unfit=(), patience=0):
+        self.num_bytes, self.unfit, self.made, self.patience = num_bytes, unfit, 0, patience
 
     def record(self, function):
         if function in self.unfit:
@@ -114,6 +114,27 @@ class Played:
 def run(recordings, key, function):
     recordings.prepare(key, function)
     recordings.run(key, function)
+
+
+def test_what_comes_up_again_is_recorded():
+    played, recorder = [], Sized(10, patience=2)
+    recordings, made = Recordings(recorder), []
+    for key in "aabaab":
+        if recordings.due(key):
+            recordings.prepare(key, lambda: None)
+        recordings.run(key, lambda key=key: played.append(key))
+        made.append(recorder.made)
+    assert made == [0, 0, 0, 1, 1, 1]  # the third time; b came up twice
+    assert played == ["a", "a", "b", "b"]  # what was recorded did nothing
+    recordings.clear()
+    assert not recordings.due("a"), "over other memory it is counted anew"
+
+
+def test_what_cannot_be_recorded_is_not_tried_again():
+    recordings = Recordings(Sized(10, unfit=(print,)))
+    assert recordings.due("u")
+    recordings.prepare("u", print)
+    assert not recordings.due("u")
 
 
 def test_the_least_recently_used_make_room():

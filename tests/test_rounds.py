@@ -17,9 +17,10 @@ from layerskip.drafting import EarlyExitDrafter
 from layerskip.graphs import RecordingError, RepeatingRecorder
 from layerskip.model import pack_model
 from layerskip.packed import PackedStack
-from layerskip.rounds import FIRST_SLOTS, Workbench
+from layerskip.rounds import Workbench
 from layerskip.row import RowSpec
 from layerskip.sampling import Sampler
+from layerskip.seats import FIRST_SLOTS
 from layerskip.stopping import Choice
 from layerskip.text import TextStream
 
@@ -242,8 +243,10 @@ def test_the_controller_learns_a_round_behind(stack, bench):
     assert row.rounds[1].draft_seconds > 0
 
 
-def test_no_round_that_was_recorded_meanwhile_is_learnt_from(stack):
-    bench = Workbench(stack, EXIT, RepeatingRecorder)
+@pytest.mark.parametrize("patience", [0, 2])
+def test_no_round_that_was_recorded_meanwhile_is_learnt_from(stack, patience):
+    """Nor one that the host started in the place of a recording."""
+    bench = Workbench(stack, EXIT, lambda: RepeatingRecorder(patience))
     learnt, texts = [], []
     for _ in range(2):  # the second time all is recorded
         controller, seen = Scripted(3, 1), []
@@ -257,6 +260,24 @@ def test_no_round_that_was_recorded_meanwhile_is_learnt_from(stack):
         rounds = len(row.rounds) - 1
     assert 0 < learnt[0] < learnt[1] == rounds
     assert texts[0] == texts[1]
+
+
+def test_a_round_is_recorded_once_it_has_come_up_twice(stack, text):
+    decoder = decoder_of(stack, Workbench(stack, EXIT, lambda: RepeatingRecorder(2)))
+    row = decoder.join(spec(PROMPTS[0], k=0))
+    recorded, usual = [], []
+    while row.finish_reason is None:
+        decoder.step()
+        recorded.append(len(decoder.rounds.recordings))
+        usual.append(decoder.rounds.usual)
+    assert row.token_ids == text
+    # A prefill; a round by the host; another, and behind it the recorded one, which is read next.
+    assert recorded[:4] == [0, 0, 1, 1]
+    assert usual[1:4] == [False, False, True]
+    decoder = decoder_of(stack, Workbench(stack, EXIT, lambda: RepeatingRecorder(99)))
+    assert decode(decoder, spec(PROMPTS[0]))[0].token_ids == text
+    assert decoder.rounds.reason == ""
+    assert len(decoder.rounds.recordings) == 0
 
 
 def test_a_row_that_finds_no_room_leaves_the_others_theirs(stack, monkeypatch):
@@ -454,6 +475,8 @@ def test_a_longer_request_has_a_larger_cache_and_new_recordings(stack, text):
 
 
 class Unable:
+    patience = 2
+
     def record(self, function):
         raise RecordingError("no graphs here")
 

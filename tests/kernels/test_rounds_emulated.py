@@ -7,7 +7,7 @@ from stack import NUM_LAYERS, VOCAB_SIZE, make_stack
 from layerskip import DraftPlan, SamplingParams
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
-from layerskip.graphs import GraphRecorder, RepeatingRecorder
+from layerskip.graphs import PATIENCE, GraphRecorder, RepeatingRecorder
 from layerskip.packed import Noise
 from layerskip.rounds import Workbench
 from layerskip.row import RowSpec
@@ -22,7 +22,7 @@ def make_bench(stack):
     device = stack.device
 
     def make_recorder():
-        return GraphRecorder(device) if device.type == "cuda" else RepeatingRecorder()
+        return GraphRecorder(device) if device.type == "cuda" else RepeatingRecorder(PATIENCE)
 
     return Workbench(stack, PLAN, make_recorder)
 
