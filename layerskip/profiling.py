@@ -26,9 +26,12 @@ from layerskip.cost import DRAFTS_IN_A_ROW, NUM_SEQUENCES, CostTable, Curve
 from layerskip.draft_head import DraftHead
 from layerskip.exactness import MAX_PASS_ROWS
 from layerskip.fingerprint import cost_key, fingerprint, mismatch, row_quantum
+from layerskip.graphs import GraphRecorder
 from layerskip.model import DecoderStack
+from layerskip.packed import PackedStack
 from layerskip.params import check_number
 from layerskip.plan import DraftPlan, PlanFile
+from layerskip.recorded_passes import RecordedPasses
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +65,8 @@ def measure_cost(
     """Time bare passes over a grid of rows and contexts, in interleaved sweeps.
 
     A sweep runs the passes in a new order each time, so that what else the machine does hits all
-    alike; on a processor the thread's own clock is read, which stands still while others run.
+    alike; on a processor the thread's own clock is read, which stands still while others run. Where
+    a GPU runs whole rounds by itself, recorded passes are timed, by its own clock.
     Rounds add their own overhead: it counts against predictions made from the table.
 
     Args:
@@ -89,7 +93,7 @@ def measure_cost(
     latest = began + bearable if quick else ends
     offered = grids(stack, quick=quick)
     largest = max(offered[0].rows), max(offered[0].contexts)
-    passes = Passes(stack, plan, head, largest)
+    passes = _passes(stack, plan, head, largest)
     grid, least = _affordable(passes, offered, bearable), offered[-1]
     first, order = dict[Point, Timing](), random.Random(0)
     if grid is not least:
@@ -115,6 +119,16 @@ def measure_cost(
             sweeps[-1][point] = passes.timing(point)
     _say_if_busy(stack, sweeps, logging.INFO if quick else logging.WARNING)
     return _table(stack, key, grid, sweeps)
+
+
+def _passes(
+    stack: DecoderStack, plan: DraftPlan | None, head: DraftHead | None, largest: tuple[int, int]
+) -> Passes:
+    """As rounds will run them: recorded where a GPU does that by itself, else by the host."""
+    on_gpu = stack.device.type == "cuda"
+    if on_gpu and isinstance(stack, PackedStack) and stack.why_no_choice is None:
+        return RecordedPasses(stack, plan, head, largest, GraphRecorder(stack.device))
+    return Passes(stack, plan, head, largest)
 
 
 def _decides(point: Point) -> bool:

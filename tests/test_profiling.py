@@ -17,9 +17,12 @@ import layerskip.profiling as profiling
 from layerskip.cost import CostTable
 from layerskip.exactness import SWITCHED_OFF, Exactness
 from layerskip.fingerprint import cost_key, fingerprint, mismatch
+from layerskip.graphs import RepeatingRecorder
 from layerskip.model import DecoderStack, pack_model
+from layerskip.packed import PackedStack
 from layerskip.plan import PlanFile
 from layerskip.profiling import fitting_cost, measure_cost, warn_of_another_checkpoint
+from layerskip.recorded_passes import RecordedPasses
 
 PLAN = PLANS["exit"]
 BLOCK = 128
@@ -185,6 +188,81 @@ def test_a_verify_pass_is_timed_after_what_it_follows_in_decoding(stack, machine
         seconds, _ = passes.timing(point)
         assert machine.passes == [(before, 1, point[2], 1), (NUM_LAYERS, point[1], point[2], 1)]
         assert seconds == pytest.approx(NUM_LAYERS * layer_seconds(*point[1:]) + HEAD)
+
+
+@pytest.fixture
+def device_stack() -> PackedStack:
+    """Of a stack that chooses tokens by what the device knows."""
+    model = make_model()
+    pack_model(model)
+    return PackedStack(model)
+
+
+def test_a_table_of_recorded_passes(device_stack, monkeypatch):
+    """Each is proven to ask the host nothing; what samples is part of it."""
+    made = []
+
+    def recorded(*args):
+        made.append(RecordedPasses(*args, RepeatingRecorder()))
+        return made[-1]
+
+    monkeypatch.setattr(profiling, "_passes", recorded)
+    table = measure_cost(device_stack, PLAN, quick=True)
+    assert made[0]._recordings.reason == ""
+    assert len(made[0]._recordings) >= 5
+    greedy, sampled = (table.of(greedy=greedy) for greedy in (True, False))
+    assert greedy.verify_pass(3, 40) == sampled.verify_pass(3, 40) > 0
+    assert (table.sampling, table.further, table.drawing, table.draft_start) == (0, 0, 0, 0)
+
+
+@torch.inference_mode()
+def test_a_recorded_pass_is_that_of_a_round(device_stack, monkeypatch):
+    """Its layers, at the context that the device is told, behind another one."""
+    ids = torch.arange(0, VOCAB_SIZE, 3)
+    passes = RecordedPasses(
+        device_stack, PLAN, device_stack.head_over(ids), (8, 300), RepeatingRecorder()
+    )
+    ran, run_rows, choose = [], device_stack.run_rows, device_stack.choose
+
+    def running(hidden, layers, cache, lengths, seqlen, *, num_slots):
+        ran.append((len(layers), seqlen, lengths.tolist(), num_slots))
+        return run_rows(hidden, layers, cache, lengths, seqlen, num_slots=num_slots)
+
+    def choosing(hidden, noise, vocab_ids):
+        ran.append((len(hidden), None if vocab_ids is None else len(vocab_ids)))
+        return choose(hidden, noise, vocab_ids)
+
+    for point in [("verify", 4, 260), ("draft", 1, 30), ("draft sequences", 8, 0), ("head", 2, 0)]:
+        passes.timing(point)  # recorded
+        with monkeypatch.context() as patch:
+            patch.setattr(RepeatingRecorder, "record", None)
+            patch.setattr("layerskip.graphs.Repetition.replay", lambda self: self.function())
+            patch.setattr(device_stack, "run_rows", running)
+            patch.setattr(device_stack, "choose", choosing)
+            passes.timing(point)
+    of = len(ids)
+    assert ran == [
+        *[(NUM_LAYERS, 4, [260], 320), (4, None)] * 2,
+        *[(2, 1, [30], 256), (1, of)] * 2,
+        *[(2, 1, [0] * 8, 64), (8, of)] * 2,
+        *[(2, of)] * 2,
+    ]
+
+
+def test_a_gpu_that_runs_rounds_by_itself_has_recorded_passes(device_stack, monkeypatch):
+    monkeypatch.setattr(profiling, "RecordedPasses", lambda *args: ("recorded", args))
+    monkeypatch.setattr(profiling, "GraphRecorder", lambda device: ("graphs of", device))
+    monkeypatch.setattr(profiling, "Passes", lambda *args: ("by the host", args))
+    asked = (device_stack, PLAN, None, (8, 128))
+    assert profiling._passes(*asked) == ("by the host", asked)
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(device_stack, "device", gpu)
+    assert profiling._passes(*asked) == ("recorded", (*asked, ("graphs of", gpu)))
+    monkeypatch.setattr(PackedStack, "why_no_choice", "the model divides its logits")
+    assert profiling._passes(*asked) == ("by the host", asked)
+    general = DecoderStack(make_model())
+    monkeypatch.setattr(general, "device", gpu)
+    assert profiling._passes(general, *asked[1:])[0] == "by the host"
 
 
 def test_drafts_are_timed_after_a_verify_pass_which_took_their_weights_from_the_caches(

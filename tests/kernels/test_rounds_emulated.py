@@ -9,6 +9,7 @@ from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.graphs import PATIENCE, GraphRecorder, RepeatingRecorder
 from layerskip.packed import Noise
+from layerskip.recorded_passes import RecordedPasses
 from layerskip.rounds import Workbench
 from layerskip.row import RowSpec
 from layerskip.sampling import Sampler
@@ -89,6 +90,20 @@ def test_a_single_row_draws_its_own_noise(kernels, k):
         return row.token_ids
 
     assert tokens(make_bench(stack)) == tokens(None)
+
+
+def test_recorded_passes_are_timed(kernels):
+    stack = make_stack(kernels)
+    device = stack.device
+    recorder = GraphRecorder(device) if device.type == "cuda" else RepeatingRecorder()
+    passes = RecordedPasses(stack, PLAN, None, (8, 40), recorder)
+    points = [(k, r, c) for k in ("verify", "draft") for r in (1, 8) for c in (0, 40)]
+    points += [("head", 8, 0), ("verify sequences", 8, 0), ("draft sequences", 8, 0)]
+    for point in points:
+        passes.timing(point)  # its first replay
+        assert 0.0 < passes.timing(point)[0] < 60.0
+    assert passes.timing(("draft behind", 1, 0)) == passes.last_draft
+    assert passes.timing(("sampling judging", 1, 0)) == (0.0, 0.0)
 
 
 def test_a_row_whose_logits_are_no_numbers_is_left_as_it_was(kernels):
