@@ -47,9 +47,13 @@ CELLS := $(BIN)/python -m pytest bench --benchmark-only -q
 bench: $(TOOLS)  ## the benchmarks, twelve cells: 15 minutes; JSON, plots, the README's tables
 	@mkdir -p $(PART)
 	@$(CELLS) --benchmark-json=$(PART)/bench.json $(ARGS)
+ifeq ($(strip $(ARGS)),)
 	@mv $(PART)/bench.json $(RESULTS)/bench.json
 	@$(BIN)/python bench/plots.py
 	@$(BIN)/python bench/readme.py
+else
+	@echo "With ARGS it is no record: it is in $(PART)/bench.json, and $(RESULTS)/bench.json stays."
+endif
 
 bench-full: $(TOOLS)  ## the whole matrix, exactness and scaling: hours; goes on where it was stopped
 	@mkdir -p $(PART) runs

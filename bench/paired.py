@@ -28,6 +28,7 @@ from layerskip import DecodeStats, Grammar, Round, SamplingParams, SelfSpeculati
 from layerskip.bootstrap import bootstrap_interval
 from layerskip.controller import Controller
 from layerskip.cost import CostTable
+from layerskip.files import write_text
 from layerskip.fingerprint import device_name
 from layerskip.params import NumDraftTokens
 from layerskip.plan import PlanFile
@@ -283,6 +284,4 @@ def commit() -> str:
 def write(path: Path, document: dict[str, Any]) -> None:
     """The whole document at once, so that a run that is broken off leaves what it had."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(document) + "\n", encoding="utf-8")
-    beside.replace(path)
+    write_text(path, json.dumps(document) + "\n")
