@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from gpu import decoding, lab, models, overlap, serving
+from gpu import decoding, lab, models, overlap, recorded, serving
 from gpu.backends import ROOT, Backend, CpuBackend, CudaBackend
 from gpu.frame import Found, Run
 from gpu.tables import figures
@@ -45,6 +45,7 @@ SECTIONS: dict[str, Section] = {
     "memory": serving.memory,
     "first-tokens": serving.first_tokens,
     "launches": overlap.launches,
+    "recording": recorded.recording,
 }
 
 

@@ -16,9 +16,19 @@ BENCH = Path(__file__).parents[1] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import gpu_bench  # noqa: E402
-from gpu import backends, decoding, lab, models, moved, overlap, serving, timing  # noqa: E402
+from gpu import (  # noqa: E402
+    backends,
+    decoding,
+    lab,
+    models,
+    moved,
+    overlap,
+    recorded,
+    serving,
+    timing,
+)
 
-from layerskip import Round, SamplingParams  # noqa: E402
+from layerskip import Round, SamplingParams, SelfSpeculativeLM  # noqa: E402
 
 TOY = ["--device", "cpu", "--size", "toy", "--models", "toy"]
 
@@ -277,6 +287,40 @@ def test_every_section_measures_and_is_recorded(record):
     for what in ("plain", "round"):
         assert sections["launches"][what].keys() == {"off"}
         assert sections["launches"][what]["off"]["ms"]["median"] > 0.0
+
+
+@pytest.fixture(scope="module")
+def packed(loaded, tmp_path_factory):
+    """The toy as a GPU has it, by the kernels' definitions."""
+    folder = tmp_path_factory.mktemp("toy")
+    loaded.model.make("cpu").save_pretrained(folder)
+    lm = SelfSpeculativeLM.from_pretrained(
+        folder, exit_layer=loaded.model.exit_layer, num_draft_tokens=0, packed=True, lookup=False
+    )
+    return models.Loaded(loaded.model, lm, {})
+
+
+def test_what_recording_takes_is_measured(record, packed):
+    assert "started by the host" in record["sections"]["recording"]["toy"]["left_out"]
+    here, found = bench_lab(packed), {}
+    recorded.recording(here, found, far())
+    assert found["ok"]
+    found = found["toy"]
+    for k in recorded.DRAFTED:
+        for side in (recorded.BY_HOST, recorded.REPLAYED):
+            assert found[f"k={k}"][side]["median"] > 0.0
+    assert found["ms_to_record"]["recordings"] >= len(recorded.DRAFTED)
+    assert found["ms_to_record"]["median"] > 0.0
+    assert all(ratio > 0.0 for ratio in found["first_text"].values())
+    assert found["complete"]
+
+
+def test_rounds_by_the_host_are_never_recorded(packed):
+    made = []
+    lm = recorded.anew(packed, recorded.NEVER, made).lm
+    timing.decode(lm, [[5, 3]], 2, 24)
+    assert [len(one.seconds) for one in made] == [0]
+    assert lm._bench is not packed.lm._bench
 
 
 def test_every_acceptance_says_that_it_is_synthetic(record):
