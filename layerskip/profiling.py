@@ -8,6 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -26,7 +27,7 @@ from layerskip.cost import DRAFTS_IN_A_ROW, NUM_SEQUENCES, CostTable, Curve
 from layerskip.draft_head import DraftHead
 from layerskip.exactness import MAX_PASS_ROWS
 from layerskip.fingerprint import cost_key, fingerprint, mismatch, row_quantum
-from layerskip.graphs import GraphRecorder
+from layerskip.graphs import GraphRecorder, RecordingError
 from layerskip.model import DecoderStack
 from layerskip.packed import PackedStack
 from layerskip.params import check_number
@@ -87,23 +88,49 @@ def measure_cost(
     """
     check_number("seconds", seconds, 1e-3, math.inf)
     began = time.perf_counter()
-    key = cost_key(stack, plan, draft_vocabulary)
+    key, offered = cost_key(stack, plan, draft_vocabulary), grids(stack, quick=quick)
+    asked = stack, plan, head, (max(offered[0].rows), max(offered[0].contexts))
+    sweep = partial(
+        _swept,
+        offered=offered,
+        drafts=plan is not None,
+        seconds=seconds,
+        quick=quick,
+        on_progress=on_progress,
+    )
+    try:
+        grid, sweeps = sweep(_passes(*asked), began)
+    except RecordingError as error:  # rounds will not be recorded, either
+        logger.warning("passes are timed as the host starts them: %s", error)
+        grid, sweeps = sweep(Passes(*asked), time.perf_counter())
+    _say_if_busy(stack, sweeps, logging.INFO if quick else logging.WARNING)
+    return _table(stack, key, grid, sweeps)
+
+
+def _swept(
+    passes: Passes,
+    began: float,
+    *,
+    offered: Sequence[Grid],
+    drafts: bool,
+    seconds: float,
+    quick: bool,
+    on_progress: Callable[[float], None],
+) -> tuple[Grid, list[dict[Point, Timing]]]:
+    """Sweeps over the finest grid that there is time for."""
     ends = began + (min(seconds, QUICK_SECONDS) if quick else RESERVE * seconds)
     bearable = min(seconds, QUICK_MOST) if quick else seconds / 2
     latest = began + bearable if quick else ends
-    offered = grids(stack, quick=quick)
-    largest = max(offered[0].rows), max(offered[0].contexts)
-    passes = _passes(stack, plan, head, largest)
     grid, least = _affordable(passes, offered, bearable), offered[-1]
     first, order = dict[Point, Timing](), random.Random(0)
     if grid is not least:
-        points = grid.points(drafts=plan is not None, sequences=True)
+        points = grid.points(drafts=drafts, sequences=True)
         first = _warmed(passes, shuffled(points, order), began + bearable)
         if quick and first:
             points = [p for p in points if _decides(p)]
     if not first:  # of a huge model, or because the machine has become slower
         grid, passes.drafts_in_a_row, passes.led_in = least, 1, False
-        points = least.points(drafts=plan is not None, sequences=False)
+        points = least.points(drafts=drafts, sequences=False)
     sweeps: list[dict[Point, Timing]] = [first]
     for sweep in range(MAX_SWEEPS):
         due = [p for p in points if p[1] <= LARGE_ROWS or sweep % LARGE_EVERY == 0]
@@ -117,8 +144,7 @@ def measure_cost(
                 break
             on_progress(min(1.0, max((now - began) / (ends - began), sweep / MAX_SWEEPS)))
             sweeps[-1][point] = passes.timing(point)
-    _say_if_busy(stack, sweeps, logging.INFO if quick else logging.WARNING)
-    return _table(stack, key, grid, sweeps)
+    return grid, sweeps
 
 
 def _passes(

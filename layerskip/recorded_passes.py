@@ -11,7 +11,7 @@ import torch
 from layerskip.bare_passes import KINDS, Passes, Point, Timing
 from layerskip.cost import NUM_SEQUENCES
 from layerskip.draft_head import DraftHead
-from layerskip.graphs import Function, Recorder, Recordings
+from layerskip.graphs import Function, Recorder, RecordingError, Recordings
 from layerskip.packed import PackedStack
 from layerskip.plan import DraftPlan
 from layerskip.seats import rounded_up
@@ -47,7 +47,11 @@ class RecordedPasses(Passes):
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2 if on_gpu else 0)]
 
     def timing(self, point: Point) -> Timing:
-        """One timing of one pass, behind another of its kind: the device is never idle before."""
+        """One timing of one pass, behind another of its kind: the device is never idle before.
+
+        Raises:
+            RecordingError: the pass can't be recorded; rounds will not be, either.
+        """
         kind, rows, context = point
         kind, _, of = kind.partition(" ")
         if kind in KINDS:
@@ -84,6 +88,8 @@ class RecordedPasses(Passes):
         if shape not in self._recordings:
             function()  # what is made at first use
             self._recordings.prepare(shape, function)
+            if self._recordings.reason:
+                raise RecordingError(self._recordings.reason)
         return lambda: self._recordings.run(shape, function)
 
     def _timed(self, run: Callable[[], object], times: int = 1) -> Timing:
@@ -91,10 +97,11 @@ class RecordedPasses(Passes):
         if not self._events:
             return super()._timed(run, times)
         begun, ended = self._events
-        begun.record()
+        stream = torch.cuda.current_stream(self.stack.device)  # which need not be the current one
+        begun.record(stream)
         for _ in range(times):
             run()
-        ended.record()
+        ended.record(stream)
         ended.synchronize()
         seconds = begun.elapsed_time(ended) / 1000 / times
         return seconds, seconds

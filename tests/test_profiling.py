@@ -17,7 +17,7 @@ import layerskip.profiling as profiling
 from layerskip.cost import CostTable
 from layerskip.exactness import SWITCHED_OFF, Exactness
 from layerskip.fingerprint import cost_key, fingerprint, mismatch
-from layerskip.graphs import RepeatingRecorder
+from layerskip.graphs import RecordingError, RepeatingRecorder
 from layerskip.model import DecoderStack, pack_model
 from layerskip.packed import PackedStack
 from layerskip.plan import PlanFile
@@ -213,6 +213,32 @@ def test_a_table_of_recorded_passes(device_stack, monkeypatch):
     greedy, sampled = (table.of(greedy=greedy) for greedy in (True, False))
     assert greedy.verify_pass(3, 40) == sampled.verify_pass(3, 40) > 0
     assert (table.sampling, table.further, table.drawing, table.draft_start) == (0, 0, 0, 0)
+
+
+def test_passes_that_cannot_be_recorded_are_started_by_the_host(device_stack, monkeypatch, caplog):
+    """All of them: those that were recorded before the memory was full are not in the table."""
+
+    class Filling(RepeatingRecorder):
+        made = 0
+
+        def record(self, function):
+            self.made += 1
+            if self.made > 3:
+                raise RecordingError("out of memory")
+            return super().record(function)
+
+    recorder = Filling()
+    monkeypatch.setattr(profiling, "_passes", lambda *args: RecordedPasses(*args, recorder))
+    timed = []
+    timing = bare_passes.Passes.timing
+    monkeypatch.setattr(
+        bare_passes.Passes, "timing", lambda self, point: timed.append(point) or timing(self, point)
+    )
+    table = measure_cost(device_stack, PLAN, quick=True)
+    assert recorder.made == 4
+    assert table.sampling > 0.0  # by the host
+    assert {"verify", "draft", "head"} <= {kind for kind, _, _ in timed}
+    assert "as the host starts them: out of memory" in caplog.text
 
 
 @torch.inference_mode()
