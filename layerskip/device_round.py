@@ -1,7 +1,8 @@
 """One round of all rows, wholly on the device: draft, verify, accept, commit.
 
 This is the function that a graph holds. It takes its rows from ``Seats``, leaves them there, and
-never asks the host: every shape in it follows from a ``Shape``.
+never asks the host: every shape in it follows from a ``Shape``. Each of torch's small kernels here
+takes a graph about a microsecond, of some thousand that a token of a small model takes.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from layerskip.cache import KVCache
 from layerskip.packed import Noise, PackedStack
 from layerskip.plan import DraftPlan
 from layerskip.seats import Seats, Shape
+
+CERTAIN = 1.5  # more than any probability, rounded
 
 
 class DeviceRound:
@@ -40,33 +43,35 @@ class DeviceRound:
         """
         k, rows = shape.num_draft_tokens, slice(0, shape.num_rows)
         lengths, left, pending = seats.lengths[rows], seats.num_left[rows], seats.pending[rows]
-        count = torch.minimum(seats.most[rows], left - 1).clamp(0, k)[:, None]
-        place = torch.arange(k + 1, dtype=torch.int32, device=left.device)
+        place = seats.places[: k + 1]
+        # Places behind a row's draft; all of a row at rest, which has no token left.
+        free = place > torch.minimum(seats.most[rows], left - 1)[:, None]
         slots = lengths[:, None] + place
-        taken = (left > 0)[:, None] & (place <= count)
-        at = slots.masked_fill(~taken, -1).T.contiguous()
-        draft, hidden = self._draft(shape, seats, cache, at, slots)
-        draft = draft.masked_fill(place[:k] >= count, -1)
+        at = slots.masked_fill(free, -1).T.contiguous()
+        following = slots.long() + 1 if shape.sampled else slots
+        draft, hidden = self._draft(shape, seats, cache, at, following)
+        draft = draft.masked_fill(free[:, 1:], -1)
         hidden = self._run(shape, cache, hidden, self._later, at[0], k + 1)
-        target, sure = self.stack.choose(hidden, _noise(shape, seats, slots))
+        target, sure = self.stack.choose(hidden, _noise(shape, seats, following))
         target, sure = (t.unflatten(0, (-1, k + 1)) for t in (target, sure))
-        lost = (taken & ~sure.isfinite()).any(1)
-        left.masked_fill_(lost, 0)
+        # A probability, unless logits are not finite: then no comparison holds, or it is infinite.
+        left.mul_((free | (sure <= CERTAIN)).all(1))
         accept = self.stack.ops.accept_tokens
         emitted, _, last = accept(draft, target, lengths, left, seats.eos_ids)
-        pending.copy_(torch.where(last >= 0, last, pending))
+        torch.where(last >= 0, last, pending, out=pending)
         counts = (emitted >= 0).sum(1, keepdim=True)
-        seats.packet_of(shape).copy_(torch.cat([draft, target, counts, lost[:, None]], dim=1))
+        torch.cat([draft, target, counts], dim=1, out=seats.packet_of(shape))
 
     def _draft(
-        self, shape: Shape, seats: Seats, cache: KVCache, at: Tensor, slots: Tensor
+        self, shape: Shape, seats: Seats, cache: KVCache, at: Tensor, following: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Drafted tokens, ``(rows, k)``, and what verify goes on from: the hidden states of the
         pending token and of each drafted one after the shared layers, ``(rows * (k + 1), width)``.
 
         Args:
             at: ``(k + 1, rows)`` int32, the slot of each row's next token; -1: it drafts no more.
-            slots: ``(rows, k + 1)`` int32, the same of every row, whether it drafts or rests.
+            following: ``(rows, k + 1)``, positions of the tokens after those, of every row,
+                whether it drafts or rests; int64 where rows draw by them.
         """
         k, token = shape.num_draft_tokens, seats.pending[: shape.num_rows]
         tokens, states = [], []
@@ -76,11 +81,12 @@ class DeviceRound:
             states.append(hidden)
             if i < k:
                 deep = self._run(shape, cache, hidden, self._rest, at[i], 1)
-                noise = _noise(shape, seats, slots[:, i : i + 1])
+                noise = _noise(shape, seats, following[:, i : i + 1])
                 token, _ = self.stack.choose(deep, noise, self._vocab_ids)
                 tokens.append(token)
-        drafted = torch.stack(tokens, dim=1) if tokens else token.new_empty(len(token), 0)
-        return drafted, torch.stack(states, dim=1).flatten(0, 1)
+        if not tokens:
+            return token.new_empty(len(token), 0), states[0]
+        return torch.stack(tokens, dim=1), torch.stack(states, dim=1).flatten(0, 1)
 
     def _run(
         self,
@@ -95,12 +101,12 @@ class DeviceRound:
         return self.stack.run_rows(hidden, layers, cache, at, seqlen, num_slots=slots)
 
 
-def _noise(shape: Shape, seats: Seats, slots: Tensor) -> Noise | None:
-    """What the tokens after those in ``slots``, ``(rows, any)``, are drawn by; None is greedy."""
+def _noise(shape: Shape, seats: Seats, positions: Tensor) -> Noise | None:
+    """What the tokens at ``positions``, ``(rows, any)``, are drawn by; None is greedy."""
     if not shape.sampled:
         return None
-    rows = slice(0, shape.num_rows)
-    temperature, seeds = (  # copied: of one row, expanding gives a view that repeats one number
-        t[rows].repeat_interleave(slots.shape[1]) for t in (seats.temperature, seats.seeds)
-    )
-    return Noise(temperature, seeds, slots.reshape(-1).long() + 1)
+    rows, count = slice(0, shape.num_rows), positions.shape[1]
+    temperature, seeds = seats.temperature[rows], seats.seeds[rows]
+    if count > 1:  # copied: of one row, expanding gives a view that repeats one number
+        temperature, seeds = (t.repeat_interleave(count) for t in (temperature, seeds))
+    return Noise(temperature, seeds, positions.flatten().contiguous())

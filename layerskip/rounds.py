@@ -261,10 +261,10 @@ class Rounds:
         numbers = self._receive(flight)
         self.usual &= flight.recorded
         k = flight.shape.num_draft_tokens
-        emitting = sum(numbers[at][-2] > 0 for at in flight.rows)
+        emitting = sum(numbers[at][-1] > 0 for at in flight.rows)
         landings = []
         for at, (row, choice, probing) in list(flight.rows.items()):
-            *tokens, num_sent, _ = numbers[at]
+            *tokens, num_sent = numbers[at]
             if num_sent == 0:  # the device lost it: the host takes it from where it stands
                 self.leave(row)
                 continue

@@ -33,8 +33,8 @@ class Shape:
     @property
     def width(self) -> int:
         """Numbers that a row's part of a packet has: drafted tokens, the target's, how many were
-        emitted, whether the round came to nothing."""
-        return 2 * self.num_draft_tokens + 3
+        emitted."""
+        return 2 * self.num_draft_tokens + 2
 
 
 def rounded_up(num_slots: int, most: int) -> int:
@@ -56,6 +56,7 @@ class Seats:
         temperature: float32; 0 is greedy.
         seeds: int64, of the noise.
         eos_ids: ``(MOST_EOS,)`` int64, -1 beyond the last.
+        places: ``(MOST_DRAFTED + 1,)`` int32, 0, 1, ...: of tokens in a round.
         packet: int64, what a round leaves for the host, ``Shape.width`` numbers a row.
     """
 
@@ -68,6 +69,7 @@ class Seats:
         self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self.eos_ids = torch.full((MOST_EOS,), -1, device=device)
+        self.places = torch.arange(MOST_DRAFTED + 1, dtype=torch.int32, device=device)
         widest = Shape(MOST_DRAFTED, rows, 0, sampled=False).width
         self.packet = torch.zeros(rows * widest, dtype=torch.int64, device=device)
 
