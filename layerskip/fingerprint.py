@@ -37,6 +37,7 @@ NOT_OF_THE_MODEL = {
 }
 
 # How a sentence names what differs; other names are said as they are.
+RECORDED, BY_HOST = "recorded", "started by the host"
 SAID = {
     "fingerprint": "of another checkpoint",
     "device": "on another device",
@@ -47,6 +48,7 @@ SAID = {
     "exit_adapter": "with another exit adapter",
     "exact": "with exact set otherwise",
     "row_quantum": "with passes padded to another number of rows",
+    "passes": "with passes started otherwise",
 }
 
 
@@ -115,7 +117,14 @@ def cost_key(
         "draft_layers": "none" if plan is None else ",".join(map(str, plan.layers)),
         "draft_vocabulary": _described(draft_vocabulary),
         "exit_adapter": _adapter(stack, plan),
+        "passes": RECORDED if prices_recorded(stack, plan) else BY_HOST,
     }
+
+
+def prices_recorded(stack: "DecoderStack", plan: DraftPlan | None) -> bool:
+    """Whether a cost table is of recorded passes, as the stack's device runs rounds of drafts by
+    itself. Without a plan drafts are looked up, by the host."""
+    return stack.runs_rounds and plan is not None
 
 
 def _adapter(stack: "DecoderStack", plan: DraftPlan | None) -> str:
@@ -139,7 +148,7 @@ def mismatch(
     """One sentence that says what a table was measured with and is not now; None if it fits."""
     now = cost_key(stack, plan, draft_vocabulary)
     # What the keys of older tables lack.
-    key = {"exit_adapter": NO_ADAPTER, "exact": table.pass_rows > 0, **table.key}
+    key = {"passes": BY_HOST, "exit_adapter": NO_ADAPTER, "exact": table.pass_rows > 0, **table.key}
     differing = [
         f"{SAID.get(name, f'with another {name}')} ({key.get(name, 'unknown')}, now {value})"
         for name, value in now.items()

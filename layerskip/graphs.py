@@ -1,4 +1,4 @@
-"""Functions over tensors that stay where they are, recorded once they come up again, and replayed.
+"""Functions over tensors that stay where they are, recorded once and replayed.
 
 On a GPU a recording is a CUDA graph: one call starts every kernel of a round. On a CPU it is the
 function, called again under a watch which proves that a graph could hold it: that it asks the host
@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 logger = logging.getLogger(__name__)
 
 WARM_UPS = 2  # what is made at first use, kernels and their memory, is made before the capture
-# Rounds of a kind that the host starts before one is recorded. A recording takes several of them,
-# and many a kind comes up once or twice in a text: at most twice what it would take is lost, as
-# with skis that are rented until they might have been bought (Karlin and others 1988).
+# Rounds of a kind that run unrecorded before one is recorded, as skis are rented until they might
+# have been bought (Karlin and others 1988): many a kind comes up once or twice in a text. What a
+# recording takes over what it saves is not measured yet (`make gpu-bench`, section recording).
 PATIENCE = 2
 LIMIT_BYTES = 1 << 30
 Function = Callable[[], None]
@@ -165,7 +165,7 @@ class Recordings:
         limit_bytes: of device memory that all of them keep, as measured.
 
     Attributes:
-        reason: why functions run unrecorded; "" while none does.
+        reason: why a function can't be recorded; "" if none was refused.
         num_bytes: kept now.
     """
 
@@ -230,7 +230,7 @@ class Recordings:
     def _give_up(self, key: Hashable, reason: str) -> None:
         self._unrecorded.add(key)
         if reason != self._warned:  # not again for every memory that they are tried over
-            logger.warning("rounds run without a graph: %s", reason)
+            logger.warning("this runs without a graph: %s", reason)
         self.reason = self._warned = reason
 
 

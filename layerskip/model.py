@@ -159,6 +159,11 @@ class DecoderStack:
         return self.exactness.free_rows
 
     @property
+    def runs_rounds(self) -> bool:
+        """Whether its device runs whole rounds, recorded, without the host."""
+        return False
+
+    @property
     def divides_products(self) -> bool:
         """Whether its linear maps can take fewer rows at once than a pass has."""
         return self._forward.divides_products

@@ -156,6 +156,11 @@ class PackedStack(DecoderStack):
             return "the model divides its logits, which a choice on the device does not"
         return None
 
+    @property
+    def runs_rounds(self) -> bool:
+        """A CPU repeats them in the place of recordings."""
+        return self.device.type == "cuda" and self.why_no_choice is None
+
     def run_layers(
         self, hidden: Tensor, layers: Iterable[int], cache: KVCache, segments: Sequence[Segment]
     ) -> Tensor:

@@ -26,7 +26,14 @@ from layerskip.bare_passes import (
 from layerskip.cost import DRAFTS_IN_A_ROW, NUM_SEQUENCES, CostTable, Curve
 from layerskip.draft_head import DraftHead
 from layerskip.exactness import MAX_PASS_ROWS
-from layerskip.fingerprint import cost_key, fingerprint, mismatch, row_quantum
+from layerskip.fingerprint import (
+    BY_HOST,
+    cost_key,
+    fingerprint,
+    mismatch,
+    prices_recorded,
+    row_quantum,
+)
 from layerskip.graphs import GraphRecorder, RecordingError
 from layerskip.model import DecoderStack
 from layerskip.packed import PackedStack
@@ -100,8 +107,11 @@ def measure_cost(
     )
     try:
         grid, sweeps = sweep(_passes(*asked), began)
-    except RecordingError as error:  # rounds will not be recorded, either
-        logger.warning("passes are timed as the host starts them: %s", error)
+    except RecordingError as error:
+        logger.warning("passes are timed as the host starts them: %s", str(error))
+        key["passes"] = BY_HOST
+        sweeps = []
+    if not sweeps:  # only here: the error held what was recorded, and its memory
         grid, sweeps = sweep(Passes(*asked), time.perf_counter())
     _say_if_busy(stack, sweeps, logging.INFO if quick else logging.WARNING)
     return _table(stack, key, grid, sweeps)
@@ -140,7 +150,8 @@ def _swept(
         for point in shuffled(due, order):
             now = time.perf_counter()
             # One timing each, the plain pass's in a fast moment, made all else 1.7 times as dear.
-            if now > (latest if sweep < QUICK_SWEEPS else ends) and (sweep or first):
+            late = now > (latest if sweep < QUICK_SWEEPS else ends)
+            if late and (sweep or first) and point != BEHIND:  # which has run
                 break
             on_progress(min(1.0, max((now - began) / (ends - began), sweep / MAX_SWEEPS)))
             sweeps[-1][point] = passes.timing(point)
@@ -150,9 +161,9 @@ def _swept(
 def _passes(
     stack: DecoderStack, plan: DraftPlan | None, head: DraftHead | None, largest: tuple[int, int]
 ) -> Passes:
-    """As rounds will run them: recorded where a GPU does that by itself, else by the host."""
-    on_gpu = stack.device.type == "cuda"
-    if on_gpu and isinstance(stack, PackedStack) and stack.why_no_choice is None:
+    """As most rounds will run them. Those that the host drives all the same, for a grammar or
+    log-probabilities, take longer than recorded passes, drafts and verify alike."""
+    if isinstance(stack, PackedStack) and prices_recorded(stack, plan):
         return RecordedPasses(stack, plan, head, largest, GraphRecorder(stack.device))
     return Passes(stack, plan, head, largest)
 

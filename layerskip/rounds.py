@@ -36,14 +36,15 @@ class Flight:
     Attributes:
         rows: by cache row, with what each was to draft, and whether that was a probe.
         turn: place in the ring.
-        recorded: whether it ran as all rounds of its shape will.
+        usual: whether it took as long as rounds of its shape will; a recording's first replay may
+            not.
         numbers, seconds: of its packet and on its clock, once they have been read.
     """
 
     shape: Shape
     rows: dict[int, tuple[Row, Choice, bool]]
     turn: int
-    recorded: bool
+    usual: bool
     numbers: list[list[int]] | None = None
     seconds: float = 0.0
 
@@ -190,7 +191,8 @@ class Rounds:
         choices = [choice for choice, _ in counts]
         shape = self._shape(going, choices, max(most for _, most in counts))
         self._seat(going, choices)
-        self.usual &= shape in self.recordings
+        usual = shape in self.recordings
+        self.usual &= usual
         if self.recordings.due(shape):
             self._record(shape)
         self._ring.begin()
@@ -198,7 +200,7 @@ class Rounds:
         turn = self._ring.send(self.seats.packet_of(shape).flatten())
         probing = [row.state is not None and row.state.probing for row in going]
         entries = {r.slot_row: (r, c, p) for r, c, p in zip(going, choices, probing, strict=True)}
-        self._flights.append(Flight(shape, entries, turn, shape in self.recordings))
+        self._flights.append(Flight(shape, entries, turn, usual))
         return True
 
     def _left(self, row: Row) -> int:
@@ -259,7 +261,7 @@ class Rounds:
 
     def _read(self, flight: Flight) -> list[Landing]:
         numbers = self._receive(flight)
-        self.usual &= flight.recorded
+        self.usual &= flight.usual
         k = flight.shape.num_draft_tokens
         emitting = sum(numbers[at][-1] > 0 for at in flight.rows)
         landings = []

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import time
@@ -307,17 +308,31 @@ def test_what_recording_takes_is_measured(record, packed):
     assert found["ok"]
     found = found["toy"]
     for k in recorded.DRAFTED:
-        for side in (recorded.BY_HOST, recorded.REPLAYED):
-            assert found[f"k={k}"][side]["median"] > 0.0
-    assert found["ms_to_record"]["recordings"] >= len(recorded.DRAFTED)
-    assert found["ms_to_record"]["median"] > 0.0
-    assert all(ratio > 0.0 for ratio in found["first_text"].values())
+        of_k = found[f"k={k}"]
+        for side in (recorded.UNRECORDED, recorded.REPLAYED):
+            assert of_k[side]["median"] > 0.0
+        assert of_k["recordings"] >= 1
+        assert of_k["ms_to_record"] > 0.0
+    assert all(found["first_text"][what] > 0.0 for what in ("auto", "plain"))
     assert found["complete"]
+    assert 0.0 <= found["acceptance_rate"] <= 1.0
 
 
-def test_rounds_by_the_host_are_never_recorded(packed):
+def test_how_many_rounds_a_recording_is_worth():
+    """The first one of a recorder warms up."""
+    found = recorded.recordings([9.0, 0.03, 0.05, 0.04], 0.02)
+    assert found == {
+        "recordings": 4,
+        "ms_to_record": pytest.approx(40.0),
+        "worth_rounds": pytest.approx(2.0),
+    }
+    assert recorded.recordings([9.0], 0.02)["ms_to_record"] == pytest.approx(9000.0)
+    assert math.isnan(recorded.recordings([0.5], -0.1)["worth_rounds"])
+
+
+def test_a_side_without_recordings_has_none(packed):
     made = []
-    lm = recorded.anew(packed, recorded.NEVER, made).lm
+    lm = recorded.anew(packed, recorded.NEVER, made)
     timing.decode(lm, [[5, 3]], 2, 24)
     assert [len(one.seconds) for one in made] == [0]
     assert lm._bench is not packed.lm._bench

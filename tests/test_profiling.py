@@ -1,8 +1,10 @@
 """Cost tables by a clock of our own: what is measured is known exactly. Fingerprints and keys."""
 
 import copy
+import gc
 import math
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -227,14 +229,29 @@ def test_passes_that_cannot_be_recorded_are_started_by_the_host(device_stack, mo
                 raise RecordingError("out of memory")
             return super().record(function)
 
-    recorder = Filling()
-    monkeypatch.setattr(profiling, "_passes", lambda *args: RecordedPasses(*args, recorder))
-    timed = []
-    timing = bare_passes.Passes.timing
+    recorder, full = Filling(), []
+
+    def recorded(*args):
+        passes = RecordedPasses(*args, recorder)
+        full.append(weakref.ref(passes))
+        return passes
+
+    monkeypatch.setattr(profiling, "_passes", recorded)
+    timed, left = [], []
+    timing, made = bare_passes.Passes.timing, bare_passes.Passes.__init__
+
+    def making(self, *args):
+        gc.collect()  # a CPU's recordings hold functions that hold them
+        left.extend(ref() for ref in full)
+        made(self, *args)
+
+    monkeypatch.setattr(bare_passes.Passes, "__init__", making)
     monkeypatch.setattr(
         bare_passes.Passes, "timing", lambda self, point: timed.append(point) or timing(self, point)
     )
     table = measure_cost(device_stack, PLAN, quick=True)
+    assert left == [None], "what was recorded holds memory that the others need"
+    assert table.key["passes"] == "started by the host"
     assert recorder.made == 4
     assert table.sampling > 0.0  # by the host
     assert {"verify", "draft", "head"} <= {kind for kind, _, _ in timed}
@@ -268,10 +285,10 @@ def test_a_recorded_pass_is_that_of_a_round(device_stack, monkeypatch):
             passes.timing(point)
     of = len(ids)
     assert ran == [
-        *[(NUM_LAYERS, 4, [260], 320), (4, None)] * 2,
-        *[(2, 1, [30], 256), (1, of)] * 2,
-        *[(2, 1, [0] * 8, 64), (8, of)] * 2,
-        *[(2, of)] * 2,
+        *[(NUM_LAYERS, 4, [260], 320), (4, None)] * 3,
+        *[(2, 1, [30], 256), (1, of)] * 3,
+        *[(2, 1, [0] * 8, 64), (8, of)] * 3,
+        *[(2, of)] * 3,
     ]
 
 
@@ -284,6 +301,7 @@ def test_a_gpu_that_runs_rounds_by_itself_has_recorded_passes(device_stack, monk
     gpu = torch.device("cuda")
     monkeypatch.setattr(device_stack, "device", gpu)
     assert profiling._passes(*asked) == ("recorded", (*asked, ("graphs of", gpu)))
+    assert profiling._passes(device_stack, None, *asked[2:])[0] == "by the host"  # looked up there
     monkeypatch.setattr(PackedStack, "why_no_choice", "the model divides its logits")
     assert profiling._passes(*asked) == ("by the host", asked)
     general = DecoderStack(make_model())
@@ -593,6 +611,7 @@ def test_contexts_fit_the_model_and_memory_and_begin_a_block(stack, monkeypatch)
         ("draft_vocabulary", "3 ids", "with another draft vocabulary (3 ids, now all)"),
         ("exact", False, "with exact set otherwise (False, now True)"),
         ("row_quantum", 64, "with passes padded to another number of rows (64, now "),
+        ("passes", "recorded", "with passes started otherwise (recorded, now started by the host)"),
     ],
 )
 def test_a_table_of_something_else_is_told(quick, name, value, words):
@@ -614,6 +633,20 @@ def test_passes_one_by_one_and_as_they_come_have_tables_of_their_own(toy, monkey
         older = {name: value for name, value in table.key.items() if name != "exact"}
         assert mismatch(replace(table, key=older), stack, PLAN) is None
         assert mismatch(replace(table, key=older), other, PLAN) is not None
+
+
+def test_a_table_of_a_gpu_says_that_its_passes_were_recorded(device_stack, quick, monkeypatch):
+    """Older ones were not, and do not say so."""
+    _, table = quick
+    monkeypatch.setattr(PackedStack, "runs_rounds", True)
+    key = cost_key(device_stack, PLAN)
+    assert key["passes"] == "recorded"
+    assert cost_key(device_stack, None)["passes"] == "started by the host"
+    older = {name: value for name, value in key.items() if name != "passes"}
+    assert mismatch(replace(table, key=key), device_stack, PLAN) is None
+    assert "(started by the host, now recorded)" in mismatch(
+        replace(table, key=older), device_stack, PLAN
+    )
 
 
 def test_another_plan_and_another_vocabulary_are_told(quick):

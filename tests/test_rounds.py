@@ -271,9 +271,10 @@ def test_a_round_is_recorded_once_it_has_come_up_twice(stack, text):
         recorded.append(len(decoder.rounds.recordings))
         usual.append(decoder.rounds.usual)
     assert row.token_ids == text
-    # A prefill; a round by the host; another, and behind it the recorded one, which is read next.
+    # A prefill; an unrecorded round; another, and behind it the recorded one, whose first replay
+    # is read next, and says as little of the others.
     assert recorded[:4] == [0, 0, 1, 1]
-    assert usual[1:4] == [False, False, True]
+    assert usual[1:5] == [False, False, False, True]
     decoder = decoder_of(stack, Workbench(stack, EXIT, lambda: RepeatingRecorder(99)))
     assert decode(decoder, spec(PROMPTS[0]))[0].token_ids == text
     assert decoder.rounds.reason == ""

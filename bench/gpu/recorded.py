@@ -1,22 +1,25 @@
 """Section ``recording`` of ``bench/gpu_bench.py``: what a graph takes to record, and saves."""
 
 import copy
-import dataclasses
 import statistics
 import time
+from functools import partial
 
 from gpu.decoding import AUTO, MOST_DRAFTED
 from gpu.frame import Found
 from gpu.lab import Lab, label
 from gpu.models import Loaded
 from gpu.overlap import tokens_of
-from gpu.timing import decode, in_turns, synchronize
+from gpu.timing import Decoded, decode, in_turns, synchronize
+from layerskip import SelfSpeculativeLM
 from layerskip.graphs import Function, Recorder, Recording
+from layerskip.params import NumDraftTokens
 from layerskip.rounds import open_bench
 
 DRAFTED = (0, 1, MOST_DRAFTED)
 NEVER = 1 << 60
-BY_HOST, REPLAYED = "by the host", "replayed"
+FIRSTS = (AUTO, "plain")
+UNRECORDED, REPLAYED = "unrecorded", "replayed"
 
 
 class Clocked:
@@ -45,8 +48,8 @@ class Clocked:
 
 
 def recording(lab: Lab, found: Found, until: float) -> None:
-    """Rounds by the host and replayed, ms of a recording, and a first text with "auto" over plain
-    decoding that has its graph: what recording costs, and waiting for it."""
+    """Rounds unrecorded and replayed, what a recording takes over what it saves a round, and plain
+    decoding that has its graph over a first text with "auto"."""
     lab.each(found, until, lambda *model: one_model(lab, *model))
 
 
@@ -55,44 +58,50 @@ def one_model(lab: Lab, loaded: Loaded, entry: Found, end: float) -> None:
         entry["left_out"] = loaded.lm.rounds_choice
         return
     lab.usual(loaded)
+    _ = loaded.lm.controller  # its cost table is measured once, for all turns
     ids = [lab.prompt(loaded, lab.extent.prompt)]
-    sides = {BY_HOST: NEVER, REPLAYED: None}
-    clocked: dict[str, list[Clocked]] = {side: [] for side in sides}
-    benches = {side: anew(loaded, p, clocked[side]) for side, p in sides.items()}
+    made: dict[int, list[Clocked]] = {k: [] for k in DRAFTED}
+    lms = {(UNRECORDED, k): anew(loaded, NEVER, []) for k in DRAFTED}
+    lms |= {(REPLAYED, k): anew(loaded, None, made[k]) for k in DRAFTED}
 
-    def seconds(side: str, drafted: int) -> float:
-        run = decode(benches[side].lm, ids, drafted, tokens_of(lab, drafted))
+    def a_round(side: str, k: int) -> float:
+        run = decode(lms[side, k], ids, k, tokens_of(lab, k))
         return run.seconds / run.num_passes
 
-    rounds = {
-        f"{side} {k}": lambda side=side, k=k: seconds(side, k) for side in sides for k in DRAFTED
-    }
+    last: dict[str, Decoded] = {}
 
-    def first(drafted: str | int) -> float:
+    def first(what: str, drafted: NumDraftTokens) -> float:
         """Of a token of a text whose rounds were not recorded before."""
-        return decode(anew(loaded, None, []).lm, ids, drafted, lab.extent.tokens).seconds_per_token
+        last[what] = decode(anew(loaded, None, []), ids, drafted, lab.extent.tokens)
+        return last[what].seconds_per_token
 
     def plain() -> float:
-        run = decode(benches[REPLAYED].lm, ids, 0, lab.extent.tokens)
-        return run.seconds_per_token
+        return decode(lms[REPLAYED, 0], ids, 0, lab.extent.tokens).seconds_per_token
 
-    kinds = rounds | {"first, auto": lambda: first(AUTO), "first, plain": lambda: first(0)}
+    kinds = {f"{side} {k}": partial(a_round, side, k) for side, k in lms}
+    kinds |= {f"first {what}": partial(first, what, what if what == AUTO else 0) for what in FIRSTS}
     run = in_turns(kinds | {"plain": plain}, end, repeats=lab.extent.repeats)
     for k in DRAFTED:
-        entry[f"k={k}"] = {side: run.summary(f"{side} {k}", 1e3) for side in sides}
-    taken = [seconds for one in clocked[REPLAYED] for seconds in one.seconds]
-    entry["ms_to_record"] = {
-        "median": 1e3 * statistics.median(taken) if taken else None,
-        "recordings": len(taken),
-    }
-    entry["first_text"] = {
-        "automatic": run.ratio("plain", "first, auto"),
-        "plain": run.ratio("plain", "first, plain"),
-    }
-    entry |= {"complete": run.complete, **label(loaded, lab.extent.acceptances[1])}
+        entry[f"k={k}"] = {side: run.summary(f"{side} {k}", 1e3) for side in (UNRECORDED, REPLAYED)}
+        saved = run.median(f"{UNRECORDED} {k}") - run.median(f"{REPLAYED} {k}")
+        entry[f"k={k}"] |= recordings([s for one in made[k] for s in one.seconds], saved)
+    entry["first_text"] = {what: run.ratio("plain", f"first {what}") for what in FIRSTS}
+    rate = last[AUTO].acceptance_rate if AUTO in last else float("nan")
+    entry |= {"complete": run.complete, **label(loaded, rate)}
 
 
-def anew(loaded: Loaded, patience: int | None, made: list[Clocked]) -> Loaded:
+def recordings(seconds: list[float], saved: float) -> Found:
+    """What recordings took, each after its recorder's first, which warms up; and how many rounds
+    that is worth, of which each saves so many seconds."""
+    typical = statistics.median(seconds[1:] or seconds) if seconds else float("nan")
+    return {
+        "recordings": len(seconds),
+        "ms_to_record": 1e3 * typical,
+        "worth_rounds": typical / saved if saved > 0.0 else float("nan"),
+    }
+
+
+def anew(loaded: Loaded, patience: int | None, made: list[Clocked]) -> SelfSpeculativeLM:
     """The same model with no round recorded; its recorders go into ``made``."""
     lm = copy.copy(loaded.lm)
     lm._bench, _ = open_bench(lm.stack, lm.plan, lm._head)
@@ -104,4 +113,4 @@ def anew(loaded: Loaded, patience: int | None, made: list[Clocked]) -> Loaded:
         return made[-1]
 
     lm._bench._make_recorder = clocked
-    return dataclasses.replace(loaded, lm=lm)
+    return lm
