@@ -16,7 +16,7 @@ from layerskip.packed import PackedStack
 from layerskip.plan import DraftPlan
 from layerskip.seats import rounded_up
 
-LED_IN = 2  # of the same passes, while which the host starts the timed one
+LED_IN = 2  # passes of the same kind, which keep the device busy while the timed one is started
 
 
 class RecordedPasses(Passes):

@@ -1,6 +1,5 @@
 """Section ``recording`` of ``bench/gpu_bench.py``: what a graph takes to record, and saves."""
 
-import copy
 import statistics
 import time
 from functools import partial
@@ -9,12 +8,11 @@ from gpu.decoding import AUTO, MOST_DRAFTED
 from gpu.frame import Found
 from gpu.lab import Lab, label
 from gpu.models import Loaded
-from gpu.overlap import tokens_of
+from gpu.overlap import tokens_of, with_rounds_of_its_own
 from gpu.timing import Decoded, decode, in_turns, synchronize
 from layerskip import SelfSpeculativeLM
 from layerskip.graphs import Function, Recorder, Recording
 from layerskip.params import NumDraftTokens
-from layerskip.rounds import open_bench
 
 DRAFTED = (0, 1, MOST_DRAFTED)
 NEVER = 1 << 60
@@ -103,8 +101,7 @@ def recordings(seconds: list[float], saved: float) -> Found:
 
 def anew(loaded: Loaded, patience: int | None, made: list[Clocked]) -> SelfSpeculativeLM:
     """The same model with no round recorded; its recorders go into ``made``."""
-    lm = copy.copy(loaded.lm)
-    lm._bench, _ = open_bench(lm.stack, lm.plan, lm._head)
+    lm = with_rounds_of_its_own(loaded).lm
     assert lm._bench is not None
     make_recorder = lm._bench._make_recorder
 

@@ -6,6 +6,7 @@ from stack import NUM_LAYERS, VOCAB_SIZE, make_stack
 
 from layerskip import DraftPlan, SamplingParams
 from layerskip.decode import Decoder
+from layerskip.device_round import CERTAIN
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.graphs import PATIENCE, GraphRecorder, RepeatingRecorder
 from layerskip.packed import Noise
@@ -115,6 +116,7 @@ def test_a_row_whose_logits_are_no_numbers_is_left_as_it_was(kernels):
     hidden[2, 7] = float("inf")
     _, sure = stack.choose(hidden)
     assert sure.isfinite().tolist() == [True, False, False]
+    assert (sure <= CERTAIN).tolist() == [True, False, False]  # what a round asks
 
 
 def test_the_host_chooses_as_the_kernels_do(kernels):
