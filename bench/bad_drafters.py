@@ -1,4 +1,4 @@
-"""Drafters that are wrong as often as told: real draft passes, then other tokens.
+"""Drafters that are wrong as often as told: real draft passes, then other tokens; and look-ups.
 
 They know the plain text, and nothing else does: greedy and coupled output does not depend on what
 is drafted. The states of the tokens that were really drafted do not belong to those put in their
@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from layerskip import SelfSpeculativeLM
+from layerskip import LookupStore, SelfSpeculativeLM
 from layerskip.cache import KVCache
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import Draft, DraftRequest, EarlyExitDrafter
+from layerskip.lookup import LONGEST_MATCH, Guess
 
 Drafter = TypeVar("Drafter", bound="Spoiling")
 
@@ -90,6 +91,15 @@ class Random(Corrupted):
 
     def instead(self, right: int) -> int:
         return self.random.randrange(self.stack.vocab_size)
+
+
+class Misleading(LookupStore):
+    """Offers ``token`` over and over, as if it had followed the longest match of a text's own."""
+
+    token = 0
+
+    def guess(self, max_tokens: int, tail: Sequence[int]) -> Guess:
+        return Guess((self.token,) * max_tokens, LONGEST_MATCH)
 
 
 def install(lm: SelfSpeculativeLM, drafter: Drafter) -> Drafter:

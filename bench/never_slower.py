@@ -11,6 +11,8 @@ Every mode must emit plain decoding's tokens, or the script stops.
 
 - adversarial, random: no drafted token is right, or hardly any, yet the model is as sure of them as
   ever (bench/bad_drafters.py); in a stream of requests, and with a controller that knows nothing.
+- adversarial, look-ups: nor is any looked-up token right, though all seem to follow the longest of
+  matches; "alone" without an early exit.
 - adversarial, batch: eight rows at temperature 0.8 whose drafts are never right, and who look up.
 - bimodal: requests of 0.95 and 0.05 acceptance in random order, one controller; the latter alone.
 - switching: the same text with 0 drafted tokens in every round, with k, and with both in turn. The
@@ -30,7 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bad_drafters import Corrupted, Losing, Random, install
+from bad_drafters import Corrupted, Losing, Misleading, Random, install
 from paired import (
     Clock,
     Decoded,
@@ -54,7 +56,7 @@ from rich.progress import Progress
 from rich.table import Table
 from tasks import examples_from
 
-from layerskip import Round, SamplingParams, SelfSpeculativeLM
+from layerskip import LookupStore, Round, SamplingParams, SelfSpeculativeLM
 from layerskip.cost import CostTable
 
 ROWS, BATCH = 32, 8
@@ -76,9 +78,10 @@ class Lab:
     tokens: int
     rows: int
 
-    def lm(self, *, lookup: bool = False) -> SelfSpeculativeLM:
+    def lm(self, *, lookup: bool | LookupStore = False, plan: bool = True) -> SelfSpeculativeLM:
         """With a controller that has seen nothing."""
-        return wrapped(self.model, self.tokenizer, self.known, self.cost, lookup=lookup)
+        known = self.known if plan else None
+        return wrapped(self.model, self.tokenizer, known, self.cost, lookup=lookup)
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,27 @@ def bad(accuracies: Sequence[float] | None, *, cold: bool = False) -> Case:
             same(got[0].token_ids, wanted.token_ids)
             kind = f"at {drafter.accuracy:g}" if accuracies and len(accuracies) > 1 else ""
             return [pair(got, lab.cost, kind)]
+
+        return turn
+
+    return case
+
+
+def misled(*, plan: bool) -> Case:
+    """Every look-up is wrong, and every draft, if there is a plan."""
+
+    def case(lab: Lab, chance: random.Random) -> Callable[[int], list[Pair]]:
+        store = Misleading()
+        lm = lab.lm(lookup=store, plan=plan)
+        drafter, ends = install(lm, Corrupted(lm, 0.0)) if plan else None, lm.eos_ids
+
+        def turn(i: int) -> list[Pair]:
+            prompt = lab.prompts[i % len(lab.prompts)]
+            wanted = decode(lm, prompt, 0, max_new_tokens=lab.tokens, sampling=GREEDY)
+            store.token = next(t for t in itertools.count() if t not in (*wanted.token_ids, *ends))
+            if drafter is not None:
+                drafter.text = (*prompt, *wanted.token_ids)
+            return [pair(taking_turns(lm, prompt, lab.tokens, chance), lab.cost)]
 
         return turn
 
@@ -311,6 +335,8 @@ SETUPS: dict[str, Case] = {
     "adversarial": bad((0.0,)),
     "adversarial, cold": bad((0.0,), cold=True),
     "random": bad(None),
+    "adversarial, look-ups": misled(plan=True),
+    "adversarial, look-ups alone": misled(plan=False),
     "adversarial, batch": bad_batch,
     "bimodal": bad((0.95, 0.05)),
     "switching": switching,
@@ -321,6 +347,8 @@ BOUNDS = {  # percent slower
     "adversarial": 3.0,
     "adversarial, cold": 3.0,
     "random": 3.0,
+    "adversarial, look-ups": 3.0,
+    "adversarial, look-ups alone": 3.0,
     "adversarial, batch": 3.0,
     "bimodal": 3.0,
     "bimodal at 0.05": 3.0,

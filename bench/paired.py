@@ -24,7 +24,14 @@ import torch
 import transformers
 
 import layerskip
-from layerskip import DecodeStats, Grammar, Round, SamplingParams, SelfSpeculativeLM
+from layerskip import (
+    DecodeStats,
+    Grammar,
+    LookupStore,
+    Round,
+    SamplingParams,
+    SelfSpeculativeLM,
+)
 from layerskip.bootstrap import bootstrap_interval
 from layerskip.controller import Controller
 from layerskip.cost import CostTable
@@ -182,7 +189,7 @@ def wrapped(
     known: PlanFile | None,
     cost: CostTable | None,
     *,
-    lookup: bool,
+    lookup: bool | LookupStore,
 ) -> SelfSpeculativeLM:
     """A decoder whose controller knows what ``known`` says, and a table measured before."""
     file = replace(known or PlanFile(None), cost=cost)

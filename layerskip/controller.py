@@ -9,6 +9,7 @@ in the draft, so that its length depends only on what was drawn before (DESIGN 3
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,8 @@ from layerskip.estimates import (
     RowState,
     lookup_confidence,
 )
-from layerskip.pace import NO_OFFER, Pace, Split, affordable, offer, split
+from layerskip.lookup import FORCED_MATCH
+from layerskip.pace import NO_OFFER, Pace, Split, affordable, bet, offer, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import CONTEXT_STEP, PassTimes
 from layerskip.stopping import Choice, Stopper, another
@@ -104,8 +106,8 @@ class Controller:
 
         It may stake a share of its plain time on drafts, however little is known of it, if it is as
         long as it may be, or as those of its kind before it. What these gained lets a short one
-        stake as much as a long one. What its first plain rounds earn for probes it may have before
-        them, and gives back if it ends without them.
+        stake as much as a long one. What its first rounds earn for probes it may have before them,
+        and gives back if it ends without them.
 
         Args:
             kind: requests of one kind learn from each other.
@@ -238,7 +240,7 @@ class Controller:
             if looked_up or (n and not probing):
                 a.state.wakes(drafts=n > 0)
             if looked_up:
-                choices.append(Choice("lookup", looked_up, found.rate, plain_seconds=pace.token))
+                choices.append(_looking_up(looked_up, found.rate, pace))
                 continue
             a.state.last = 0 if probing else n
             if n:
@@ -255,12 +257,12 @@ class Controller:
         pace = self._pace(ask.context, 1, greedy=state.greedy)
         most = min(affordable(pace.token * state.stake, pace), ask.most)
         line = state.survivals(most, PAYING * pace.least)
-        looked_up, gain = _offered(ask, pace, line)
+        looked_up, gain = _offered(ask, pace, line, _may_lose([ask], pace))
         if looked_up:
             state.wakes(drafts=False)
             state.probing = False
             rate = (1.0 + gain) / (pace.verify(1 + looked_up) + looked_up * pace.drawing)
-            return Choice("lookup", looked_up, rate, plain_seconds=pace.token)
+            return _looking_up(looked_up, rate, pace)
         count, rate = pace.of_one(line, bias=1.0 - HYSTERESIS)
         if not count:
             return None
@@ -279,11 +281,22 @@ class Controller:
 
     def observe_plain(self, state: RowState, choice: Choice, context: int) -> None:
         """A round without an early exit's draft: it earns credit for probes, if its row has not had
-        that in advance. What looked-up tokens cost is weighed before, and charged to nobody."""
+        that in advance."""
         if state.repays():
             return
         plain = self.times.verify(1, context, greedy=state.greedy)
         state.earn(PROBE_SHARE * choice.plain_seconds / plain)
+
+    def observe_lookup(
+        self, state: RowState, choice: Choice, context: int, num_accepted: int, num_tokens: int
+    ) -> None:
+        """A round whose verify pass was given ``num_tokens`` looked-up tokens, and no others."""
+        if choice.plain_seconds > 0.0:
+            drawing = num_tokens * self.times.drawing(greedy=state.greedy)
+            gained = choice.gained(num_accepted, num_tokens, 0.0) - drawing
+            passes = gained / self.times.verify(1, context, greedy=state.greedy)
+            state.settle_lookup(gained / choice.plain_seconds, passes)
+        self.observe_plain(state, choice, context)
 
     def observe_draft(
         self,
@@ -297,6 +310,7 @@ class Controller:
         num_passes: int,
         num_drafted: int | None = None,
         num_positions: int = 0,
+        behind: tuple[int, int] = (0, 0),
     ) -> None:
         """A round with an early exit's draft.
 
@@ -308,6 +322,7 @@ class Controller:
             num_passes: that drafted them.
             num_drafted: tokens; None: as many as ``confidences``.
             num_positions: tokens that the passes ran, guesses among them; 0: one each.
+            behind: looked-up tokens behind the draft: accepted, and all.
         """
         drafted = len(confidences) if num_drafted is None else num_drafted
         each = round(num_positions / num_passes) if num_passes else 1
@@ -315,7 +330,9 @@ class Controller:
         if each > 1:
             one = self.times.draft(1, context, greedy=state.greedy)
             wider = self.times.draft(1, context, each=each, greedy=state.greedy) / one
-        seconds = choice.gained(sum(accepted), drafted, wider * num_passes)
+        right, looked_up = behind
+        seconds = choice.gained(sum(accepted) + right, drafted + looked_up, wider * num_passes)
+        seconds -= looked_up * self.times.drawing(greedy=state.greedy)
         if choice.plain_seconds > 0.0:
             passes = 0.0
             if state.probing:
@@ -331,6 +348,11 @@ def _drafting(most: int, rate: float, pace: Pace) -> Choice:
     )
 
 
+def _looking_up(count: int, rate: float, pace: Pace) -> Choice:
+    """So many looked-up tokens, straight to the verify pass."""
+    return Choice("lookup", count, rate, pace.steps, plain_seconds=pace.token)
+
+
 def _weighed(
     asks: Sequence[Ask],
     pace: Pace,
@@ -340,17 +362,33 @@ def _weighed(
     resting: bool,
 ) -> Split:
     """What rows do whose drafts survive so, or who have looked something up."""
-    offers = [_offered(a, pace, line) for a, line in zip(asks, lines, strict=True)]
+    loss = _may_lose(asks, pace)
+    offers = [_offered(a, pace, line, loss) for a, line in zip(asks, lines, strict=True)]
     bias = 1.0 + HYSTERESIS if resting else 1.0 - HYSTERESIS
     return split(pace, lines, offers, fixed, bias=bias)
 
 
-def _offered(ask: Ask, pace: Pace, line: Sequence[float]) -> tuple[int, float]:
+def _may_lose(asks: Sequence[Ask], pace: Pace) -> float:
+    """Seconds that a row's look-up may take in vain: of its stake, as a draft may, and of what
+    rounds earned. Whether look-ups are right is known without taking any, so they need no probes.
+    """
+    if not any(a.num_guessed for a in asks):
+        return 0.0
+    stake = sum(a.state.stake for a in asks) / len(asks)
+    credit = min(MOST_CREDIT, *(a.state.shared.credit for a in asks)) / len(asks)
+    return bet(pace) * max(0.0, stake) * pace.token + max(0.0, credit) * pace.plain
+
+
+def _offered(ask: Ask, pace: Pace, line: Sequence[float], may_lose: float) -> tuple[int, float]:
     """Looked-up tokens of a row whose drafts survive so, as in ``offer``. What one token matched is
-    no offer where there are drafts: those that were taken were right too seldom to be worth it."""
+    no offer where there are drafts: those that were taken were right too seldom to be worth it.
+    What a grammar forces is right: it may take what it takes.
+    """
     if not ask.num_guessed or (line and ask.match_length < LEAST_MATCH):
         return NO_OFFER
     most = min(ask.num_guessed, ask.most)
+    if ask.match_length < FORCED_MATCH:
+        most = min(most, bisect_right(pace.lookup_risks, may_lose))
     return offer(pace, line, ask.state.lookup_survivals(ask.match_length, ask.stored, most))
 
 
@@ -389,8 +427,8 @@ def _probe_cost(asks: Sequence[Ask], pace: Pace) -> float:
 
 
 def _may_probe(asks: Sequence[Ask], pace: Pace, left: float, *, claims: bool) -> bool:
-    """Whether what plain rounds earned pays for trying the early exit, which the rows gave up, once
-    more: all rows together, since they share its pass.
+    """Whether what rounds earned pays for trying the early exit, which the rows gave up, once more:
+    all rows together, since they share its pass.
 
     Args:
         left: seconds of each row's stake, if they are too few for a draft. They are added where by

@@ -178,7 +178,7 @@ class Experience:
         acceptances: of a request's first, second, ... drafted token once those before it are
             accepted.
         ledger: what their drafts gained less what they lost, in tokens of plain rounds.
-        credit: plain passes of one row that probes may lose: a share of those without a draft;
+        credit: plain passes of one row that probes may lose: a share of all rounds but probes;
             negative where requests ended that had more in advance than they came to earn.
         usual_length: tokens of the requests that ended, on the average; infinite of none.
     """
@@ -236,8 +236,8 @@ class RowState:
     Attributes:
         stake: what drafts may lose, in tokens of plain rounds: what the request began with, and
             what they gained.
-        owed: plain rounds to come, if there will be as many, that earn nothing for probes: what
-            they do the request had in advance.
+        owed: rounds to come, if there will be as many, that earn nothing for probes: what they do
+            the request had in advance.
         greedy: whether it takes the likeliest token, which costs less than to draw one.
         num_rests: since it last drafted or took what was looked up.
     """
@@ -311,8 +311,23 @@ class RowState:
             gained *= 1.0 + paid / passes
         self.stake += gained
 
+    def settle_lookup(self, gained: float, passes: float) -> None:
+        """The same of looked-up tokens, whose loss the stake pays, and what that lacks the credit.
+
+        Args:
+            gained: in the row's shares of plain rounds: tokens.
+            passes: the same in plain passes of one row.
+        """
+        self.shared.ledger += gained
+        lacking = -gained - max(0.0, self.stake)
+        if lacking > 0.0:
+            paid = min(max(0.0, self.shared.credit), lacking * passes / gained)
+            self.shared.credit -= paid
+            gained -= gained * paid / -passes
+        self.stake += gained
+
     def claim(self, earned: float) -> None:
-        """Have what the first plain rounds will earn for probes, once: of a text that began badly
+        """Have what the first rounds will earn for probes, once: of a text that began badly
         the next drafts should be tried while most of it is still to come.
 
         Args:
@@ -336,14 +351,14 @@ class RowState:
         self._is_over = True
 
     def repays(self) -> bool:
-        """Whether a plain round that is over earns nothing, since the request has had that."""
+        """Whether a round that is over earns nothing, since the request has had that."""
         if not self.owed:
             return False
         self.owed -= 1
         return True
 
     def earn(self, earned: float) -> None:
-        """What a plain round that is over earns for probes, if it ``repays`` nothing."""
+        """What a round that is over earns for probes, if it ``repays`` nothing."""
         self._advance = max(0, self._advance - 1)
         self.shared.credit += earned
 

@@ -84,6 +84,12 @@ class Pace:
         each = [self.draft_share + step for step in self.steps]
         return list(itertools.accumulate(each, initial=self.start_share))[1:]
 
+    @cached_property
+    def lookup_risks(self) -> list[float]:
+        """Seconds that a row's first, first two, ... looked-up tokens cost, its shares."""
+        plain, *more = self.shares
+        return [seconds - plain + n * self.drawing for n, seconds in enumerate(more, 1)]
+
     def draft(self, rows: int) -> float:
         """Seconds of a draft pass of so many rows."""
         return self._times.draft(rows, self._context, greedy=self._greedy)
@@ -318,5 +324,9 @@ def affordable(stake: float, pace: Pace) -> int:
     """
     if pace.risks[0] > stake:
         return 0
-    bet = BET if pace.num_rows == 1 else 1.0
-    return max(1, bisect_right(pace.risks, bet * stake))
+    return max(1, bisect_right(pace.risks, bet(pace) * stake))
+
+
+def bet(pace: Pace) -> float:
+    """Of a stake, what one round may lose."""
+    return BET if pace.num_rows == 1 else 1.0

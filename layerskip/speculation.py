@@ -460,11 +460,16 @@ class Speculator:
         controller: Controller,
     ) -> None:
         """As ``observe``, of a row that leaves the number of draft tokens to the controller."""
-        drafted = len(attempt.draft.tokens) - attempt.draft.num_looked_up
-        num_matches = min(num_matches, drafted)
+        looked_up, right = attempt.draft.num_looked_up, min(num_matches, len(emitted))
+        drafted = len(attempt.draft.tokens) - looked_up
         if attempt.source != "early_exit" and not attempt.draft.num_passes:
-            controller.observe_plain(state, attempt.choice, row.length)
+            plain = state, attempt.choice, row.length
+            if attempt.source == "lookup":
+                controller.observe_lookup(*plain, right, drafted)
+            else:
+                controller.observe_plain(*plain)
             return
+        num_matches = min(num_matches, drafted)
         # Behind the text's end nobody knows what is right.
         known, wrong = min(num_matches, len(emitted)), num_matches < min(drafted, len(emitted))
         accepted = [True] * known + [False] * wrong
@@ -480,6 +485,7 @@ class Speculator:
             num_passes=attempt.draft.num_passes,
             num_drafted=drafted,
             num_positions=attempt.draft.num_positions,
+            behind=(max(0, right - drafted), looked_up),
         )
         state.probing = latest
 

@@ -42,6 +42,8 @@ class Request:
         acceptance: of a drafted token, by the number of tokens emitted so far.
         telling: whether confidence tells right drafts from wrong ones.
         boast: confidence is at least this.
+        guessed, match_length, guess_right: tokens that a look-up offers before each round, after
+            so long a match, and the chance that one is right once those before it are.
         limit: most tokens that it may have; 0: as many as it has.
     """
 
@@ -50,6 +52,9 @@ class Request:
     telling: bool = False
     boast: float = 0.5
     limit: int = 0
+    guessed: int = 0
+    match_length: int = 0
+    guess_right: float = 0.0
     emitted: int = 0
     state: RowState | None = None
 
@@ -61,13 +66,21 @@ class Growing:
     request: Request
     choice: Choice
     stopper: Stopper
+    looked_up: list[bool] = field(default_factory=list)
     right: list[bool] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     ended: bool = False
 
     @property
     def done(self) -> bool:
-        return self.ended or len(self.right) >= self.choice.num_draft_tokens
+        drafts = self.choice.source == "early_exit"
+        return self.ended or not drafts or len(self.right) >= self.choice.num_draft_tokens
+
+    @property
+    def verified(self) -> int:
+        """Tokens of the verify pass, beside the pending one."""
+        looks_up = self.choice.source == "lookup"
+        return self.choice.num_draft_tokens if looks_up else len(self.right)
 
     def grow(self, random: Random, *, stops: bool) -> None:
         chance = self.request.acceptance(self.request.emitted)
@@ -114,7 +127,7 @@ class Paper:
         choices = self._choices(going)
         shares = len(going) > 1
         drafts = [
-            Growing(r, c, Stopper(r.state, c, shares=shares))
+            Growing(r, c, Stopper(r.state, c, shares=shares), self._looked_up(r))
             for r, c in zip(going, choices, strict=True)
         ]
         cost = self.controller.cost
@@ -125,7 +138,7 @@ class Paper:
                     [d.stopper for d in asking],
                     CONTEXT,
                     rows=len(going),
-                    verified=len(going) + sum(len(d.right) for d in drafts),
+                    verified=len(going) + sum(d.verified for d in drafts),
                 )
                 for d, goes in zip(asking, kept, strict=True):
                     d.ended = not goes
@@ -135,7 +148,7 @@ class Paper:
             self.seconds += cost.draft_pass(len(asking), CONTEXT, sequences=len(asking), late=True)
             for d in asking:
                 d.grow(self.random, stops=self.fixed is None)
-        counts = [len(d.right) for d in drafts]
+        counts = [d.verified for d in drafts]
         self.seconds += cost.verify_pass(sum(counts) + len(going), CONTEXT, sequences=len(going))
         for d in drafts:
             self._judge(d)
@@ -144,29 +157,48 @@ class Paper:
 
     def _judge(self, draft: "Growing") -> None:
         r, right = draft.request, draft.right
-        accepted = right[: right.index(False) + 1] if False in right else right
+        accepted = judged(right)
         if self.fixed is not None:
             pass
+        elif draft.choice.source == "lookup":
+            accepted = judged(draft.looked_up[: draft.verified])
+            counts = sum(accepted), draft.verified
+            self.controller.observe_lookup(r.state, draft.choice, CONTEXT, *counts)
         elif right:
             told = (r.state, draft.choice, CONTEXT, accepted, draft.confidences)
             self.controller.observe_draft(*told, num_passes=len(right))
         else:
             self.controller.observe_plain(r.state, draft.choice, CONTEXT)
         new = min(sum(accepted) + 1, r.tokens - r.emitted)
+        if draft.looked_up and self.fixed is None:  # the text tells, taken or not
+            told = judged(draft.looked_up)[:new]
+            r.state.add_lookup(r.match_length, told, stored=False)
         r.emitted += new
         self.emitted += new
+
+    def _looked_up(self, r: Request) -> list[bool]:
+        count = min(r.guessed, r.tokens - r.emitted - 1)
+        return [self.random.random() < r.guess_right for _ in range(count)]
 
     def _choices(self, going: Sequence[Request]) -> list[Choice]:
         rooms = [r.tokens - r.emitted - 1 for r in going]
         if self.fixed is not None:
             return [Choice("early_exit", min(self.fixed, room)) for room in rooms]
-        asks = [Ask(r.state, CONTEXT, room) for r, room in zip(going, rooms, strict=True)]
+        asks = [
+            Ask(r.state, CONTEXT, room, min(r.guessed, room), r.match_length)
+            for r, room in zip(going, rooms, strict=True)
+        ]
         return self.controller.choose(asks, drafts=True)
 
     @property
     def rate(self) -> float:
         """Tokens per second of the table."""
         return self.emitted / self.seconds
+
+
+def judged(right: Sequence[bool]) -> Sequence[bool]:
+    """Right ones, and the first that is not."""
+    return right[: right.index(False) + 1] if False in right else right
 
 
 def paper(

@@ -3,6 +3,7 @@
 import itertools
 import operator
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -129,6 +130,54 @@ def test_what_drafts_gained_may_be_staked_again():
     assert short.stake == pytest.approx(before + 1.0 - 2 * 0.2 - 3 * 0.1)
     assert short.shared.ledger == pytest.approx(0.3)
     assert controller.row("greedy", 16).stake == first.stake  # the next short one may lose more
+
+
+def test_look_ups_gain_and_lose_of_the_stake_and_then_of_what_rounds_earned():
+    cost = replace(table(slope=0.0), sampling=0.1, judging=0.001)
+    controller = Controller(cost, follows_clock=False)
+    state = controller.row("coupled", 16)
+    choice = Choice("lookup", 4, 1.0, (0.1, 0.0, 0.0, 0.0), plain_seconds=1.0)
+    before, drawing = state.stake, 4 * controller.times.drawing()
+    assert drawing > 0.0
+    lost = 0.1 + drawing
+    controller.observe_lookup(state, choice, CONTEXT, 2, 4)
+    assert state.stake == pytest.approx(before + 2.0 - lost)
+    assert state.shared.ledger == pytest.approx(2.0 - lost)
+    state.stake, state.shared.credit = 0.2, lost
+    controller.observe_lookup(state, choice, CONTEXT, 0, 4)
+    one = controller.times.verify(1, CONTEXT)  # credit is of plain passes of one row
+    assert state.stake == pytest.approx(0.0)
+    assert state.shared.credit == pytest.approx(lost - (lost - 0.2) / one + 0.01 / one)
+
+
+def test_looked_up_tokens_behind_a_draft_are_charged_and_counted():
+    cost = replace(table(slope=0.0), sampling=0.1, judging=0.001)
+    choice = Choice(
+        "early_exit", 2, plain_seconds=1.0, draft_seconds=0.2, verify_seconds=(0.1,) * 16
+    )
+    stakes = []
+    for behind in ((0, 0), (1, 3)):
+        controller = Controller(cost, follows_clock=False)
+        state = controller.row("coupled", 16)
+        controller.observe_draft(
+            state, choice, CONTEXT, [True, True], [0.5] * 2, num_passes=2, behind=behind
+        )
+        stakes.append(state.stake)
+    drawing = controller.times.drawing()
+    assert stakes[1] - stakes[0] == pytest.approx(1.0 - 3 * 0.1 - 3 * drawing)
+
+
+@pytest.mark.parametrize(("match_length", "taken"), [(LONGEST_MATCH, 2), (FORCED_MATCH, 9)])
+def test_a_look_up_takes_what_its_request_may_lose_unless_a_grammar_forces_it(match_length, taken):
+    controller = Controller(table(quantum=1, slope=0.05), follows_clock=False)
+    state = controller.row("greedy", 16)
+    state.stake = 0.2
+    ask = Ask(state, CONTEXT, 9, 9, match_length)
+    (choice,) = controller.choose([ask], drafts=False)
+    assert (choice.source, choice.num_draft_tokens) == ("lookup", taken)
+    state.stake, state.shared.credit = -1.0, 0.06  # what plain rounds earned pays for it
+    counts = [controller.choose([ask], drafts=False)[0].num_draft_tokens]
+    assert counts == [1 if match_length < FORCED_MATCH else taken]
 
 
 def test_a_draft_is_charged_the_guesses_in_its_passes():
@@ -279,6 +328,38 @@ def test_probes_alone_cost_one_percent():
     probes = sum(n > 0 for n in run.chosen[before:])
     assert probes > 10
     assert against_plain(run) >= 0.985
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("tokens", [16, 48, 128])
+@pytest.mark.parametrize("match_length", [3, 17, LONGEST_MATCH])
+@pytest.mark.parametrize(("quantum", "slope"), [(8, 0.02), (1, 0.02), (1, 0.05), (1, 0.2)])
+def test_look_ups_that_are_never_right_cost_three_percent_at_most(
+    quantum, slope, match_length, tokens, rows
+):
+    """Of which nothing is known yet, however long the matches; nor are the drafts ever right."""
+    cost = table(quantum=quantum, slope=slope)
+    stream = steady(0.0, count=rows, tokens=tokens, guessed=16, match_length=match_length)
+    run, plain = (paper(cost, fixed).run(stream_of(stream), rows=rows) for fixed in (None, 0))
+    assert run.seconds <= 1.03 * plain.seconds
+    if rows == 1:
+        assert any(run.chosen)  # it did try
+
+
+def stream_of(requests: Sequence[Request]) -> list[Request]:
+    """The same ones, none of which has begun."""
+    return [replace(r) for r in requests]
+
+
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+def test_a_text_that_copies_later_looks_up_though_its_look_ups_began_badly(cost):
+    """What is looked up is judged by the text, taken or not."""
+    paying = {"tokens": 300, "guessed": 8, "match_length": 20}
+    run = paper(cost)
+    run.run([Request(acceptance=lambda _: 0.0, **paying | {"tokens": 64})])
+    before = run.seconds
+    run.run([Request(acceptance=lambda _: 0.0, guess_right=0.95, **paying)])
+    assert 300 / (run.seconds - before) >= 2.0 * plain_rate(cost)
 
 
 @pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.7, 0.8, 0.9])

@@ -224,6 +224,32 @@ def test_what_was_looked_up_behind_a_draft_says_nothing_of_the_exit(toy, plain, 
     assert all(told == [1, 1] for _, told, _ in seen)
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_became_of_look_ups_is_settled_with_the_controller(toy, plain, monkeypatch, wrong):
+    """Of those behind drafts, too; the text may end before they do."""
+    text = run(plain).token_ids
+    shown = [(token + 1) % VOCAB_SIZE for token in text] if wrong else text
+    for choice, told in ((Choice("lookup", 4), "observe_lookup"), (exits(1), "observe_draft")):
+        controller, seen = Scripted(choice), []
+        monkeypatch.setattr(
+            controller,
+            told,
+            lambda state, choice, context, *counts, seen=seen, **named: seen.append(
+                named["behind"] if named else counts
+            ),
+        )
+        out = run(with_controller(toy, controller, lookup=store_of([*REPEATING, *shown])))
+        assert out.token_ids == text
+        rounds = [r for r in out.rounds[1:] if r.num_draft_tokens]
+        drafted = [r.num_draft_tokens - (told == "observe_draft") for r in rounds]
+        right = [
+            min(r.num_accepted_tokens, len(r.token_ids)) - (told == "observe_draft") for r in rounds
+        ]
+        assert seen == [(max(0, n), count) for n, count in zip(right, drafted, strict=True)]
+        assert any(count > 1 for _, count in seen)
+        assert (sum(n for n, _ in seen) > 20) != wrong
+
+
 def test_a_cap_on_drafts_holds_for_what_is_looked_up_behind_them(toy, plain):
     text, counts = run(plain).token_ids, set()
     stack = SelfSpeculativeLM(toy(), None, PLANS["exit"]).stack
