@@ -280,8 +280,8 @@ class Controller:
         return known[key]
 
     def observe_plain(self, state: RowState, choice: Choice, context: int) -> None:
-        """A round without an early exit's draft: it earns credit for probes, if its row has not had
-        that in advance."""
+        """A round without drafts: it earns credit for probes, as all do that are none, if its row
+        has not had that in advance."""
         if state.repays():
             return
         plain = self.times.verify(1, context, greedy=state.greedy)
@@ -338,6 +338,8 @@ class Controller:
             if state.probing:
                 passes = seconds / self.times.verify(1, context, greedy=state.greedy)
             state.settle(seconds / choice.plain_seconds, passes)
+        if not state.probing:
+            self.observe_plain(state, choice, context)
         state.add_draft(accepted, confidences, chances)
 
 

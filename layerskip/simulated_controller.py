@@ -160,10 +160,10 @@ class Automatic:
         keep = ROW_DISCOUNT**judged
         self._hits = keep * self._hits + accepted
         self._expected = keep * self._expected + self._expected_up_to[judged]
-        plain = batches.decoding & (drafted == 0)
+        others = batches.decoding & ~self._probing[:, None]
         token, single = np.maximum(prices.token, TINY), np.maximum(prices.single, TINY)
-        earning = plain & (self._owed == 0)
-        self._owed -= plain & ~earning
+        earning = others & (self._owed == 0)
+        self._owed -= others & ~earning
         self._advance -= earning & (self._advance > 0)
         self._credit += PROBE_SHARE * (token / single) * earning.sum(1)
         up_to = np.concatenate([np.zeros((len(token), 1)), np.cumsum(prices.steps, 1)], axis=1)
@@ -188,7 +188,7 @@ class Automatic:
         self._owed[batches.fresh] = 0
 
     def _claim(self, batches: Batches, prices: Prices) -> None:
-        """Where nothing would be drafted, rows have what their plain rounds earn in advance."""
+        """Where nothing would be drafted, rows have what their rounds earn in advance."""
         claimed = np.where(self._probing[:, None] & (batches.room > 0), self._advance, 0)
         earned = PROBE_SHARE * prices.token / np.maximum(prices.single, TINY)
         self._credit += earned * claimed.sum(1)
@@ -225,8 +225,8 @@ class Automatic:
     def _may_probe(
         self, batches: Batches, prices: Prices, left: Floats, acceptance: Floats
     ) -> Bools:
-        """Whether plain rounds earned a round in which every row drafts one token; what is left of
-        the stakes adds to it where such a draft would pay."""
+        """Whether rounds earned one in which every row drafts one token; what is left of the stakes
+        adds to it where such a draft would pay."""
         rows, context = batches.decoding.sum(1), batches.context
         probing = (batches.room > 0).sum(1)
         more = self._costs.verify(rows + probing, rows, context)

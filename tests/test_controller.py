@@ -362,6 +362,35 @@ def test_a_text_that_copies_later_looks_up_though_its_look_ups_began_badly(cost)
     assert 300 / (run.seconds - before) >= 2.0 * plain_rate(cost)
 
 
+def test_a_text_that_begins_badly_is_tried_again_by_what_all_rounds_earned():
+    """Rounds that draft earn for probes, too: what good texts gained keeps another from rest."""
+
+    def seconds(*, before: int) -> float:
+        run = paper(table(0.25, slope=0.0, start=0.1))
+        run.run(steady(0.8, count=before, tokens=64))
+        began = run.seconds
+        run.run([Request(64, lambda emitted: 0.9 if emitted > 5 else 0.0)])
+        return run.seconds - began
+
+    assert seconds(before=0) > 60.0  # nearly all its rounds are plain
+    assert seconds(before=10) < 45.0
+
+
+def test_probes_cost_a_hundredth_of_the_rounds_that_earned_them():
+    controller = Controller(table(0.2, slope=0.0), follows_clock=False)
+    state = controller.row("greedy", 0)
+    choice = Choice(
+        "early_exit", 2, plain_seconds=1.0, draft_seconds=0.2, verify_seconds=(0.0,) * 2
+    )
+    for _ in range(30):
+        controller.observe_draft(state, choice, CONTEXT, [True, True], [0.9] * 2, num_passes=2)
+    controller.observe_lookup(state, Choice("lookup", 3, plain_seconds=1.0), CONTEXT, 3, 3)
+    assert state.shared.credit == pytest.approx(0.31)
+    state.probing = True
+    controller.observe_draft(state, choice, CONTEXT, [True], [0.9], num_passes=1)
+    assert state.shared.credit == pytest.approx(0.31)  # a probe that gains costs nothing
+
+
 @pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.7, 0.8, 0.9])
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
 def test_automatic_is_near_the_best_fixed_number_where_confidence_tells_nothing(cost, acceptance):
