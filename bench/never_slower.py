@@ -79,9 +79,9 @@ class Lab:
     rows: int
 
     def lm(self, *, lookup: bool | LookupStore = False, plan: bool = True) -> SelfSpeculativeLM:
-        """With a controller that has seen nothing."""
-        known = self.known if plan else None
-        return wrapped(self.model, self.tokenizer, known, self.cost, lookup=lookup)
+        """With a controller that has seen nothing; without the plan it measures its own costs."""
+        known, cost = (self.known, self.cost) if plan else (None, None)
+        return wrapped(self.model, self.tokenizer, known, cost, lookup=lookup)
 
 
 @dataclass(frozen=True)

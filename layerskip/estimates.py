@@ -327,8 +327,8 @@ class RowState:
         self.stake += gained
 
     def claim(self, earned: float) -> None:
-        """Have what the first rounds will earn for probes, once: of a text that began badly
-        the next drafts should be tried while most of it is still to come.
+        """Have what the first rounds will earn for probes, once: of a text that began badly the
+        next drafts should be tried while most of it is still to come.
 
         Args:
             earned: by one of them, in plain passes of one row.
