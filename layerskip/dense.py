@@ -119,11 +119,12 @@ def by_rows(
     run: Callable[[Tensor], Tensor], x: Tensor, at_once: int | None, needed: int | None = None
 ) -> Tensor:
     """``run`` over ``(rows, width)``, as ``product`` has it; ``at_once`` None: all together."""
-    if at_once is None or len(x) <= at_once:
+    rows = x.shape[0]  # the length of a tensor is a function of Python, and this runs in each map
+    if at_once is None or rows <= at_once:
         return run(x)
-    whole = len(x) if needed is None else min(len(x), -(-needed // at_once) * at_once)
+    whole = rows if needed is None else min(rows, -(-needed // at_once) * at_once)
     out = torch.cat([run(part) for part in x[:whole].split(at_once)])
-    return F.pad(out, (0, 0, 0, len(x) - whole)) if whole < len(x) else out
+    return F.pad(out, (0, 0, 0, rows - whole)) if whole < rows else out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -169,7 +170,7 @@ class DenseLayer:
         """``(rows, width)`` -> ``(rows, width)``; appends keys and values to the cache."""
         (first, second), taken = self.norms, (layout.product_rows, layout.num_tokens)
         qkv = self.qkv(rms_norm(hidden, first.weight, first.variance_epsilon), *taken)
-        qkv = qkv.view(len(hidden), -1, self.head_dim)
+        qkv = qkv.view(hidden.shape[0], -1, self.head_dim)
         rotated = self.num_heads + self.num_kv_heads
         qk, value = qkv[:, :rotated], qkv[:, rotated:]
         q_norm, k_norm = self.head_norms

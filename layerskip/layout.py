@@ -232,7 +232,7 @@ class PassLayout:
     ) -> Tensor:
         """``(num_rows, head, head_dim)`` -> the same, over the cache."""
         keys, values = self.cache.layer_keys[layer], self.cache.layer_values[layer]
-        heads, dim = query.shape[1:]
+        rows, heads, dim = query.shape
         queries = query if self.single is not None else query.index_select(0, self.gather)
         done, outputs = 0, []
         for call, mask in zip(self.calls, self.masks[self.windows[layer]], strict=True):
@@ -245,7 +245,7 @@ class PassLayout:
             done = end
         mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if self.single is not None:  # spare rows beyond the last tile look at nothing
-            return F.pad(mixed, (0, 0, 0, 0, 0, len(query) - done))
+            return F.pad(mixed, (0, 0, 0, 0, 0, rows - done))
         return mixed.index_select(0, self.scatter)
 
 

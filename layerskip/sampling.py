@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from layerskip.constraint import Constraint
-from layerskip.ops.reference import DRAFT_STREAM, gumbel_noise, uniforms
+from layerskip.ops.reference import DRAFT_STREAM, Philox, uniforms
 from layerskip.outputs import TokenLogprob
 from layerskip.params import SHARPNESS, SamplingParams, Verification
 
@@ -141,7 +141,7 @@ class Sampler:
         self.params, self.seed, self.vocab_size = params, seed, vocab_size
         self.processors = tuple(processors)
         self.verification: Verification = "coupled" if params.greedy else verification
-        self._noise: dict[int, Tensor] = {}
+        self._numbers, self._noise = Philox(seed), dict[int, Tensor]()
 
     @property
     def is_argmax(self) -> bool:
@@ -160,7 +160,7 @@ class Sampler:
     def noise(self, position: int) -> Tensor:
         """Gumbel noise of ``position``, made once however often it is drafted and verified."""
         if position not in self._noise:
-            self._noise[position] = gumbel_noise(self.seed, position, self.vocab_size)
+            self._noise[position] = self._numbers.gumbel(position, self.vocab_size)
         return self._noise[position]
 
     def forget_before(self, position: int) -> None:
@@ -267,7 +267,7 @@ class Sampler:
         q = self.scores(logits, context)[0].double().softmax(-1)
         if not q.isfinite().all():
             return None
-        noise = gumbel_noise(self.seed, position, self.vocab_size, stream=DRAFT_STREAM, start=start)
+        noise = self._numbers.gumbel(position, self.vocab_size, stream=DRAFT_STREAM, start=start)
         token = int((q.log() + noise.to(q.device)).argmax())
         return Drawn(token, q, float(q[token]))
 

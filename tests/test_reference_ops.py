@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from layerskip.ops.reference import (
     UNIFORM_BITS,
+    Philox,
     decode_attention,
     gumbel_from_bits,
     gumbel_noise,
@@ -175,6 +176,20 @@ def test_seeds_positions_and_tokens_all_matter():
         assert len(np.unique(one)) > 4000  # 0.5 collisions expected within 4096 of 2**24
         for other in streams[:i]:
             assert np.count_nonzero(one == other) <= 3  # 0.0002 expected
+
+
+def test_a_generator_that_is_kept_says_the_same_whatever_it_was_asked_before():
+    draw, numbers = random.Random(0), Philox(2**63 - 1)
+    for _ in range(200):
+        key = draw.choice((0, 7, 2**33)), draw.choice((1, 2, 7, 331))
+        use = {"stream": draw.randrange(3), "start": draw.choice((0, 900))}
+        generator = np.random.Philox(
+            counter=[0, key[0], use["start"], use["stream"]], key=[2**63 - 1, 0]
+        )
+        words = generator.random_raw((key[1] + 1) // 2)
+        halves = [half >> 8 for word in words.tolist() for half in (word % 2**32, word >> 32)]
+        assert numbers.bits(*key, **use).tolist() == halves[: key[1]]
+        assert numbers.bits(*key, **use).tolist() == uniform_bits(2**63 - 1, *key, **use).tolist()
 
 
 def test_noise_of_a_position_is_made_from_its_uniforms():

@@ -134,6 +134,34 @@ def blockwise_attention(
     return (out / total).to(rows.dtype)
 
 
+class Philox:
+    """Random numbers that depend on nothing but what they are asked for (Salmon et al. 2011).
+
+    To make numpy's generator takes longer than the numbers of a position do: one is kept, and
+    moved. Not for several threads at a time.
+
+    Args:
+        seed: of the request.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._generator = np.random.Philox(counter=0, key=[seed, 0])
+        self._begun = self._generator.state  # with nothing left over from a block
+        self._counter = self._begun["state"]["counter"]
+
+    def bits(self, position: int, count: int, *, stream: int = 0, start: int = 0) -> np.ndarray:
+        """As ``uniform_bits``, of this seed."""
+        self._counter[:] = 0, position, start, stream
+        self._generator.state = self._begun
+        words = np.asarray(self._generator.random_raw((count + 1) // 2))
+        return words.astype("<u8", copy=False).view("<u4")[:count] >> (32 - UNIFORM_BITS)
+
+    def gumbel(self, position: int, count: int, *, stream: int = 0, start: int = 0) -> Tensor:
+        """As ``gumbel_noise``, of this seed."""
+        bits = self.bits(position, count, stream=stream, start=start)
+        return torch.from_numpy(gumbel_from_bits(bits))
+
+
 def uniform_bits(
     seed: int, position: int, count: int, *, stream: int = 0, start: int = 0
 ) -> np.ndarray:
@@ -153,9 +181,7 @@ def uniform_bits(
     Returns:
         ``(count,)`` uint32, each below 2**24.
     """
-    generator = np.random.Philox(counter=[0, position, start, stream], key=[seed, 0])
-    words = np.asarray(generator.random_raw((count + 1) // 2))
-    return words.astype("<u8", copy=False).view("<u4")[:count] >> (32 - UNIFORM_BITS)
+    return Philox(seed).bits(position, count, stream=stream, start=start)
 
 
 def gumbel_from_bits(bits: np.ndarray) -> np.ndarray:
@@ -182,5 +208,4 @@ def gumbel_noise(
     seed: int, position: int, vocab_size: int, *, stream: int = 0, start: int = 0
 ) -> Tensor:
     """Noise of one absolute position: ``(vocab_size,)`` float32 on the CPU."""
-    bits = uniform_bits(seed, position, vocab_size, stream=stream, start=start)
-    return torch.from_numpy(gumbel_from_bits(bits))
+    return Philox(seed).gumbel(position, vocab_size, stream=stream, start=start)
