@@ -39,6 +39,7 @@ from layerskip.params import (
     check_integer,
     check_num_draft_tokens,
     check_sampling,
+    most_draft_tokens,
 )
 from layerskip.plan import DraftPlan, PlanFile
 from layerskip.policy import Policy
@@ -51,6 +52,7 @@ from layerskip.vocabulary import CoverageMeter
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 128
+WARM_DRAFTS = 7  # longer ones seldom pay
 PROOF_SECONDS = 0.3  # of a load; those of a small model take less
 LEAST_COVERAGE = 0.9  # of a draft vocabulary of which nothing was measured
 
@@ -282,6 +284,44 @@ class SelfSpeculativeLM:
                 )
                 self._controller = Controller(cost, self._known.acceptance, self._known.calibration)
             return self._controller
+
+    def warm_up(
+        self,
+        *,
+        num_rows: int = 1,
+        num_slots: int = 512,
+        num_draft_tokens: NumDraftTokens | None = None,
+    ) -> int:
+        """Do before the first request what it would wait for: with "auto" the cost table, and on a
+        device that runs rounds by itself their recordings, which on a GPU take far longer than the
+        rounds. Without it they are made as texts need them.
+
+        Args:
+            num_rows: most sequences at a time.
+            num_slots: most tokens of a sequence, prompt and output together.
+            num_draft_tokens: as of the requests; None is the default. With "auto" rounds of up to
+                ``WARM_DRAFTS`` drafted tokens are recorded; longer ones are when they come up.
+
+        Returns:
+            Rounds that are recorded; 0 where the host runs them (``rounds_choice``).
+
+        Raises:
+            TypeError, ValueError: a number is not one that a request may have.
+        """
+        check_integer("num_rows", num_rows, 1)
+        check_integer("num_slots", num_slots, 1, self.stack.max_positions)
+        wanted = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        check_num_draft_tokens(wanted)
+        if wanted == AUTO:
+            _ = self.controller
+        if self._bench is None:
+            return 0
+        counts = [0]
+        if self.plan is not None and not self.looks_up:  # what is looked up needs the host
+            counts = list(range(WARM_DRAFTS + 1)) if wanted == AUTO else sorted({0, int(wanted)})
+        return self._bench.record_ahead(
+            counts, num_rows=num_rows, num_slots=num_slots + most_draft_tokens(wanted)
+        )
 
     def generate(
         self,

@@ -6,6 +6,7 @@ to do, and never waits. What only the host can see, a stop string, ends a row on
 the device did with it since is not counted, and forgotten.
 """
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +24,15 @@ from layerskip.packed import PackedStack
 from layerskip.params import most_draft_tokens
 from layerskip.plan import DraftPlan
 from layerskip.row import Row
-from layerskip.seats import MOST_DRAFTED, MOST_EOS, Ring, Seats, Shape, rounded_up
+from layerskip.seats import (
+    FIRST_SLOTS,
+    MOST_DRAFTED,
+    MOST_EOS,
+    Ring,
+    Seats,
+    Shape,
+    rounded_up,
+)
 from layerskip.speculation import Landing, Speculator
 from layerskip.stopping import Choice
 from layerskip.verification import count_matches
@@ -101,6 +110,26 @@ class Rounds:
         self._settle_in(cache)
         self.seats = seats
         self.recordings.clear()
+
+    @torch.inference_mode()
+    def record_ahead(self, counts: Sequence[int]) -> int:
+        """Record the rounds that this cache's rows may have, with so many drafted tokens, while
+        there are none: of every number of rows and slots, greedy and sampled.
+
+        Each runs once before, since kernels are loaded where they first run.
+
+        Returns:
+            Recordings that are kept.
+        """
+        rows, slots = self.cache.num_rows, self.cache.num_slots
+        sizes = itertools.product(
+            counts, _doubled(1, rows), _doubled(FIRST_SLOTS, slots), (False, True)
+        )
+        for shape in itertools.starmap(Shape, sizes):
+            if shape not in self.recordings:
+                self._round(shape)()
+                self._record(shape)
+        return len(self.recordings)
 
     def forget(self) -> None:
         """Hold nothing of any row; what the device holds, ``reset`` empties."""
@@ -285,6 +314,14 @@ class Rounds:
         return flight.numbers
 
 
+def _doubled(first: int, last: int) -> list[int]:
+    """``first``, twice as many, ..., up to ``last``."""
+    found = [min(first, last)]
+    while found[-1] < last:
+        found.append(min(2 * found[-1], last))
+    return found
+
+
 def open_bench(
     stack: DecoderStack, plan: DraftPlan | None, head: DraftHead | None = None
 ) -> "tuple[Workbench | None, str]":
@@ -347,6 +384,16 @@ class Workbench:
             num_rows=num_rows,
             num_slots=num_slots,
         )
+
+    def record_ahead(self, counts: Sequence[int], *, num_rows: int, num_slots: int) -> int:
+        """Before there is a decoder: see ``Rounds.record_ahead``. One of as many rows and slots, or
+        fewer, finds all that it needs. Numbers of drafted tokens that need the host are left out.
+        """
+        rounds = self.take(num_rows=num_rows, num_slots=num_slots)
+        try:
+            return rounds.record_ahead([k for k in counts if k <= MOST_DRAFTED])
+        finally:
+            self.give_back(rounds)
 
     def give_back(self, rounds: Rounds) -> None:
         """Keep ``rounds`` for the next decoder; what it holds of this one's rows is let go."""

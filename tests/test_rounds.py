@@ -20,7 +20,7 @@ from layerskip.packed import PackedStack
 from layerskip.rounds import Workbench
 from layerskip.row import RowSpec
 from layerskip.sampling import Sampler
-from layerskip.seats import FIRST_SLOTS
+from layerskip.seats import FIRST_SLOTS, MOST_DRAFTED
 from layerskip.stopping import Choice
 from layerskip.text import TextStream
 
@@ -433,6 +433,13 @@ def test_an_interruption_loses_nothing(stack, bench, text, calls):
     assert tuple(t for r in row.rounds for t in r.token_ids) == tuple(text)
 
 
+class Unable:
+    patience = 2
+
+    def record(self, function):
+        raise RecordingError("no graphs here")
+
+
 class Counting(RepeatingRecorder):
     made = 0
 
@@ -465,6 +472,84 @@ def test_recordings_outlive_a_decoder(stack, text):
     assert decode(other, spec(PROMPTS[0]))[0].token_ids == text
 
 
+@pytest.mark.parametrize("patience", [0, 2])
+def test_rounds_that_are_recorded_ahead_are_all_that_requests_need(stack, text, patience):
+    class Recorder(Counting):
+        made = 0
+
+    bench = Workbench(stack, EXIT, lambda: Recorder(patience))
+    # 0 to 3 drafted tokens, one, two and three rows, greedy and sampled.
+    assert bench.record_ahead(range(4), num_rows=3, num_slots=64) == Recorder.made == 4 * 3 * 2
+    assert bench.record_ahead(range(4), num_rows=2, num_slots=40) == Recorder.made
+    specs = [spec(PROMPTS[0]), spec(PROMPTS[1], SAMPLED, k=1), spec(PROMPTS[2], k=0)]
+    for rows in (1, 3):
+        decoder = decoder_of(stack, bench, num_rows=rows)
+        found = [decoder.join(one) for one in specs[:rows]]
+        decoder.step()  # prefills
+        while any(row.finish_reason is None for row in found):
+            decoder.step()
+            assert decoder.rounds.usual
+        slow = decoder_of(stack, num_rows=rows)
+        assert_same(decoder, slow, found, decode(slow, *specs[:rows]))
+        assert found[0].token_ids == text
+        for row in found:
+            decoder.leave(row.id)
+        bench.give_back(decoder.rounds)
+    assert Recorder.made == 4 * 3 * 2
+
+
+def test_rounds_are_recorded_ahead_for_every_context(stack):
+    bench = Workbench(stack, EXIT, RepeatingRecorder)
+    slots = 2 * FIRST_SLOTS + 10
+    assert bench.record_ahead([2], num_rows=1, num_slots=slots) == 3 * 2
+    shapes = {(shape.num_slots, shape.sampled) for shape in bench._idle.recordings._kept}
+    sizes = (FIRST_SLOTS, 2 * FIRST_SLOTS, bench._idle.cache.num_slots)
+    assert sizes[-1] >= slots
+    assert shapes == {(n, sampled) for n in sizes for sampled in (False, True)}
+    assert bench.record_ahead([MOST_DRAFTED + 1], num_rows=1, num_slots=slots) == 3 * 2
+
+
+def test_what_cannot_be_recorded_ahead_runs_as_it_is(stack, text):
+    bench = Workbench(stack, EXIT, Unable)
+    assert bench.record_ahead([0, 3], num_rows=1, num_slots=64) == 0
+    assert decode(decoder_of(stack, bench, num_rows=1), spec(PROMPTS[0]))[0].token_ids == text
+
+
+@pytest.mark.parametrize(
+    ("settings", "counts"),
+    [
+        ({"num_draft_tokens": 3}, {0, 3}),
+        ({"num_draft_tokens": 0}, {0}),
+        ({"num_draft_tokens": "auto"}, set(range(8))),
+        ({"num_draft_tokens": 3, "plan": None}, {0}),
+        ({"num_draft_tokens": 3, "lookup": True}, {0}),
+    ],
+)
+def test_the_library_records_what_its_requests_will_need(tokenizer, settings, counts):
+    model = make_model()
+    pack_model(model)
+    lm = SelfSpeculativeLM(model, tokenizer, **{"plan": EXIT} | settings, packed=True)
+    assert lm.warm_up(num_slots=40) == 2 * len(counts)
+    assert {shape.num_draft_tokens for shape in lm._bench._idle.recordings._kept} == counts
+    assert (lm._controller is not None) == (settings["num_draft_tokens"] == "auto")
+    made = len(lm._bench._idle.recordings)
+    lm.generate("a", max_new_tokens=20, sampling=SAMPLED)
+    assert len(lm._bench._idle.recordings) == made
+
+
+def test_a_warm_up_is_refused_before_anything_is_recorded(tokenizer):
+    model = make_model()
+    general = SelfSpeculativeLM(model, tokenizer, EXIT, num_draft_tokens=3)
+    assert general.warm_up() == 0  # the host runs its rounds
+    for settings, sentence in (
+        ({"num_rows": 0}, "num_rows must be at least 1, got 0"),
+        ({"num_slots": 10**6}, "num_slots must be between 1 and"),
+        ({"num_draft_tokens": 33}, "num_draft_tokens"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            general.warm_up(**settings)
+
+
 def test_a_longer_request_has_a_larger_cache_and_new_recordings(stack, text):
     bench = Workbench(stack, EXIT, RepeatingRecorder)
     eos_ids = frozenset({text[7]})
@@ -473,13 +558,6 @@ def test_a_longer_request_has_a_larger_cache_and_new_recordings(stack, text):
     assert (decoder.cache.num_rows, decoder.cache.num_slots) == (2, 128)
     (row,) = decode(decoder, spec(PROMPTS[0], eos_ids=eos_ids))
     assert row.token_ids == text[: text.index(text[7]) + 1]
-
-
-class Unable:
-    patience = 2
-
-    def record(self, function):
-        raise RecordingError("no graphs here")
 
 
 def test_rounds_run_without_recordings_too(stack, text):

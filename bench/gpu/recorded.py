@@ -12,11 +12,11 @@ from gpu.overlap import tokens_of, with_rounds_of_its_own
 from gpu.timing import Decoded, decode, in_turns, synchronize
 from layerskip import SelfSpeculativeLM
 from layerskip.graphs import Function, Recorder, Recording
-from layerskip.params import NumDraftTokens
 
 DRAFTED = (0, 1, MOST_DRAFTED)
 NEVER = 1 << 60
-FIRSTS = (AUTO, "plain")
+WARMED = "auto, recorded ahead"
+FIRSTS = (AUTO, WARMED, "plain")
 UNRECORDED, REPLAYED = "unrecorded", "replayed"
 
 
@@ -47,7 +47,7 @@ class Clocked:
 
 def recording(lab: Lab, found: Found, until: float) -> None:
     """Rounds unrecorded and replayed, what a recording takes over what it saves a round, and plain
-    decoding that has its graph over a first text with "auto"."""
+    decoding that has its graph over a first text with "auto", without and after a warm-up."""
     lab.each(found, until, lambda *model: one_model(lab, *model))
 
 
@@ -67,25 +67,39 @@ def one_model(lab: Lab, loaded: Loaded, entry: Found, end: float) -> None:
         return run.seconds / run.num_passes
 
     last: dict[str, Decoded] = {}
+    warming: list[float] = []
 
-    def first(what: str, drafted: NumDraftTokens) -> float:
-        """Of a token of a text whose rounds were not recorded before."""
-        last[what] = decode(anew(loaded, None, []), ids, drafted, lab.extent.tokens)
+    def first(what: str) -> float:
+        """Of a token of a new decoder's first text."""
+        lm, drafted = anew(loaded, None, []), 0 if what == "plain" else AUTO
+        if what == WARMED:
+            warming.append(warmed(lm, len(ids[0]) + lab.extent.tokens))
+        last[what] = decode(lm, ids, drafted, lab.extent.tokens)
         return last[what].seconds_per_token
 
     def plain() -> float:
         return decode(lms[REPLAYED, 0], ids, 0, lab.extent.tokens).seconds_per_token
 
     kinds = {f"{side} {k}": partial(a_round, side, k) for side, k in lms}
-    kinds |= {f"first {what}": partial(first, what, what if what == AUTO else 0) for what in FIRSTS}
+    kinds |= {f"first {what}": partial(first, what) for what in FIRSTS}
     run = in_turns(kinds | {"plain": plain}, end, repeats=lab.extent.repeats)
     for k in DRAFTED:
         entry[f"k={k}"] = {side: run.summary(f"{side} {k}", 1e3) for side in (UNRECORDED, REPLAYED)}
         saved = run.median(f"{UNRECORDED} {k}") - run.median(f"{REPLAYED} {k}")
         entry[f"k={k}"] |= recordings([s for one in made[k] for s in one.seconds], saved)
     entry["first_text"] = {what: run.ratio("plain", f"first {what}") for what in FIRSTS}
+    entry["seconds_to_warm_up"] = statistics.median(warming) if warming else float("nan")
     rate = last[AUTO].acceptance_rate if AUTO in last else float("nan")
     entry |= {"complete": run.complete, **label(loaded, rate)}
+
+
+def warmed(lm: SelfSpeculativeLM, num_slots: int) -> float:
+    """Seconds that its rounds, of one row and up to so many slots, take to record."""
+    synchronize()
+    began = time.perf_counter()
+    lm.warm_up(num_slots=num_slots)
+    synchronize()
+    return time.perf_counter() - began
 
 
 def recordings(seconds: list[float], saved: float) -> Found:

@@ -94,6 +94,22 @@ def test_a_single_row_draws_its_own_noise(kernels, k):
     assert tokens(make_bench(stack)) == tokens(None)
 
 
+def test_rounds_recorded_ahead_decode_as_the_host_does(kernels):
+    """On a GPU each runs once, at rest, and is captured then."""
+    stack, texts = make_stack(kernels), []
+    for bench in (None, make_bench(stack)):
+        if bench is not None:
+            assert bench.record_ahead([0, 2], num_rows=1, num_slots=40) == 4
+        drafter = EarlyExitDrafter(stack, PLAN)
+        decoder = Decoder(stack, drafter, PLAN, bench=bench, num_rows=1, num_slots=40)
+        row = decoder.join(RowSpec((5, 400, 17), Sampler(GREEDY, 11, VOCAB_SIZE), 12, 2))
+        while row.finish_reason is None:
+            decoder.step()
+        assert bench is None or len(decoder.rounds.recordings) == 4
+        texts.append(row.token_ids)
+    assert texts[0] == texts[1]
+
+
 def test_recorded_passes_are_timed(kernels):
     stack = make_stack(kernels)
     device = stack.device
