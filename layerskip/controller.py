@@ -280,8 +280,11 @@ class Controller:
         return known[key]
 
     def observe_plain(self, state: RowState, choice: Choice, context: int) -> None:
-        """A round without drafts: it earns credit for probes, as all do that are none, if its row
-        has not had that in advance."""
+        """A round without drafts."""
+        self._earn(state, choice, context)
+
+    def _earn(self, state: RowState, choice: Choice, context: int) -> None:
+        """Credit for probes, of any round that is none, if its row has not had that in advance."""
         if state.repays():
             return
         plain = self.times.verify(1, context, greedy=state.greedy)
@@ -295,8 +298,8 @@ class Controller:
             drawing = num_tokens * self.times.drawing(greedy=state.greedy)
             gained = choice.gained(num_accepted, num_tokens, 0.0) - drawing
             passes = gained / self.times.verify(1, context, greedy=state.greedy)
-            state.settle_lookup(gained / choice.plain_seconds, passes)
-        self.observe_plain(state, choice, context)
+            state.settle(gained / choice.plain_seconds, passes, looked_up=True)
+        self._earn(state, choice, context)
 
     def observe_draft(
         self,
@@ -339,7 +342,7 @@ class Controller:
                 passes = seconds / self.times.verify(1, context, greedy=state.greedy)
             state.settle(seconds / choice.plain_seconds, passes)
         if not state.probing:
-            self.observe_plain(state, choice, context)
+            self._earn(state, choice, context)
         state.add_draft(accepted, confidences, chances)
 
 

@@ -296,34 +296,23 @@ class RowState:
             found.append(survival)
         return found
 
-    def settle(self, gained: float, passes: float) -> None:
-        """What a draft gained, or lost if negative. A probe's loss is paid by the credit that all
-        requests share, and what that lacks by the stake; its gain counts in full.
+    def settle(self, gained: float, passes: float, *, looked_up: bool = False) -> None:
+        """What a draft gained, or lost if negative: that of a probe is paid by the credit that all
+        requests share, and what it lacks by the stake; that of looked-up tokens the other way
+        round; any other by the stake alone. Gains count in full.
 
         Args:
             gained: in the row's shares of plain rounds: tokens.
-            passes: the same of a probe in plain passes of one row.
+            passes: the same in plain passes of one row, where credit may pay.
+            looked_up: whether the tokens were, and no others drafted.
         """
         self.shared.ledger += gained
-        if self.probing and passes < 0.0:
-            paid = min(max(0.0, self.shared.credit), -passes)
+        if passes < 0.0 and (self.probing or looked_up):
+            lost = max(0.0, -gained - max(0.0, self.stake)) if looked_up else -gained
+            each = passes / gained  # plain passes of a token
+            paid = min(max(0.0, self.shared.credit), lost * each)
             self.shared.credit -= paid
-            gained *= 1.0 + paid / passes
-        self.stake += gained
-
-    def settle_lookup(self, gained: float, passes: float) -> None:
-        """The same of looked-up tokens, whose loss the stake pays, and what that lacks the credit.
-
-        Args:
-            gained: in the row's shares of plain rounds: tokens.
-            passes: the same in plain passes of one row.
-        """
-        self.shared.ledger += gained
-        lacking = -gained - max(0.0, self.stake)
-        if lacking > 0.0:
-            paid = min(max(0.0, self.shared.credit), lacking * passes / gained)
-            self.shared.credit -= paid
-            gained -= gained * paid / -passes
+            gained += paid / each
         self.stake += gained
 
     def claim(self, earned: float) -> None:

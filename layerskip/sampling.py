@@ -4,12 +4,13 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from layerskip.constraint import Constraint
-from layerskip.ops.reference import DRAFT_STREAM, Philox, uniforms
+from layerskip.ops.reference import DRAFT_STREAM, Philox
 from layerskip.outputs import TokenLogprob
 from layerskip.params import SHARPNESS, SamplingParams, Verification
 
@@ -141,7 +142,12 @@ class Sampler:
         self.params, self.seed, self.vocab_size = params, seed, vocab_size
         self.processors = tuple(processors)
         self.verification: Verification = "coupled" if params.greedy else verification
-        self._numbers, self._noise = Philox(seed), dict[int, Tensor]()
+        self._noise: dict[int, Tensor] = {}
+
+    @cached_property
+    def _numbers(self) -> Philox:
+        """Made when first asked for: greedy rows never do."""
+        return Philox(self.seed)
 
     @property
     def is_argmax(self) -> bool:
@@ -277,4 +283,4 @@ class Sampler:
 
     def uniforms(self, position: int, count: int) -> list[float]:
         """Numbers in (0, 1) that decide over ``count`` tokens drafted from ``position`` on."""
-        return uniforms(self.seed, position, count)
+        return self._numbers.uniforms(position, count)

@@ -156,6 +156,11 @@ class Philox:
         words = np.asarray(self._generator.random_raw((count + 1) // 2))
         return words.astype("<u8", copy=False).view("<u4")[:count] >> (32 - UNIFORM_BITS)
 
+    def uniforms(self, position: int, count: int) -> list[float]:
+        """As the function, of this seed."""
+        bits = self.bits(position, count, stream=ACCEPTANCE_STREAM)
+        return ((bits + 0.5) * 2.0**-UNIFORM_BITS).tolist()
+
     def gumbel(self, position: int, count: int, *, stream: int = 0, start: int = 0) -> Tensor:
         """As ``gumbel_noise``, of this seed."""
         bits = self.bits(position, count, stream=stream, start=start)
@@ -200,8 +205,7 @@ def gumbel_from_bits(bits: np.ndarray) -> np.ndarray:
 def uniforms(seed: int, position: int, count: int) -> list[float]:
     """Numbers in (0, 1), midpoints of 2**24 intervals, that decide over ``count`` tokens drafted
     from ``position`` on."""
-    bits = uniform_bits(seed, position, count, stream=ACCEPTANCE_STREAM)
-    return ((bits + 0.5) * 2.0**-UNIFORM_BITS).tolist()
+    return Philox(seed).uniforms(position, count)
 
 
 def gumbel_noise(
