@@ -234,7 +234,7 @@ class Controller:
             found = Split(mosts, [0] * len(asks), found.rate)
         counts, lookups = found.drafted, found.looked_up
         pace = pace.settled(sum((*counts, *lookups, *fixed)), sum(n > 0 for n in (*counts, *fixed)))
-        choices = []
+        choices, may_lose = [], _may_lose(asks, pace)
         for a, n, most, looked_up in zip(asks, counts, mosts, lookups, strict=True):
             a.state.probing = probing
             if looked_up or (n and not probing):
@@ -244,7 +244,7 @@ class Controller:
                 continue
             a.state.last = 0 if probing else n
             if n:
-                choices.append(_drafting(most, found.rate, pace))
+                choices.append(_drafting(most, found.rate, pace, may_lose))
             else:
                 choices.append(Choice("none", 0, plain_seconds=pace.token))
         return choices
@@ -257,7 +257,8 @@ class Controller:
         pace = self._pace(ask.context, 1, greedy=state.greedy)
         most = min(affordable(pace.token * state.stake, pace), ask.most)
         line = state.survivals(most, PAYING * pace.least)
-        looked_up, gain = _offered(ask, pace, line, _may_lose([ask], pace))
+        may_lose = _may_lose([ask], pace)
+        looked_up, gain = _offered(ask, pace, line, may_lose)
         if looked_up:
             state.wakes(drafts=False)
             state.probing = False
@@ -267,7 +268,7 @@ class Controller:
         if not count:
             return None
         state.last, state.probing = count, False
-        return _drafting(most, rate, pace)
+        return _drafting(most, rate, pace, may_lose)
 
     def _pace(self, context: int, rows: int, *, greedy: bool) -> Pace:
         """Of rounds like this one: at rest most are as the one before."""
@@ -291,12 +292,13 @@ class Controller:
         state.earn(PROBE_SHARE * choice.plain_seconds / plain)
 
     def observe_lookup(
-        self, state: RowState, choice: Choice, context: int, num_accepted: int, num_tokens: int
+        self, state: RowState, choice: Choice, context: int, num_saved: int, num_tokens: int
     ) -> None:
-        """A round whose verify pass was given ``num_tokens`` looked-up tokens, and no others."""
+        """A round whose verify pass was given ``num_tokens`` looked-up tokens, and no others, and
+        which made ``num_saved`` plain rounds needless."""
         if choice.plain_seconds > 0.0:
             drawing = num_tokens * self.times.drawing(greedy=state.greedy)
-            gained = choice.gained(num_accepted, num_tokens, 0.0) - drawing
+            gained = choice.gained(num_saved, num_tokens, 0.0) - drawing
             passes = gained / self.times.verify(1, context, greedy=state.greedy)
             state.settle(gained / choice.plain_seconds, passes, looked_up=True)
         self._earn(state, choice, context)
@@ -313,7 +315,8 @@ class Controller:
         num_passes: int,
         num_drafted: int | None = None,
         num_positions: int = 0,
-        behind: tuple[int, int] = (0, 0),
+        num_behind: int = 0,
+        num_saved: int | None = None,
     ) -> None:
         """A round with an early exit's draft.
 
@@ -325,7 +328,9 @@ class Controller:
             num_passes: that drafted them.
             num_drafted: tokens; None: as many as ``confidences``.
             num_positions: tokens that the passes ran, guesses among them; 0: one each.
-            behind: looked-up tokens behind the draft: accepted, and all.
+            num_behind: looked-up tokens behind the draft.
+            num_saved: plain rounds that accepted tokens made needless, those behind the draft, too;
+                None: as many as ``accepted`` has.
         """
         drafted = len(confidences) if num_drafted is None else num_drafted
         each = round(num_positions / num_passes) if num_passes else 1
@@ -333,9 +338,9 @@ class Controller:
         if each > 1:
             one = self.times.draft(1, context, greedy=state.greedy)
             wider = self.times.draft(1, context, each=each, greedy=state.greedy) / one
-        right, looked_up = behind
-        seconds = choice.gained(sum(accepted) + right, drafted + looked_up, wider * num_passes)
-        seconds -= looked_up * self.times.drawing(greedy=state.greedy)
+        saved = sum(accepted) if num_saved is None else num_saved
+        seconds = choice.gained(saved, drafted + num_behind, wider * num_passes)
+        seconds -= num_behind * self.times.drawing(greedy=state.greedy)
         if choice.plain_seconds > 0.0:
             passes = 0.0
             if state.probing:
@@ -346,16 +351,32 @@ class Controller:
         state.add_draft(accepted, confidences, chances)
 
 
-def _drafting(most: int, rate: float, pace: Pace) -> Choice:
-    """An early exit of at most so many tokens."""
+def _drafting(most: int, rate: float, pace: Pace, may_lose: float) -> Choice:
+    """An early exit of at most so many tokens, in a round that may take so long in vain."""
     return Choice(
-        "early_exit", most, rate, pace.steps, pace.draft_share, pace.start_share, pace.token
+        "early_exit",
+        most,
+        rate,
+        pace.steps,
+        pace.draft_share,
+        pace.start_share,
+        pace.token,
+        pace.charged.steps,
+        pace.dearer,
+        may_lose,
     )
 
 
 def _looking_up(count: int, rate: float, pace: Pace) -> Choice:
     """So many looked-up tokens, straight to the verify pass."""
-    return Choice("lookup", count, rate, pace.steps, plain_seconds=pace.token)
+    return Choice(
+        "lookup",
+        count,
+        rate,
+        pace.steps,
+        plain_seconds=pace.token,
+        charged_seconds=pace.charged.steps,
+    )
 
 
 def _weighed(
@@ -374,11 +395,10 @@ def _weighed(
 
 
 def _may_lose(asks: Sequence[Ask], pace: Pace) -> float:
-    """Seconds that a row's look-up may take in vain: of its stake, as a draft may, and of what
-    rounds earned. Whether look-ups are right is known without taking any, so they need no probes.
+    """Seconds that a row's look-up may take in vain, by itself or with the draft before it: of its
+    stake, as a draft may, and of what rounds earned. Whether look-ups are right is known without
+    taking any, so they need no probes.
     """
-    if not any(a.num_guessed for a in asks):
-        return 0.0
     stake = sum(a.state.stake for a in asks) / len(asks)
     credit = min(MOST_CREDIT, *(a.state.shared.credit for a in asks)) / len(asks)
     return bet(pace) * max(0.0, stake) * pace.token + max(0.0, credit) * pace.plain

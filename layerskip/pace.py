@@ -26,6 +26,8 @@ class Pace:
         steps: seconds that the verify pass grows by for a row's first, second, ... drafted token.
         least: tokens of plain rounds that a drafted token costs at least.
         drawing: seconds that judging a looked-up token takes beside a drafted one.
+        dearer: what is charged for a draft pass that gained nothing, over what it is thought to
+            take.
     """
 
     def __init__(
@@ -37,10 +39,12 @@ class Pace:
         drafting: int = 0,
         *,
         greedy: bool = False,
+        charged: bool = False,
     ) -> None:
         self._times, self._context, self.num_rows, self._greedy = times, context, rows, greedy
+        self._shape, self._charges = (context, rows, tokens, drafting), charged
         # No clock is so right that a longer pass would be thought to take less than a shorter one.
-        alone = times.alone(context, greedy=greedy) if rows == 1 else []
+        alone = times.alone(context, greedy=greedy, charged=charged) if rows == 1 else []
         self._alone = list(itertools.accumulate(alone, max))
         self.plain = times.verify(1, context, greedy=greedy)
         self.drawing = times.drawing(greedy=greedy)
@@ -48,7 +52,7 @@ class Pace:
         self.token = self.verify(rows) / rows
         drafting = drafting or rows
         self.draft_share = self.draft(drafting) / drafting
-        self.start = times.draft_start()
+        self.start = times.draft_start(charged=charged)
         self.start_share = self.start / drafting
         if rows == 1:
             self.steps = tuple(b - a for a, b in itertools.pairwise(self._alone))
@@ -66,6 +70,15 @@ class Pace:
         return Pace(self._times, *shape, greedy=self._greedy)
 
     @cached_property
+    def charged(self) -> "Pace":
+        """The same at the prices of what is lost: no clock makes them lower than the table."""
+        return Pace(self._times, *self._shape, greedy=self._greedy, charged=True)
+
+    @cached_property
+    def dearer(self) -> float:
+        return self.charged.draft_share / self.draft_share
+
+    @cached_property
     def drafts(self) -> list[float]:
         """Seconds of a draft pass of no row, of one, ..., of all."""
         return [self.draft(n) for n in range(self.num_rows + 1)]
@@ -81,18 +94,22 @@ class Pace:
     @cached_property
     def risks(self) -> list[float]:
         """Seconds that a row's first, first two, ... drafted tokens cost, its shares."""
+        if not self._charges:
+            return self.charged.risks
         each = [self.draft_share + step for step in self.steps]
         return list(itertools.accumulate(each, initial=self.start_share))[1:]
 
     @cached_property
     def lookup_risks(self) -> list[float]:
         """Seconds that a row's first, first two, ... looked-up tokens cost, its shares."""
+        if not self._charges:
+            return self.charged.lookup_risks
         plain, *more = self.shares
         return [seconds - plain + n * self.drawing for n, seconds in enumerate(more, 1)]
 
     def draft(self, rows: int) -> float:
         """Seconds of a draft pass of so many rows."""
-        return self._times.draft(rows, self._context, greedy=self._greedy)
+        return self._times.draft(rows, self._context, greedy=self._greedy, charged=self._charges)
 
     def verify(self, tokens: int) -> float:
         """Seconds of the verify pass."""
@@ -100,7 +117,9 @@ class Pace:
             return self._alone[tokens - 1]
         if tokens not in self._verify:
             shape = tokens, self._context
-            seconds = self._times.verify(*shape, rows=self.num_rows, greedy=self._greedy)
+            seconds = self._times.verify(
+                *shape, rows=self.num_rows, greedy=self._greedy, charged=self._charges
+            )
             self._verify[tokens] = seconds
         return self._verify[tokens]
 

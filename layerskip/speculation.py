@@ -460,12 +460,14 @@ class Speculator:
         controller: Controller,
     ) -> None:
         """As ``observe``, of a row that leaves the number of draft tokens to the controller."""
-        looked_up, right = attempt.draft.num_looked_up, min(num_matches, len(emitted))
+        # Each emitted token but one saved a plain round; a text that ended within its draft had no
+        # token after the accepted ones.
+        saved, looked_up = len(emitted) - 1, attempt.draft.num_looked_up
         drafted = len(attempt.draft.tokens) - looked_up
         if attempt.source != "early_exit" and not attempt.draft.num_passes:
             plain = state, attempt.choice, row.length
             if attempt.source == "lookup":
-                controller.observe_lookup(*plain, right, drafted)
+                controller.observe_lookup(*plain, saved, drafted)
             else:
                 controller.observe_plain(*plain)
             return
@@ -485,7 +487,8 @@ class Speculator:
             num_passes=attempt.draft.num_passes,
             num_drafted=drafted,
             num_positions=attempt.draft.num_positions,
-            behind=(max(0, right - drafted), looked_up),
+            num_behind=looked_up,
+            num_saved=saved,
         )
         state.probing = latest
 

@@ -1,5 +1,8 @@
 """How far a growing draft goes: what its confidence says, and what a round's rows share."""
 
+import itertools
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +23,9 @@ class Choice:
         draft_seconds: the row's share of a draft pass.
         start_seconds: of what the first draft passes take beyond that, together.
         plain_seconds: of a round without drafts, the row's share.
+        charged_seconds: as ``verify_seconds``, of what is counted as lost; empty: the same.
+        dearer: the same of draft passes, as a factor.
+        may_lose: seconds that the round may take in vain.
     """
 
     source: Drafter
@@ -29,12 +35,20 @@ class Choice:
     draft_seconds: float = 0.0
     start_seconds: float = 0.0
     plain_seconds: float = 0.0
+    charged_seconds: tuple[float, ...] = ()
+    dearer: float = 1.0
+    may_lose: float = math.inf
 
-    def gained(self, num_accepted: int, num_drafted: int, num_passes: float) -> float:
-        """Seconds that a draft saved, or lost if negative; a pass with guesses is more than one."""
-        verify = sum(self.verify_seconds[:num_drafted])
-        drafting = self.start_seconds + num_passes * self.draft_seconds
-        return num_accepted * self.plain_seconds - drafting - verify
+    def gained(self, num_saved: int, num_drafted: int, num_passes: float) -> float:
+        """Seconds that a draft saved, or lost if negative, at the prices of what is lost.
+
+        Args:
+            num_saved: plain rounds that it made needless.
+            num_passes: that drafted; one with guesses is more than one.
+        """
+        verify = sum((self.charged_seconds or self.verify_seconds)[:num_drafted])
+        drafting = self.dearer * (self.start_seconds + num_passes * self.draft_seconds)
+        return num_saved * self.plain_seconds - drafting - verify
 
 
 PLAIN = Choice("none", 0)
@@ -126,10 +140,20 @@ class Stopper:
         """How many looked-up tokens go to the verify pass behind a draft that has ended, of a row
         by itself. No pass drafts them, and where the verify pass is padded the first are next to
         free."""
-        steps = self._choice.verify_seconds[len(self.chances) :]
+        steps = self._choice.verify_seconds[len(self.chances) :][: self._bearable()]
         if not self._gain_behind([1.0] * len(steps))[1]:  # nor would any, were all of them right
             return 0
         return self._gain_behind(self._looked_up(draft, len(steps)))[1]
+
+    def _bearable(self) -> int:
+        """How many looked-up tokens behind the draft may be wrong with all of it."""
+        choice, done = self._choice, len(self.chances)
+        charged = (choice.charged_seconds or choice.verify_seconds)[done:]
+        lost = itertools.accumulate(
+            (seconds + self._drawing for seconds in charged),
+            initial=-choice.gained(0, done, done),
+        )
+        return bisect_right(list(lost)[1:], choice.may_lose)
 
     def _looked_up(self, draft: Sequence[int], most: int) -> Sequence[float]:
         return self._behind(draft, most) if self._behind is not None else ()

@@ -156,11 +156,11 @@ def test_looked_up_tokens_behind_a_draft_are_charged_and_counted():
         "early_exit", 2, plain_seconds=1.0, draft_seconds=0.2, verify_seconds=(0.1,) * 16
     )
     stakes = []
-    for behind in ((0, 0), (1, 3)):
+    for behind in ({}, {"num_behind": 3, "num_saved": 3}):
         controller = Controller(cost, follows_clock=False)
         state = controller.row("coupled", 16)
         controller.observe_draft(
-            state, choice, CONTEXT, [True, True], [0.5] * 2, num_passes=2, behind=behind
+            state, choice, CONTEXT, [True, True], [0.5] * 2, num_passes=2, **behind
         )
         stakes.append(state.stake)
     drawing = controller.times.drawing()
@@ -729,6 +729,38 @@ def test_tokens_behind_a_draft_are_worth_their_places_in_the_verify_pass():
     assert behind([0.05, 0.01], confidence=0.99) == 1
     assert behind([0.9, 0.8, 0.5], drawing=0.32) == 1
     assert behind([]) == 0
+
+
+def test_tokens_behind_a_draft_are_as_many_as_the_round_may_lose_with_it():
+    """The draft costs 0.3 with its place, each token behind it 0.1 and 0.02 to judge."""
+    steps = (0.1,) * 16
+    for may_lose, taken in ((0.0, 0), (0.41, 0), (0.43, 1), (0.67, 3), (9.0, 9)):
+        choice = Choice("early_exit", 1, 1.0, steps, 0.2, may_lose=may_lose)
+        stopper = Stopper(
+            RowState(Experience((0.9,))),
+            choice,
+            behind=lambda draft, most: ([0.9] * 9)[:most],
+            drawing=0.02,
+        )
+        stopper.goes_on(0.99, draft=(7,))
+        assert stopper.num_behind((7,)) == taken
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_draft_knows_what_its_round_may_lose(rows):
+    """Of what rows staked, and of what rounds earned; one that drafted before, too."""
+    controller = Controller(table(0.1), prior=(0.9,), follows_clock=False)
+    states = [controller.row("greedy", 64) for _ in range(rows)]
+    for _ in range(2):
+        choices = controller.choose([Ask(s, CONTEXT, 60) for s in states], drafts=True)
+        pace = controller._pace(CONTEXT, rows, greedy=False)
+        states[0].shared.credit = 0.5
+        for choice in choices:
+            assert choice.source == "early_exit"
+        asked = controller.choose([Ask(s, CONTEXT, 60) for s in states], drafts=True)
+        stake = sum(s.stake for s in states) / rows
+        wanted = (2 / 3 if rows == 1 else 1.0) * stake * pace.token + 0.5 / rows * pace.plain
+        assert [c.may_lose for c in asked] == pytest.approx([wanted] * rows)
 
 
 def test_a_token_that_is_looked_up_as_well_is_worth_less_of_a_pass():

@@ -7,7 +7,7 @@ import pytest
 from controlling import CONTEXT, table
 
 from layerskip.clocks import Clocks
-from layerskip.controller import Controller
+from layerskip.controller import Controller, _drafting
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import DRAFTED_ONE_IN, FIRST_DRAFTED, FIRST_PLAIN, PLAIN_ONE_IN
 
@@ -161,6 +161,38 @@ def test_no_clock_makes_a_longer_pass_cheaper_than_a_plain_one():
     pace = controller._pace(CONTEXT, 1, greedy=False)
     assert min(pace.steps) == 0.0
     assert pace.verify(1) == alone[0] == pace.verify(8)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_may_be_lost_is_counted_at_the_table_s_price_at_least(rows):
+    """A clock may have put a machine's change of speed down to the passes that were run since."""
+    controller = Controller(table())
+    for _ in range(20):
+        run_rounds(controller, 1, tokens=1)
+        run_rounds(controller, 1, drafts=0.7, verify=0.8, tokens=8)
+    believed = controller._pace(CONTEXT, rows, greedy=False)
+    tabled = Controller(table(), follows_clock=False)._pace(CONTEXT, rows, greedy=False)
+    scale = believed.plain / tabled.plain
+    for name in ("risks", "lookup_risks"):
+        charged, wanted = getattr(believed, name), getattr(tabled, name)
+        assert charged == pytest.approx([scale * seconds for seconds in wanted])
+    thought = believed.start_share + believed.draft_share + believed.steps[0]
+    assert thought < 0.9 * believed.risks[0]  # so it is believed, and chosen by
+    choice = _drafting(8, 1.0, believed, math.inf)
+    assert choice.gained(0, 3, 3) == pytest.approx(-believed.risks[2])
+    assert choice.gained(2, 3, 3) == pytest.approx(2 * believed.token - believed.risks[2])
+
+
+def test_what_may_be_lost_is_counted_dearer_if_a_clock_says_so():
+    controller = Controller(table())
+    for _ in range(20):
+        run_rounds(controller, 1, tokens=1)
+        run_rounds(controller, 1, drafts=1.3, verify=1.2, tokens=8)
+    pace = controller._pace(CONTEXT, 1, greedy=False)
+    assert pace.dearer == 1.0
+    assert pace.charged.steps == pace.steps
+    tabled = Controller(table(), follows_clock=False)._pace(CONTEXT, 1, greedy=False)
+    assert pace.risks[0] > 1.2 * pace.plain / tabled.plain * tabled.risks[0]
 
 
 def test_passes_of_one_row_are_known_all_at_once():

@@ -235,19 +235,42 @@ def test_what_became_of_look_ups_is_settled_with_the_controller(toy, plain, monk
             controller,
             told,
             lambda state, choice, context, *counts, seen=seen, **named: seen.append(
-                named["behind"] if named else counts
+                (named["num_saved"], named["num_behind"]) if named else counts
             ),
         )
         out = run(with_controller(toy, controller, lookup=store_of([*REPEATING, *shown])))
         assert out.token_ids == text
         rounds = [r for r in out.rounds[1:] if r.num_draft_tokens]
-        drafted = [r.num_draft_tokens - (told == "observe_draft") for r in rounds]
-        right = [
-            min(r.num_accepted_tokens, len(r.token_ids)) - (told == "observe_draft") for r in rounds
-        ]
-        assert seen == [(max(0, n), count) for n, count in zip(right, drafted, strict=True)]
+        looked_up = [r.num_draft_tokens - (told == "observe_draft") for r in rounds]
+        saved = [len(r.token_ids) - 1 for r in rounds]
+        assert seen == list(zip(saved, looked_up, strict=True))
         assert any(count > 1 for _, count in seen)
         assert (sum(n for n, _ in seen) > 20) != wrong
+
+
+@pytest.mark.parametrize("choice", [Choice("lookup", 6), exits(6)], ids=["look-ups", "drafts"])
+def test_a_text_that_ends_in_its_draft_saved_a_round_less(toy, plain, monkeypatch, choice):
+    """Nothing comes after the accepted tokens: a draft of a last token saves none."""
+    text = run(plain).token_ids
+    known, seen = store_of([*REPEATING, *text]), []
+    for last in range(2, 8):
+        controller = Scripted(choice)
+        for told in ("observe_lookup", "observe_draft"):
+            monkeypatch.setattr(
+                controller,
+                told,
+                lambda state, choice, context, *rest, **named: seen.append(
+                    named.get("num_saved", rest[0])
+                ),
+            )
+        lm, ends = with_controller(toy, controller, lookup=known), text[last]
+        lm._eos_ids = frozenset([ends])
+        out = run(lm)
+        rounds = [r for r in out.rounds[1:] if r.num_draft_tokens]
+        assert out.token_ids == text[: text.index(ends) + 1]
+        assert seen[-len(rounds) :] == [len(r.token_ids) - 1 for r in rounds]
+        seen.append(any(r.num_accepted_tokens == len(r.token_ids) for r in rounds))
+    assert True in seen
 
 
 def test_a_cap_on_drafts_holds_for_what_is_looked_up_behind_them(toy, plain):
