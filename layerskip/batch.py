@@ -208,21 +208,33 @@ class Batch:
         waiting = list(enumerate(requests))[::-1]
         places: dict[int, int] = {}
         outputs: dict[int, GenerationOutput] = {}
-        while len(outputs) < len(requests):
-            while waiting and len(places) < MAX_ROWS:
-                place, request = waiting.pop()
-                places[self.join(request)] = place
-            for record in self.step():
-                if record.finish_reason is not None:
-                    outputs[places.pop(record.row)] = self.remove(record.row)
+        with self._giving_up():
+            while len(outputs) < len(requests):
+                while waiting and len(places) < MAX_ROWS:
+                    place, request = waiting.pop()
+                    places[self.join(request)] = place
+                for record in self.step():
+                    if record.finish_reason is not None:
+                        outputs[places.pop(record.row)] = self.remove(record.row)
         return [outputs[i] for i in range(len(requests))]
 
     def stream(self, request: RowRequest) -> Iterator[StreamStep]:
         """Decode one request, round by round."""
-        self.join(request)
-        while self.unfinished:
-            for record in self.step():
-                yield StreamStep(record.text, record.token_ids, record)
+        with self._giving_up():
+            self.join(request)
+            while self.unfinished:
+                for record in self.step():
+                    yield StreamStep(record.text, record.token_ids, record)
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """However this ends, the requests that are left are over: also of a stream that nobody
+        reads to its end."""
+        try:
+            yield
+        finally:
+            if self._rows is not None:
+                self._rows.give_up()
 
     def _check_settings(self, settings: RowSettings) -> None:
         """What only the model can tell."""

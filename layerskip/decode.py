@@ -114,6 +114,12 @@ class Decoder:
         self.speculator.left(row)
         return self.rows.pop(row_id)
 
+    def give_up(self) -> None:
+        """No row goes on: what is learnt from how requests end is learnt. The device, which may be
+        what failed, is asked nothing."""
+        for row in self.rows.values():
+            self.speculator.left(row)
+
     def copied(self, row: Row) -> CachedText:
         """A row's committed keys and values, for a later one; it asked for them when it joined."""
         states, drafter = row.exit_states, self.speculator.drafter

@@ -273,6 +273,34 @@ def test_a_text_that_ends_in_its_draft_saved_a_round_less(toy, plain, monkeypatc
     assert True in seen
 
 
+def test_a_request_that_nobody_reads_to_its_end_is_over(toy):
+    """What requests of its kind are thought to be long by, and what it had in advance, is of it."""
+
+    def stream(lm) -> int:
+        steps = lm.stream(REPEATING, max_new_tokens=NEW)
+        emitted = sum(len(next(steps).token_ids) for _ in range(3))
+        steps.close()
+        return emitted
+
+    def generate(lm) -> int:
+        rounds = []
+
+        def stopping(record):
+            rounds.append(record)
+            if len(rounds) == 3:
+                raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            run(lm, on_round=stopping)
+        return sum(len(r.token_ids) for r in rounds)
+
+    for way in (stream, generate):
+        lm = with_controller(toy, Controller(cost_of(0.1), follows_clock=False))
+        emitted = way(lm)
+        assert lm.controller._experiences["greedy"].usual_length == emitted < NEW
+        run(lm, num_draft_tokens=0)  # nothing else is left of it
+
+
 def test_a_cap_on_drafts_holds_for_what_is_looked_up_behind_them(toy, plain):
     text, counts = run(plain).token_ids, set()
     stack = SelfSpeculativeLM(toy(), None, PLANS["exit"]).stack
