@@ -22,6 +22,7 @@ SIZE_ERROR = 0.15  # and by -17 to +25 % for passes of 8 rows (bench/LOG.md, 202
 SIZE_LIKENESS = 0.8  # correlation of the errors of a pass and of one twice as large
 ROUND_NOISE = 0.1  # of one round
 OUTLIER = 1.5  # deviations: what is beyond says no more than that
+SURE = 2.0  # deviations that a price is below the table's by, before less than that is charged
 NUM_SIZES = 5  # up to one row quantum, two, four, ...
 PACE, DRAFT, FIRST_SIZE = 0, 1, 2
 
@@ -32,6 +33,10 @@ class Clocks:
     Attributes:
         ratios: measured over tabled seconds: of plain passes, of drafts, and of passes that verify
             drafted tokens, by size. Another tuple once something was learnt.
+        charged: the same of what is counted as lost: below the table's price, at the machine's
+            pace, only by as much as is sure. Where a machine's speed changes while no plain pass is
+            run, it may be put down to the passes that are: a token more was thought to be free for
+            which 5 % of a plain pass were paid round by round (bench/LOG.md, 2026-11-26).
     """
 
     def __init__(self) -> None:
@@ -44,7 +49,7 @@ class Clocks:
             for j in range(NUM_SIZES):
                 likeness = SIZE_LIKENESS ** abs(i - j)
                 self._spread[FIRST_SIZE + i][FIRST_SIZE + j] = SIZE_ERROR**2 * likeness
-        self.ratios = (1.0,) * count
+        self.ratios = self.charged = (1.0,) * count
 
     @staticmethod
     def size(num_rows: int, row_quantum: int) -> int:
@@ -75,8 +80,11 @@ class Clocks:
             [own - a * b / variance for own, b in zip(row, along, strict=True)]
             for row, a in zip(spread, along, strict=True)
         ]
-        pace = mean[PACE]
-        self.ratios = (math.exp(pace), *(math.exp(pace + error) for error in mean[DRAFT:]))
+        pace, errors = mean[PACE], mean[DRAFT:]
+        highest = [e + SURE * math.sqrt(self._spread[i][i]) for i, e in enumerate(errors, DRAFT)]
+        charged = [max(e, min(0.0, high)) for e, high in zip(errors, highest, strict=True)]
+        self.charged = (math.exp(pace), *(math.exp(pace + error) for error in charged))
+        self.ratios = (math.exp(pace), *(math.exp(pace + error) for error in errors))
 
     def pass_time(self, rounds: int = 1) -> None:
         """So many rounds later, the machine may be another."""

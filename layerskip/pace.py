@@ -71,7 +71,7 @@ class Pace:
 
     @cached_property
     def charged(self) -> "Pace":
-        """The same at the prices of what is lost: no clock makes them lower than the table."""
+        """The same at the prices of what is lost."""
         return Pace(self._times, *self._shape, greedy=self._greedy, charged=True)
 
     @cached_property

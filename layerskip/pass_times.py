@@ -52,7 +52,7 @@ class PassTimes:
 
         Args:
             greedy: all of them take the likeliest token.
-            charged: what is counted as lost by it, if it is: at least what the table says.
+            charged: the price of one that gained nothing; see ``Clocks.charged``.
         """
         ratio = self._ratio(DRAFT, charged=charged)
         return ratio * self._looked_up("draft", rows * each, context, rows, greedy)
@@ -95,13 +95,8 @@ class PassTimes:
         return [ratios[clock] * seconds for clock, seconds in self._alone[key]]
 
     def _ratio(self, clock: int, *, charged: bool) -> float:
-        """What a clock corrects its passes by. Where a machine's speed changes while no plain pass
-        is run, it may be put down to the passes that are: a token more was thought to be free for
-        which 5 % of a plain pass were paid in each round (bench/LOG.md, 2026-11-26). What may be
-        lost is therefore counted at no less than the table's price at the machine's pace.
-        """
-        ratios = self._clocks.ratios
-        return max(ratios[clock], ratios[PACE]) if charged else ratios[clock]
+        """What a clock corrects its passes by."""
+        return (self._clocks.charged if charged else self._clocks.ratios)[clock]
 
     def drawing(self, *, greedy: bool = False) -> float:
         """Of judging a looked-up token beside a drafted one, whose noise is made."""
