@@ -10,6 +10,7 @@ from layerskip.controller import Ask, Controller
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
 from layerskip.estimates import RowState, lookup_confidence
+from layerskip.fingerprint import RECORDED
 from layerskip.guessing import NO_GUESS, Lookahead, guess_for, judged, lookahead, room
 from layerskip.lookup import FORCED_MATCH, Guess, LookupStore
 from layerskip.outputs import Drafter, StopReason
@@ -363,8 +364,12 @@ class Speculator:
     def observe_seconds(
         self, attempts: Sequence[Attempt], draft_seconds: float, verify_seconds: float
     ) -> None:
-        """What a round took, for the cost table."""
-        if self.controller is None:
+        """What a round that the host drove took, for the cost table, if that is of such passes.
+
+        Beside one of recorded passes it would look as if the machine were slow, and rounds that the
+        device runs by itself, which come and go with the requests, as if drafts were cheap.
+        """
+        if self.controller is None or self.controller.cost.key.get("passes") == RECORDED:
             return
         if not self.controller.times.due(drafted=any(a.draft.tokens for a in attempts)):
             return

@@ -243,6 +243,22 @@ def test_the_controller_learns_a_round_behind(stack, bench):
     assert row.rounds[1].draft_seconds > 0
 
 
+@pytest.mark.parametrize("passes", ["recorded", "started by the host"])
+def test_rounds_that_the_host_drives_teach_no_prices_of_recorded_passes(stack, bench, passes):
+    """Beside those they look slow, and the device's rounds after them as if drafts were cheap."""
+    controller, seen = Scripted(3), []
+    controller.cost = replace(controller.cost, key={"passes": passes})
+    for name in ("observe_phases", "observe_round"):
+        setattr(controller.times, name, lambda *_, name=name: seen.append(name))
+    for settings, driver in (({}, "observe_round"), ({"logprobs": 2}, "observe_phases")):
+        seen.clear()
+        decode(
+            decoder_of(stack, bench, controller=controller), spec(PROMPTS[0], k="auto", **settings)
+        )
+        teaches = driver == "observe_round" or passes == "started by the host"
+        assert set(seen) == ({driver} if teaches else set())
+
+
 @pytest.mark.parametrize("patience", [0, 2])
 def test_no_round_that_was_recorded_meanwhile_is_learnt_from(stack, patience):
     """Nor one that the host started in the place of a recording."""
