@@ -30,6 +30,7 @@ class KVCache:
         attended_block: a pass attends to a multiple of this many slots, masked.
     """
 
+    @torch.inference_mode(False)  # inside it, its tensors could not be written outside it
     def __init__(
         self,
         *,

@@ -60,6 +60,7 @@ class Seats:
         packet: int64, what a round leaves for the host, ``Shape.width`` numbers a row.
     """
 
+    @torch.inference_mode(False)  # as the cache's
     def __init__(self, cache: KVCache) -> None:
         rows, device = cache.num_rows, cache.lengths.device
         self.lengths = cache.lengths

@@ -613,6 +613,29 @@ def test_the_library_lets_a_packed_model_run_by_itself(tokenizer):
     assert len(packed._bench._idle.recordings) > 0
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_what_is_made_inside_inference_mode_serves_outside_it(tokenizer, packed):
+    model = make_model()
+    if packed:
+        pack_model(model)
+    settings = {"num_draft_tokens": 2, "lookup": False, "packed": packed}
+    lm = SelfSpeculativeLM(model, tokenizer, EXIT, **settings)
+    with torch.inference_mode():
+        wanted = lm.generate("abc", max_new_tokens=6).token_ids
+    assert lm.generate("abc", max_new_tokens=6).token_ids == wanted
+    batch = lm.open_batch(max_new_tokens=6)
+    with torch.inference_mode():
+        row = batch.add("abc")
+    batch.step()
+    with torch.inference_mode():
+        longer = batch.add("abc" * 30)  # the cache grows
+    batch.step()
+    batch.remove(longer)
+    while batch.unfinished:
+        batch.step()
+    assert batch.remove(row).token_ids == wanted
+
+
 def test_look_ups_give_way_unless_they_are_asked_for(tokenizer):
     model = make_model()
     pack_model(model)
