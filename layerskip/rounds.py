@@ -28,6 +28,7 @@ from layerskip.seats import (
     FIRST_SLOTS,
     MOST_DRAFTED,
     MOST_EOS,
+    ON_THEIR_WAY,
     Ring,
     Seats,
     Shape,
@@ -224,12 +225,19 @@ class Rounds:
         self.usual &= usual
         if self.recordings.due(shape):
             self._record(shape)
-        self._ring.begin()
-        self.recordings.run(shape, self._round(shape))
-        turn = self._ring.send(self.seats.packet_of(shape).flatten())
         probing = [row.state is not None and row.state.probing for row in going]
         entries = {r.slot_row: (r, c, p) for r, c, p in zip(going, choices, probing, strict=True)}
-        self._flights.append(Flight(shape, entries, turn, usual))
+        turn = (self._flights[-1].turn + 1) % ON_THEIR_WAY if self._flights else 0
+        try:
+            self._ring.begin(turn)
+            self.recordings.run(shape, self._round(shape))
+            self._ring.send(turn, self.seats.packet_of(shape).flatten())
+            self._flights.append(Flight(shape, entries, turn, usual))
+        except BaseException:  # the device may have gone on: rows start again where the host is
+            for row in going:
+                self.leave(row)
+                self.cache.lengths[row.slot_row].fill_(row.length)
+            raise
         return True
 
     def _left(self, row: Row) -> int:

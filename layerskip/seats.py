@@ -101,7 +101,8 @@ class Seats:
 
 
 class Ring:
-    """Packets on their way to the host, which waits for one while the next is made.
+    """Packets on their way to the host, which waits for one while the next is made; they take
+    places 0 to ``ON_THEIR_WAY - 1`` in turn.
 
     Args:
         width: numbers of the largest packet.
@@ -115,20 +116,17 @@ class Ring:
         ]
         self._events = [_event_pair() for _ in range(ON_THEIR_WAY)] if on_gpu else []
         self._device = device
-        self._next = 0
 
-    def begin(self) -> None:
-        """Start the clock of the next packet's round."""
+    def begin(self, turn: int) -> None:
+        """Start the clock of the round whose packet takes this place."""
         if self._events:
-            self._events[self._next][0].record(self._stream())
+            self._events[turn][0].record(self._stream())
 
-    def send(self, packet: Tensor) -> int:
-        """Start the copy of a packet, ``(any,)``; returns its place."""
-        turn, self._next = self._next, (self._next + 1) % len(self._host)
+    def send(self, turn: int, packet: Tensor) -> None:
+        """Start the copy of a packet, ``(any,)``, to its place."""
         self._host[turn][: len(packet)].copy_(packet, non_blocking=True)
         if self._events:
             self._events[turn][1].record(self._stream())
-        return turn
 
     def _stream(self) -> torch.cuda.Stream:
         """Of the packets' device, which need not be the current one."""

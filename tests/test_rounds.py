@@ -20,7 +20,7 @@ from layerskip.packed import PackedStack
 from layerskip.rounds import Workbench
 from layerskip.row import RowSpec
 from layerskip.sampling import Sampler
-from layerskip.seats import FIRST_SLOTS, MOST_DRAFTED
+from layerskip.seats import FIRST_SLOTS, MOST_DRAFTED, Ring
 from layerskip.stopping import Choice
 from layerskip.text import TextStream
 
@@ -447,6 +447,48 @@ def test_an_interruption_loses_nothing(stack, bench, text, calls):
     finish(decoder)
     assert row.token_ids == text
     assert tuple(t for r in row.rounds for t in r.token_ids) == tuple(text)
+
+
+def once(real, *, after=False, when=lambda kwargs: True):
+    """``real``, which is interrupted the first time: before its work or behind it."""
+    failed = []
+
+    def call(*args, **kwargs):
+        if failed or not when(kwargs):
+            return real(*args, **kwargs)
+        failed.append(True)
+        if after:
+            real(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    return call
+
+
+PLACES = {
+    "accepted": (torch, "cat", {"when": lambda kwargs: "out" in kwargs}),
+    "ran": (Ring, "send", {}),
+    "sent": (Ring, "send", {"after": True}),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_round_that_was_launched_and_not_noted_loses_nothing(
+    stack, bench, text, monkeypatch, place
+):
+    """One row goes on; the other ends in the round before, which is read afterwards."""
+    decoder, short = decoder_of(stack, bench), spec(PROMPTS[1], limit=3)
+    rows = [decoder.join(one) for one in (spec(PROMPTS[0]), short)]
+    for _ in range(2):
+        decoder.step()
+    assert rows[1].finish_reason is None
+    owner, name, how = PLACES[place]
+    monkeypatch.setattr(owner, name, once(getattr(owner, name), **how))
+    with pytest.raises(KeyboardInterrupt):
+        decoder.step()
+    finish(decoder)
+    slow = decoder_of(stack)
+    assert [row.token_ids for row in rows] == [text, decode(slow, short)[0].token_ids]
+    assert decoder.cache.lengths[:2].tolist() == [row.length for row in rows]
 
 
 class Unable:
