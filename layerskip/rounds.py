@@ -7,6 +7,7 @@ the device did with it since is not counted, and forgotten.
 """
 
 import itertools
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -140,7 +141,10 @@ class Rounds:
         self.reason = ""
 
     def reset(self, num_rows: int, num_slots: int) -> None:
-        """Empty everything for another decoder, with room for so many rows and slots at least."""
+        """Empty everything for another decoder, with room for so many rows and slots at least.
+
+        If there is no memory for them this can't be used any more.
+        """
         self.forget()
         cache = self.cache
         if num_rows <= cache.num_rows and num_slots <= cache.num_slots:
@@ -148,12 +152,19 @@ class Rounds:
                 cache.release(row)
             self.seats.num_left.zero_()
             return
-        if num_slots > cache.num_slots:  # by half at least, or every longer text would record anew
-            num_slots = max(num_slots, cache.num_slots + cache.num_slots // 2)
+        roomy = _roomy((cache.num_rows, cache.num_slots), (num_rows, num_slots))
         self.recordings.clear()
         self._eos_ids = frozenset()
-        rows, slots = max(num_rows, cache.num_rows), max(num_slots, cache.num_slots)
-        self._settle_in(self.stack.new_cache(num_rows=rows, num_slots=slots))
+        del cache, self.cache, self.seats  # or there would have to be room for both caches
+        self._settle_in(self._new_cache(roomy, (num_rows, num_slots)))
+
+    def _new_cache(self, roomy: tuple[int, int], asked: tuple[int, int]) -> KVCache:
+        """Of so many rows and slots, or where memory has no room for that, of those asked for."""
+        try:
+            return self.stack.new_cache(num_rows=roomy[0], num_slots=roomy[1])
+        except RuntimeError:  # out of memory; a CPU has no kind of its own for it
+            pass  # out of here: the error holds what the first try has got
+        return self.stack.new_cache(num_rows=asked[0], num_slots=asked[1])
 
     def advance(self, rows: Sequence[Row], speculator: Speculator, *, ahead: bool) -> list[Landing]:
         """Launch what may be launched, and read the oldest round in flight.
@@ -320,6 +331,18 @@ class Rounds:
         if flight.numbers is None:
             flight.numbers, flight.seconds = self._ring.receive(flight.turn, flight.shape)
         return flight.numbers
+
+
+def _roomy(kept: tuple[int, int], asked: tuple[int, int]) -> tuple[int, int]:
+    """Rows and slots of the cache after one of ``kept``, for a decoder that needs those ``asked``.
+
+    Both kinds of text find room, and later their recordings, unless that takes over twice what the
+    larger of them takes alone: after a batch of many short texts a long one must not have as many
+    rows. Slots grow by half at least, or every longer text would record anew.
+    """
+    grown = kept[1] + kept[1] // 2 if asked[1] > kept[1] else kept[1]
+    both = max(kept[0], asked[0]), max(asked[1], grown)
+    return both if math.prod(both) <= 2 * max(math.prod(kept), math.prod(asked)) else asked
 
 
 def _doubled(first: int, last: int) -> list[int]:

@@ -3,6 +3,7 @@
 The definitions run them, and a CPU's recorder proves of each that it does not ask the host.
 """
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -616,6 +617,48 @@ def test_a_longer_request_has_a_larger_cache_and_new_recordings(stack, text):
     assert (decoder.cache.num_rows, decoder.cache.num_slots) == (2, 128)
     (row,) = decode(decoder, spec(PROMPTS[0], eos_ids=eos_ids))
     assert row.token_ids == text[: text.index(text[7]) + 1]
+
+
+@pytest.mark.parametrize(
+    ("kept", "asked", "expected"),
+    [
+        ((2, 128), (1, 200), (2, 256)),  # both kinds find room
+        ((4, 128), (8, 64), (8, 128)),
+        ((32, 64), (1, 576), (1, 576)),  # not 32 times as much as it needs
+        ((1, 576), (32, 64), (32, 64)),
+    ],
+)
+def test_a_kept_cache_grows_to_what_two_kinds_of_texts_need(stack, kept, asked, expected):
+    bench = Workbench(stack, EXIT, RepeatingRecorder)
+    for rows, slots in (kept, asked):
+        rounds = bench.take(num_rows=rows, num_slots=slots)
+        bench.give_back(rounds)
+    assert (rounds.cache.num_rows, rounds.cache.num_slots) == expected
+    assert len(rounds.seats.num_left) == expected[0]
+
+
+def test_a_kept_cache_makes_room_for_the_next_one(stack, monkeypatch):
+    """It goes first; and where there is no room for more than was asked, that is enough."""
+    bench, made = Workbench(stack, EXIT, RepeatingRecorder), []
+    new_cache = stack.new_cache
+
+    def limited(*, num_rows, num_slots):
+        assert [cache for cache in made if cache() is not None] == []
+        if num_rows * num_slots > 300:
+            raise RuntimeError("CUDA out of memory")
+        cache = new_cache(num_rows=num_rows, num_slots=num_slots)
+        made.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(stack, "new_cache", limited)
+    bench.give_back(bench.take(num_rows=2, num_slots=128))
+    rounds = bench.take(num_rows=1, num_slots=200)
+    assert (rounds.cache.num_rows, rounds.cache.num_slots) == (1, 256)
+    bench.give_back(rounds)
+    del rounds
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bench.take(num_rows=3, num_slots=200)
+    assert bench.take(num_rows=1, num_slots=300).cache.num_rows == 1
 
 
 def test_rounds_run_without_recordings_too(stack, text):
