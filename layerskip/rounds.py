@@ -398,7 +398,8 @@ class Workbench:
         self._stack, self._plan, self._make_recorder = stack, plan, make_recorder
         self._vocab_ids = vocab_ids
         self._idle: Rounds | None = None
-        self._lock = threading.Lock()
+        # A garbage collection may give rounds back in the middle of ``take`` or ``give_back``.
+        self._lock = threading.RLock()
 
     def take(self, *, num_rows: int, num_slots: int) -> Rounds:
         """Rounds over an empty cache of at least so many rows and slots."""

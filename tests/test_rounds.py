@@ -3,6 +3,7 @@
 The definitions run them, and a CPU's recorder proves of each that it does not ask the host.
 """
 
+import threading
 import weakref
 from dataclasses import replace
 
@@ -659,6 +660,22 @@ def test_a_kept_cache_makes_room_for_the_next_one(stack, monkeypatch):
     with pytest.raises(RuntimeError, match="out of memory"):
         bench.take(num_rows=3, num_slots=200)
     assert bench.take(num_rows=1, num_slots=300).cache.num_rows == 1
+
+
+def test_a_garbage_collection_may_give_rounds_back_while_others_are_taken(stack):
+    """Finalizers run in the thread that is in ``take`` or ``give_back``."""
+    bench = Workbench(stack, None, RepeatingRecorder)
+    rounds = bench.take(num_rows=1, num_slots=8)
+
+    def collected():
+        with bench._lock:
+            bench.give_back(rounds)
+
+    thread = threading.Thread(target=collected, daemon=True)
+    thread.start()
+    thread.join(timeout=1)
+    assert not thread.is_alive()
+    assert bench._idle is rounds
 
 
 def test_rounds_run_without_recordings_too(stack, text):
