@@ -6,7 +6,8 @@ nothing, and that every call does the same operations on the same memory.
 """
 
 import logging
-from collections import Counter, OrderedDict
+import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -41,13 +42,14 @@ class Recording(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of device memory that it keeps."""
+        """Of device memory: how much more its recorder's recordings keep since it was made."""
 
     def replay(self) -> None: ...
 
 
 class Recorder(Protocol):
-    """Makes recordings.
+    """Makes recordings. They share memory: no two of one recorder may run at the same time, and
+    what one leaves there the next overwrites; what is to stay is written outside.
 
     ``record`` may call the function any number of times, so that what it changes must not matter
     then; it raises ``RecordingError`` with a reason where a function can't be recorded.
@@ -63,7 +65,7 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A captured CUDA graph and its own pool of memory."""
+    """A captured CUDA graph, whose pool of memory others may have grown, too."""
 
     graph: torch.cuda.CUDAGraph
     num_bytes: int
@@ -73,7 +75,8 @@ class Graph:
 
 
 class GraphRecorder:
-    """Captures CUDA graphs, each with a pool of its own, which goes when the graph goes.
+    """Captures CUDA graphs that share a pool of memory, which goes when the last of them goes. It
+    is about as large as the largest of them needs (not measured yet), however many there are.
 
     Args:
         device: a CUDA device.
@@ -85,6 +88,7 @@ class GraphRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._warm = False
+        self._sharing: weakref.WeakSet[Graph] = weakref.WeakSet()  # the pool of the next graph
 
     def record(self, function: Function) -> Graph:
         """Capture ``function``, which has run before; see ``Recorder``."""
@@ -95,6 +99,7 @@ class GraphRecorder:
                     self._warm = True
                 return self._capture(function)
         except RuntimeError as error:  # out of memory is one, too
+            self._sharing.clear()  # torch may hold their pool for one that is still being captured
             reason = str(error).strip().partition("\n")[0]
             raise RecordingError(f"CUDA could not capture a round: {reason}") from error
 
@@ -111,10 +116,20 @@ class GraphRecorder:
         torch.cuda.empty_cache()  # as the capture does: else what it frees would be counted
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
+        shared = next(iter(self._sharing), None)  # alive until this one has a share
         # Other threads may use the GPU meanwhile: only this one's calls can spoil the capture.
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(
+            graph,
+            pool=None if shared is None else shared.graph.pool(),
+            stream=self._stream,
+            capture_error_mode="thread_local",
+        )
+        # A capture that fails leaves its thread on its stream.
+        with torch.cuda.stream(torch.cuda.current_stream()), capture:
             function()
-        return Graph(graph, max(0, torch.cuda.memory_reserved() - before))
+        made = Graph(graph, max(0, torch.cuda.memory_reserved() - before))
+        self._sharing.add(made)
+        return made
 
 
 @dataclass(eq=False)
@@ -156,9 +171,10 @@ class RepeatingRecorder:
 
 
 class Recordings:
-    """Recordings by key: made for what comes up again, the least recently used dropped for room.
+    """Recordings by key, made for what comes up again until memory is full.
 
-    Where there is none yet, or one can't be made, the function runs as it is.
+    Where there is none yet, or one can't be made, the function runs as it is. None is dropped for
+    another: they share memory, so that this would free nothing.
 
     Args:
         recorder: makes them.
@@ -166,15 +182,15 @@ class Recordings:
 
     Attributes:
         reason: why a function can't be recorded; "" if none was refused.
-        num_bytes: kept now.
+        num_bytes: kept now; above the limit by what the one took that was refused for it.
     """
 
     def __init__(self, recorder: Recorder, *, limit_bytes: int = LIMIT_BYTES) -> None:
         self._recorder, self._limit = recorder, limit_bytes
-        # The least recently used first.
-        self._kept: OrderedDict[Hashable, Recording] = OrderedDict()
+        self._kept: dict[Hashable, Recording] = {}
         self._unrecorded: set[Hashable] = set()
         self._asked: Counter[Hashable] = Counter()
+        self.num_bytes = 0
         self.reason = self._warned = ""
 
     def __contains__(self, key: Hashable) -> bool:
@@ -192,40 +208,44 @@ class Recordings:
         return len(self._kept)
 
     @property
-    def num_bytes(self) -> int:
-        return sum(recording.num_bytes for recording in self._kept.values())
+    def full(self) -> bool:
+        """Whether nothing more is recorded until they are cleared."""
+        return self.num_bytes > self._limit
 
     def prepare(self, key: Hashable, function: Function) -> None:
         """Record ``function`` under ``key`` unless that was tried."""
         if key in self:
+            return
+        if self.full:
+            self._give_up(key, self.reason)
             return
         try:
             recording = self._recorder.record(function)
         except RecordingError as error:
             self._give_up(key, str(error))
             return
-        if recording.num_bytes > self._limit:
-            size = f"{recording.num_bytes} bytes, and {self._limit} are allowed"
-            self._give_up(key, f"a recorded round keeps {size}")
+        taken = self.num_bytes + recording.num_bytes
+        if taken <= self._limit:
+            self._kept[key], self.num_bytes = recording, taken
             return
-        self._kept[key] = recording
-        while self.num_bytes > self._limit:
-            self._kept.popitem(last=False)
+        those = "a recorded round keeps"
+        if self._kept:  # with them it keeps what it took; alone it goes, and that with it
+            self.num_bytes, those = taken, "recorded rounds keep"
+        self._give_up(key, f"{those} {taken} bytes, and {self._limit} are allowed")
 
     def run(self, key: Hashable, function: Function) -> None:
         """``key``'s recording, or ``function`` itself where there is none."""
-        if key not in self._kept:
+        if key in self._kept:
+            self._kept[key].replay()
+        else:
             function()
-            return
-        self._kept.move_to_end(key)
-        self._kept[key].replay()
 
     def clear(self) -> None:
         """Drop all recordings: the memory that they know is not in use any more."""
         self._kept.clear()
         self._unrecorded.clear()
         self._asked.clear()
-        self.reason = ""
+        self.num_bytes, self.reason = 0, ""
 
     def _give_up(self, key: Hashable, reason: str) -> None:
         self._unrecorded.add(key)

@@ -116,18 +116,20 @@ class Rounds:
     @torch.inference_mode()
     def record_ahead(self, counts: Sequence[int]) -> int:
         """Record the rounds that this cache's rows may have, with so many drafted tokens, while
-        there are none: of every number of rows and slots, greedy and sampled.
+        there are none: of every number of rows and slots, greedy and sampled, until memory is full.
 
         Each runs once before, since kernels are loaded where they first run.
 
         Returns:
-            Recordings that are kept.
+            Recordings that are kept: of the first ``counts`` where there is no room for all.
         """
         rows, slots = self.cache.num_rows, self.cache.num_slots
         sizes = itertools.product(
             counts, _doubled(1, rows), _doubled(FIRST_SLOTS, slots), (False, True)
         )
         for shape in itertools.starmap(Shape, sizes):
+            if self.recordings.full:
+                break
             if shape not in self.recordings:
                 self._round(shape)()
                 self._record(shape)

@@ -1,9 +1,19 @@
 """Recorded functions: what a CPU's recorder proves of them, and what is kept."""
 
+import contextlib
+import threading
+import weakref
+
 import pytest
 import torch
 
-from layerskip.graphs import HostWorkError, RecordingError, Recordings, RepeatingRecorder
+from layerskip.graphs import (
+    GraphRecorder,
+    HostWorkError,
+    RecordingError,
+    Recordings,
+    RepeatingRecorder,
+)
 
 
 @pytest.fixture
@@ -137,14 +147,20 @@ def test_what_cannot_be_recorded_is_not_tried_again():
     assert not recordings.due("u")
 
 
-def test_the_least_recently_used_make_room():
+def test_what_finds_no_room_runs_as_it_is_and_nothing_is_dropped_for_it():
+    """What is shared is not given back, so that another turn would not help either."""
     played, recorder = [], Sized(100)
     recordings = Recordings(recorder, limit_bytes=250)
-    for key in ("a", "b", "a", "c"):
+    for key in "abcabcd" * 3:
+        assert recordings.full == ("c" in recordings)
         run(recordings, key, lambda key=key: played.append(key))
-    assert played == ["a", "b", "a", "c"]
-    assert ("a" in recordings, "b" in recordings, "c" in recordings) == (True, False, True)
-    assert (recordings.num_bytes, len(recordings), recorder.made) == (200, 2, 3)
+    assert "".join(played) == "abcabcd" * 3
+    assert (len(recordings), recorder.made, recordings.num_bytes) == (2, 3, 300)
+    assert recordings.reason == "recorded rounds keep 300 bytes, and 250 are allowed"
+    recordings.clear()
+    assert (recordings.num_bytes, recordings.full, recordings.reason) == (0, False, "")
+    run(recordings, "c", lambda: None)
+    assert (len(recordings), recorder.made) == (1, 4)
 
 
 def test_without_a_recording_the_function_runs_and_says_why():
@@ -171,5 +187,112 @@ def test_a_recording_that_is_too_large_is_not_kept():
     played = []
     recordings = Recordings(Sized(500), limit_bytes=100)
     run(recordings, "a", lambda: played.append("a"))
-    assert (played, len(recordings)) == (["a"], 0)
+    assert (played, len(recordings), recordings.full) == (["a"], 0, False)
     assert recordings.reason == "a recorded round keeps 500 bytes, and 100 are allowed"
+
+
+class Stream:
+    def __init__(self, device=None):
+        pass
+
+    def wait_stream(self, other):
+        pass
+
+
+class Captured:
+    """A graph."""
+
+
+class Cuda:
+    """As much of ``torch.cuda`` as a capture needs. Pools live as long as graphs use them.
+
+    Attributes:
+        needs: bytes of the function that is captured.
+        fails: whether the capture does.
+        spoilt: set once a thread waits for the device while another captures.
+    """
+
+    def __init__(self):
+        self.needs, self.fails, self.spoilt = 0, False, threading.Event()
+        self.pools, self.users, self.stuck = {}, {}, set()
+        self.here, self.capturing = Stream(), False
+
+    def memory_reserved(self):
+        return sum(self.pools.values())
+
+    def empty_cache(self):
+        self.pools = {pool: size for pool, size in self.pools.items() if len(self.users[pool])}
+
+    def synchronize(self):
+        if self.capturing:
+            self.spoilt.set()
+
+    def current_stream(self):
+        return self.here
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.here = self.here, stream
+        try:
+            yield
+        finally:
+            self.here = before
+
+    @contextlib.contextmanager
+    def graph(self, graph, *, stream, capture_error_mode, pool=None):
+        self.synchronize()
+        before, self.here, self.capturing = self.here, stream, True
+        number = len(self.users) if pool is None else pool
+        assert pool is None or (len(self.users[pool]) and pool not in self.stuck)
+        yield
+        self.capturing = False
+        if self.fails:  # torch's own comes no further, either
+            self.stuck.add(number)
+            raise RuntimeError("CUDA error: operation not permitted")
+        self.here = before
+        self.pools[number] = max(self.pools.get(number, 0), self.needs)
+        self.users.setdefault(number, weakref.WeakSet()).add(graph)
+        graph.pool = lambda: number
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A GPU that is none."""
+    fake = Cuda()
+    for name in ("memory_reserved", "empty_cache", "synchronize", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    monkeypatch.setattr(torch.cuda, "graph", fake.graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Captured)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return fake
+
+
+def captured(cuda, recorder, needs):
+    cuda.needs = needs
+    return recorder.record(lambda: None)
+
+
+def test_graphs_share_memory_that_goes_with_the_last_of_them(cuda):
+    recorder = GraphRecorder(torch.device("cuda"))
+    kept = [captured(cuda, recorder, needs) for needs in (100, 60, 140)]
+    assert [graph.num_bytes for graph in kept] == [100, 0, 40]
+    del kept[0]
+    kept.append(captured(cuda, recorder, 130))
+    assert (kept[-1].num_bytes, cuda.memory_reserved()) == (0, 140)
+    kept.clear()
+    kept = [captured(cuda, recorder, needs) for needs in (80, 80)]
+    assert [graph.num_bytes for graph in kept] == [80, 0]
+    assert cuda.memory_reserved() == 80
+
+
+def test_a_capture_that_fails_costs_no_stream_and_no_later_one(cuda):
+    recorder, here = GraphRecorder(torch.device("cuda")), cuda.current_stream()
+    kept = [captured(cuda, recorder, 100)]
+    cuda.fails = True
+    with pytest.raises(RecordingError, match="could not capture a round: CUDA error"):
+        recorder.record(lambda: None)
+    assert cuda.current_stream() is here
+    cuda.fails = False
+    kept += [captured(cuda, recorder, needs) for needs in (100, 100)]
+    assert [graph.num_bytes for graph in kept] == [100, 100, 0]

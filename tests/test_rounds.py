@@ -16,7 +16,7 @@ from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
-from layerskip.graphs import RecordingError, RepeatingRecorder
+from layerskip.graphs import LIMIT_BYTES, RecordingError, RepeatingRecorder
 from layerskip.model import pack_model
 from layerskip.packed import PackedStack
 from layerskip.rounds import Workbench
@@ -567,6 +567,27 @@ def test_rounds_are_recorded_ahead_for_every_context(stack):
     assert sizes[-1] >= slots
     assert shapes == {(n, sampled) for n in sizes for sampled in (False, True)}
     assert bench.record_ahead([MOST_DRAFTED + 1], num_rows=1, num_slots=slots) == 3 * 2
+
+
+class Large(RepeatingRecorder):
+    """Five of its recordings fit."""
+
+    def record(self, function):
+        recording = super().record(function)
+        recording.num_bytes = LIMIT_BYTES // 5
+        return recording
+
+
+def test_rounds_recorded_ahead_end_where_memory_does(stack):
+    """The first ones are kept, plain rounds among them, and requests drop none of them."""
+    bench = Workbench(stack, EXIT, Large)
+    assert bench.record_ahead(range(8), num_rows=1, num_slots=64) == 5
+    kept = dict(bench._idle.recordings._kept)
+    assert [shape.num_draft_tokens for shape in kept] == [0, 0, 1, 1, 2]
+    decoder = decoder_of(stack, bench, num_rows=1)
+    decode(decoder, spec(PROMPTS[0], limit=6))
+    assert decoder.rounds.recordings._kept == kept
+    assert "bytes, and" in decoder.rounds.recordings.reason
 
 
 def test_what_cannot_be_recorded_ahead_runs_as_it_is(stack, text):
