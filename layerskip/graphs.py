@@ -6,6 +6,7 @@ nothing, and that every call does the same operations on the same memory.
 """
 
 import logging
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -25,6 +26,9 @@ WARM_UPS = 2  # what is made at first use, kernels and their memory, is made bef
 # recording takes over what it saves is not measured yet (`make gpu-bench`, section recording).
 PATIENCE = 2
 LIMIT_BYTES = 1 << 30
+# A capture begins by waiting for the device and freeing what torch's cache holds, which spoils one
+# that another thread has under way, over any model: torch allows one at a time in a process.
+ONE_CAPTURE = threading.Lock()
 Function = Callable[[], None]
 Tape = list[tuple[Any, ...]]
 
@@ -93,7 +97,7 @@ class GraphRecorder:
     def record(self, function: Function) -> Graph:
         """Capture ``function``, which has run before; see ``Recorder``."""
         try:
-            with torch.cuda.device(self._device):
+            with ONE_CAPTURE, torch.cuda.device(self._device):
                 if not self._warm:  # the stream; a function's own first use was where it ran
                     self._warm_up(function)
                     self._warm = True

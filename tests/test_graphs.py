@@ -296,3 +296,19 @@ def test_a_capture_that_fails_costs_no_stream_and_no_later_one(cuda):
     cuda.fails = False
     kept += [captured(cuda, recorder, needs) for needs in (100, 100)]
     assert [graph.num_bytes for graph in kept] == [100, 100, 0]
+
+
+def test_threads_capture_one_after_another(cuda):
+    recorders = [GraphRecorder(torch.device("cuda")) for _ in range(2)]
+
+    def function():  # of the first one: the second one begins
+        if cuda.capturing and not threads:
+            threads.append(threading.Thread(target=recorders[1].record, args=(lambda: None,)))
+            threads[0].start()
+            cuda.spoilt.wait(timeout=0.2)
+
+    threads = []
+    recorders[0].record(function)
+    threads[0].join(timeout=5)
+    assert not threads[0].is_alive()
+    assert not cuda.spoilt.is_set()
