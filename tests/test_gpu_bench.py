@@ -339,6 +339,18 @@ def test_a_side_without_recordings_has_none(packed):
     assert lm._bench is not packed.lm._bench
 
 
+def test_a_text_behind_a_warm_up_records_nothing(packed):
+    """Neither for its drafts nor for the slots that they need, at the end of a block."""
+    made = []
+    lm = recorded.anew(packed, None, made)
+    ids = [lab.prompt(packed.model, 56, 0)]
+    recorded.warmed(lm, len(ids[0]) + 6)
+    (clocked,) = made  # one cache
+    recordings = len(clocked.seconds)
+    timing.decode(lm, ids, "auto", 6)
+    assert [len(one.seconds) for one in made] == [recordings]
+
+
 def test_every_acceptance_says_that_it_is_synthetic(record):
     def look(value):
         if isinstance(value, dict):

@@ -94,10 +94,10 @@ def one_model(lab: Lab, loaded: Loaded, entry: Found, end: float) -> None:
 
 
 def warmed(lm: SelfSpeculativeLM, num_slots: int) -> float:
-    """Seconds that its rounds, of one row and up to so many slots, take to record."""
+    """Seconds that its rounds with "auto", of one row and up to so many slots, take to record."""
     synchronize()
     began = time.perf_counter()
-    lm.warm_up(num_slots=num_slots)
+    lm.warm_up(num_slots=num_slots, num_draft_tokens=AUTO)
     synchronize()
     return time.perf_counter() - began
 
