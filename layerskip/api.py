@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_NEW_TOKENS = 128
 WARM_DRAFTS = 7  # longer ones seldom pay
 PROOF_SECONDS = 0.3  # of a load; those of a small model take less
+RECORDING_SECONDS = 0.5  # the same
+RECORDED_SLOTS = 1024  # of a sequence whose rounds are recorded then
 LEAST_COVERAGE = 0.9  # of a draft vocabulary of which nothing was measured
 
 
@@ -271,7 +273,8 @@ class SelfSpeculativeLM:
     @property
     def controller(self) -> Controller:
         """What decides for ``num_draft_tokens="auto"``; made, and passes proven and measured, when
-        first asked for."""
+        first asked for. On a GPU rounds of one sequence are recorded then, too, for half a second
+        at most: a first text would wait longer for them than it takes."""
         with self._lock:
             if self._controller is None:
                 self.stack.pass_sizes.prove_ahead(PROOF_SECONDS)
@@ -283,7 +286,25 @@ class SelfSpeculativeLM:
                     head=self._head,
                 )
                 self._controller = Controller(cost, self._known.acceptance, self._known.calibration)
+                self._record_ahead()
             return self._controller
+
+    def _record_ahead(self) -> None:
+        if self._bench is not None:
+            slots = min(RECORDED_SLOTS, self.stack.max_positions)
+            self._bench.record_ahead(
+                self._recorded_counts(AUTO),
+                num_rows=1,
+                num_slots=slots + most_draft_tokens(AUTO),
+                seconds=RECORDING_SECONDS,
+                only_if_dear=True,
+            )
+
+    def _recorded_counts(self, wanted: NumDraftTokens) -> list[int]:
+        """Numbers of drafted tokens whose rounds requests may need, on the device."""
+        if self.plan is None or self.looks_up:  # what is looked up needs the host
+            return [0]
+        return list(range(WARM_DRAFTS + 1)) if wanted == AUTO else sorted({0, int(wanted)})
 
     def warm_up(
         self,
@@ -294,7 +315,7 @@ class SelfSpeculativeLM:
     ) -> int:
         """Do before the first request what it would wait for: with "auto" the cost table, and on a
         device that runs rounds by itself their recordings, which on a GPU take far longer than the
-        rounds. Without it they are made as texts need them.
+        rounds. Without it ``controller`` makes some, and the others are made as texts need them.
 
         Args:
             num_rows: most sequences at a time.
@@ -316,11 +337,10 @@ class SelfSpeculativeLM:
             _ = self.controller
         if self._bench is None:
             return 0
-        counts = [0]
-        if self.plan is not None and not self.looks_up:  # what is looked up needs the host
-            counts = list(range(WARM_DRAFTS + 1)) if wanted == AUTO else sorted({0, int(wanted)})
         return self._bench.record_ahead(
-            counts, num_rows=num_rows, num_slots=num_slots + most_draft_tokens(wanted)
+            self._recorded_counts(wanted),
+            num_rows=num_rows,
+            num_slots=num_slots + most_draft_tokens(wanted),
         )
 
     def generate(

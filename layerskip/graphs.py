@@ -201,15 +201,28 @@ class Recordings:
         """Whether ``key`` runs as it always will: nothing is left to record."""
         return key in self._kept or key in self._unrecorded
 
-    def due(self, key: Hashable) -> bool:
-        """Whether to ``prepare`` a key before it runs now, which counts as one more time."""
+    def has(self, key: Hashable) -> bool:
+        """Whether there is a recording."""
+        return key in self._kept
+
+    def due(self, key: Hashable, *, waits: int = 1) -> bool:
+        """Whether to ``prepare`` a key before it runs now, which counts as one more time.
+
+        Args:
+            waits: so many times as patiently, where something else can run in its place.
+        """
         if key in self:
             return False
         self._asked[key] += 1
-        return self._asked[key] > self._recorder.patience
+        return self._asked[key] > waits * self._recorder.patience
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def num_tried(self) -> int:
+        """Keys for which nothing is left to record."""
+        return len(self._kept) + len(self._unrecorded)
 
     @property
     def full(self) -> bool:

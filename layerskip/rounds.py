@@ -9,6 +9,7 @@ the device did with it since is not counted, and forgotten.
 import itertools
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ from layerskip.seats import (
 from layerskip.speculation import Landing, Speculator
 from layerskip.stopping import Choice
 from layerskip.verification import count_matches
+
+# A round of up to so many drafted tokens more runs in the place of one that is not recorded. Each
+# takes some 0.35 of a plain token on an H200, and a recording about ten (bench/LOG.md, 2026-11-26):
+# so it has to come up so many times as often as where the host would start it.
+MOST_MORE, WAITS = 3, 8
 
 
 @dataclass(eq=False)
@@ -114,21 +120,23 @@ class Rounds:
         self.recordings.clear()
 
     @torch.inference_mode()
-    def record_ahead(self, counts: Sequence[int]) -> int:
+    def record_ahead(self, counts: Sequence[int], *, seconds: float = math.inf) -> int:
         """Record the rounds that this cache's rows may have, with so many drafted tokens, while
-        there are none: of every number of rows and slots, greedy and sampled, until memory is full.
+        there are none: of every number of rows and slots, greedy and sampled, until memory is full
+        or ``seconds`` are over. The shortest texts' come first.
 
         Each runs once before, since kernels are loaded where they first run.
 
         Returns:
-            Recordings that are kept: of the first ``counts`` where there is no room for all.
+            Recordings that are kept.
         """
-        rows, slots = self.cache.num_rows, self.cache.num_slots
+        began, rows, slots = time.perf_counter(), self.cache.num_rows, self.cache.num_slots
         sizes = itertools.product(
-            counts, _doubled(1, rows), _doubled(FIRST_SLOTS, slots), (False, True)
+            _doubled(FIRST_SLOTS, slots), _doubled(1, rows), counts, (False, True)
         )
-        for shape in itertools.starmap(Shape, sizes):
-            if self.recordings.full:
+        for num_slots, num_rows, count, sampled in sizes:
+            shape = Shape(count, num_rows, num_slots, sampled)
+            if self.recordings.full or time.perf_counter() - began > seconds:
                 break
             if shape not in self.recordings:
                 self._round(shape)()
@@ -232,12 +240,16 @@ class Rounds:
             return False
         counts = speculator.counted(going)
         choices = [choice for choice, _ in counts]
-        shape = self._shape(going, choices, max(most for _, most in counts))
+        wanted = max(
+            min(choice.num_draft_tokens, self._left(row) - 1)
+            for row, choice in zip(going, choices, strict=True)
+        )
+        num_tried = self.recordings.num_tried
+        shape = self._shape(going, wanted, max(most for _, most in counts))
         self._seat(going, choices)
-        usual = shape in self.recordings
+        usual = shape in self.recordings and shape.num_draft_tokens == wanted
+        usual &= self.recordings.num_tried == num_tried
         self.usual &= usual
-        if self.recordings.due(shape):
-            self._record(shape)
         probing = [row.state is not None and row.state.probing for row in going]
         entries = {r.slot_row: (r, c, p) for r, c, p in zip(going, choices, probing, strict=True)}
         turn = (self._flights[-1].turn + 1) % ON_THEIR_WAY if self._flights else 0
@@ -258,15 +270,26 @@ class Rounds:
         flying = sum(flight.holds(row) for flight in self._flights)
         return row.spec.limit - len(row.token_ids) - flying
 
-    def _shape(self, rows: Sequence[Row], choices: Sequence[Choice], most: int) -> Shape:
-        """The smallest that fits. Drafts get shorter near a row's limit: no round is recorded for
-        that alone, but one for ``most`` is taken."""
-        wanted = max(
-            min(choice.num_draft_tokens, self._left(row) - 1)
-            for row, choice in zip(rows, choices, strict=True)
-        )
+    def _shape(self, rows: Sequence[Row], wanted: int, most: int) -> Shape:
+        """What a round of so many drafted tokens runs as; recorded before it, if that is due.
+
+        Drafts get shorter near a row's limit: no round is recorded for that alone, but one for
+        ``most`` is taken. Until it is sure that a number comes up again, a recorded round of a few
+        more runs in its place, whose further tokens nobody takes: that is far quicker than one that
+        the host starts.
+        """
         short = self._shape_for(wanted, rows)
-        return short if short in self.recordings else self._shape_for(max(wanted, most), rows)
+        if short in self.recordings:
+            return short
+        shape = self._shape_for(max(wanted, most), rows)
+        instead = None
+        if shape.num_draft_tokens:  # a plain round is worth its recording at once
+            more = range(shape.num_draft_tokens + 1, shape.num_draft_tokens + MOST_MORE + 1)
+            shapes = (self._shape_for(k, rows) for k in more if k <= MOST_DRAFTED)
+            instead = next((s for s in shapes if self.recordings.has(s)), None)
+        if self.recordings.due(shape, waits=1 if instead is None else WAITS):
+            self._record(shape)
+        return instead if instead is not None and shape not in self.recordings else shape
 
     def _shape_for(self, num_draft_tokens: int, rows: Sequence[Row]) -> Shape:
         num_rows = 1
@@ -419,13 +442,26 @@ class Workbench:
             num_slots=num_slots,
         )
 
-    def record_ahead(self, counts: Sequence[int], *, num_rows: int, num_slots: int) -> int:
+    def record_ahead(
+        self,
+        counts: Sequence[int],
+        *,
+        num_rows: int,
+        num_slots: int,
+        seconds: float = math.inf,
+        only_if_dear: bool = False,
+    ) -> int:
         """Before there is a decoder: see ``Rounds.record_ahead``. One of as many rows and slots, or
         fewer, finds all that it needs. Numbers of drafted tokens that need the host are left out.
+
+        Args:
+            only_if_dear: do nothing where a recording takes no longer than a round.
         """
+        if only_if_dear and not self._make_recorder().patience:
+            return 0
         rounds = self.take(num_rows=num_rows, num_slots=num_slots)
         try:
-            return rounds.record_ahead([k for k in counts if k <= MOST_DRAFTED])
+            return rounds.record_ahead([k for k in counts if k <= MOST_DRAFTED], seconds=seconds)
         finally:
             self.give_back(rounds)
 

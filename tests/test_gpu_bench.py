@@ -314,7 +314,7 @@ def test_what_recording_takes_is_measured(record, packed):
         assert of_k["recordings"] >= 1
         assert of_k["ms_to_record"] > 0.0
     assert all(found["first_text"][what] > 0.0 for what in recorded.FIRSTS)
-    assert found["seconds_to_warm_up"] > 0.0
+    assert found["seconds_to_warm_up"] > found["seconds_of_a_load"] > 0.0
     assert found["complete"]
     assert 0.0 <= found["acceptance_rate"] <= 1.0
 

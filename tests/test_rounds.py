@@ -263,21 +263,60 @@ def test_rounds_that_the_host_drives_teach_no_prices_of_recorded_passes(stack, b
 
 @pytest.mark.parametrize("patience", [0, 2])
 def test_no_round_that_was_recorded_meanwhile_is_learnt_from(stack, patience):
-    """Nor one that the host started in the place of a recording."""
+    """Nor one that the host started in the place of a recording, nor one of more passes than the
+    tokens that were wanted, which ran in another's place or near the text's end."""
     bench = Workbench(stack, EXIT, lambda: RepeatingRecorder(patience))
     learnt, texts = [], []
     for _ in range(2):  # the second time all is recorded
-        controller, seen = Scripted(3, 1), []
+        controller, seen = Scripted(3, 0), []
         controller.times.observe_round = lambda *_, seen=seen: seen.append(1)
         decoder = decoder_of(stack, bench, controller=controller)
-        (row,) = decode(decoder, spec(PROMPTS[0], k="auto"))
+        row = decoder.join(spec(PROMPTS[0], k="auto", limit=80))
+        for _ in range(12):
+            decoder.step()
+        assert row.finish_reason is None  # near its end drafts get shorter
         decoder.leave(row.id)
         bench.give_back(decoder.rounds)
         learnt.append(len(seen))
         texts.append(row.token_ids)
-        rounds = len(row.rounds) - 1
-    assert 0 < learnt[0] < learnt[1] == rounds
+    assert 0 < learnt[0] < learnt[1] == len(row.rounds) - 1
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("kept", "runs_as", "times"), [(4, 4, 15), (5, 1, 2)])
+def test_a_recorded_round_of_a_few_more_runs_until_a_number_has_come_up_often(
+    stack, kept, runs_as, times
+):
+    """Tokens and records are as if the host had done it. The first text asks once, at its end."""
+    bench = Workbench(stack, EXIT, lambda: RepeatingRecorder(2))
+    decoder = decoder_of(stack, bench, controller=Scripted(kept), num_slots=128)
+    (before,) = decode(decoder, spec(PROMPTS[0], k="auto", limit=30))
+    decoder.leave(before.id)
+    decoder.speculator.controller, ran = Scripted(1), []
+    recordings, run = decoder.rounds.recordings, decoder.rounds.recordings.run
+
+    def running(shape, function):
+        ran.append((shape.num_draft_tokens, recordings.has(shape)))
+        run(shape, function)
+
+    recordings.run = running
+    (row,) = decode(decoder, spec(PROMPTS[1], k="auto", limit=60))
+    slow = decoder_of(stack, controller=Scripted(1), num_slots=128)
+    (other,) = decode(slow, spec(PROMPTS[1], k="auto", limit=60))
+    assert row.token_ids == other.token_ids
+    told = [[(r.num_draft_tokens, r.num_accepted_tokens) for r in x.rounds] for x in (row, other)]
+    assert told[0] == told[1]
+    assert ran[:times] == [(runs_as, runs_as == kept)] * times
+    assert ran[times] == (1, True)
+
+
+def test_a_plain_round_is_recorded_as_soon_as_one_of_drafts_would_be(stack):
+    decoder = decoder_of(stack, Workbench(stack, EXIT, lambda: RepeatingRecorder(2)))
+    for k in (1, 0):
+        (row,) = decode(decoder, spec(PROMPTS[0], k=k, limit=12))
+        decoder.leave(row.id)
+    kept = [shape.num_draft_tokens for shape in decoder.rounds.recordings._kept]
+    assert kept == [1, 0]
 
 
 def test_a_round_is_recorded_once_it_has_come_up_twice(stack, text):
@@ -616,6 +655,46 @@ def test_the_library_records_what_its_requests_will_need(tokenizer, settings, co
     made = len(lm._bench._idle.recordings)
     lm.generate("a", max_new_tokens=20, sampling=SAMPLED)
     assert len(lm._bench._idle.recordings) == made
+
+
+@pytest.mark.parametrize(("patience", "made"), [(2, 16), (0, 0)])
+def test_a_controller_comes_with_recordings_where_they_are_dear(
+    tokenizer, monkeypatch, patience, made
+):
+    """So that a first text makes none; with a CPU's recorder nothing is won, and nothing done."""
+    monkeypatch.setattr("layerskip.api.RECORDING_SECONDS", float("inf"))
+    model = make_model()
+    pack_model(model)
+    lm = SelfSpeculativeLM(model, tokenizer, plan=EXIT, num_draft_tokens="auto", packed=True)
+    recorders = []
+
+    def make_recorder():
+        recorders.append(RepeatingRecorder(patience))
+        return recorders[-1]
+
+    lm._bench._make_recorder = make_recorder
+    _ = lm.controller
+    idle = lm._bench._idle
+    assert (idle is not None) == bool(made)
+    if made:
+        sizes = len({shape.num_slots for shape in idle.recordings._kept})
+        assert len(idle.recordings) == made * sizes
+        assert {shape.num_draft_tokens for shape in idle.recordings._kept} == set(range(8))
+        for sampling in (GREEDY, SAMPLED):
+            lm.generate("a", max_new_tokens=20, sampling=sampling)
+        assert len(idle.recordings) == made * sizes
+        assert lm._bench._idle is idle
+
+
+def test_recording_ahead_ends_with_its_seconds(stack):
+    """The shortest texts' rounds come first, greedy and sampled of each number."""
+    bench = Workbench(stack, EXIT, RepeatingRecorder)
+    asked = {"num_rows": 1, "num_slots": 2 * FIRST_SLOTS}
+    assert bench.record_ahead([0, 2], **asked, seconds=0.0) <= 1
+    assert bench.record_ahead([0, 2], **asked) == 8
+    kept = [(shape.num_slots, shape.num_draft_tokens) for shape in bench._idle.recordings._kept]
+    sizes = sorted({size for size, _ in kept})
+    assert kept == [(size, k) for size in sizes for k in (0, 0, 2, 2)]
 
 
 def test_a_warm_up_is_refused_before_anything_is_recorded(tokenizer):

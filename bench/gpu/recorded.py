@@ -15,8 +15,8 @@ from layerskip.graphs import Function, Recorder, Recording
 
 DRAFTED = (0, 1, MOST_DRAFTED)
 NEVER = 1 << 60
-WARMED = "auto, recorded ahead"
-FIRSTS = (AUTO, WARMED, "plain")
+LOADED, WARMED = "auto, as loaded", "auto, recorded ahead"
+FIRSTS = (AUTO, LOADED, WARMED, "plain")
 UNRECORDED, REPLAYED = "unrecorded", "replayed"
 
 
@@ -47,7 +47,8 @@ class Clocked:
 
 def recording(lab: Lab, found: Found, until: float) -> None:
     """Rounds unrecorded and replayed, what a recording takes over what it saves a round, and plain
-    decoding that has its graph over a first text with "auto", without and after a warm-up."""
+    decoding that has its graph over a first text with "auto": with no round recorded, with those
+    that a controller comes with, and after a warm-up."""
     lab.each(found, until, lambda *model: one_model(lab, *model))
 
 
@@ -67,13 +68,14 @@ def one_model(lab: Lab, loaded: Loaded, entry: Found, end: float) -> None:
         return run.seconds / run.num_passes
 
     last: dict[str, Decoded] = {}
-    warming: list[float] = []
+    before: dict[str, list[float]] = {LOADED: [], WARMED: []}
 
     def first(what: str) -> float:
         """Of a token of a new decoder's first text."""
         lm, drafted = anew(loaded, None, []), 0 if what == "plain" else AUTO
-        if what == WARMED:
-            warming.append(warmed(lm, len(ids[0]) + lab.extent.tokens))
+        if what in before:
+            slots = None if what == LOADED else len(ids[0]) + lab.extent.tokens
+            before[what].append(warmed(lm, slots))
         last[what] = decode(lm, ids, drafted, lab.extent.tokens)
         return last[what].seconds_per_token
 
@@ -88,16 +90,21 @@ def one_model(lab: Lab, loaded: Loaded, entry: Found, end: float) -> None:
         saved = run.median(f"{UNRECORDED} {k}") - run.median(f"{REPLAYED} {k}")
         entry[f"k={k}"] |= recordings([s for one in made[k] for s in one.seconds], saved)
     entry["first_text"] = {what: run.ratio("plain", f"first {what}") for what in FIRSTS}
-    entry["seconds_to_warm_up"] = statistics.median(warming) if warming else float("nan")
+    for what, name in ((LOADED, "seconds_of_a_load"), (WARMED, "seconds_to_warm_up")):
+        entry[name] = statistics.median(before[what]) if before[what] else float("nan")
     rate = last[AUTO].acceptance_rate if AUTO in last else float("nan")
     entry |= {"complete": run.complete, **label(loaded, rate)}
 
 
-def warmed(lm: SelfSpeculativeLM, num_slots: int) -> float:
-    """Seconds that its rounds with "auto", of one row and up to so many slots, take to record."""
+def warmed(lm: SelfSpeculativeLM, num_slots: int | None) -> float:
+    """Seconds that its rounds with "auto", of one row and up to so many slots, take to record;
+    None: as its controller has them recorded when it is made."""
     synchronize()
     began = time.perf_counter()
-    lm.warm_up(num_slots=num_slots, num_draft_tokens=AUTO)
+    if num_slots is None:
+        lm._record_ahead()
+    else:
+        lm.warm_up(num_slots=num_slots, num_draft_tokens=AUTO)
     synchronize()
     return time.perf_counter() - began
 
