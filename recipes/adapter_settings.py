@@ -62,6 +62,10 @@ class Settings(RunSettings):
         super().__post_init__()
         if not self.text and not self.continuations:
             raise ValueError("there is nothing to train on; give text=true or continuations=65536")
+        if self.block_width and not self.block:
+            raise ValueError(
+                f"block_width={self.block_width} needs a block; give block=true, or leave it out"
+            )
         least = {"exit_layer": 0, "head_rank": 0, "bridge_rank": 0, "block_width": 0}
         least |= {
             "draft_vocabulary": 0,

@@ -41,7 +41,7 @@ def new_adapter(model: Any, exit_layer: int, settings: Settings) -> ExitAdapter:
         head_rank=settings.head_rank,
         bridge_rank=settings.bridge_rank,
         block=settings.block,
-        block_width=settings.block_width or inner or None,
+        block_width=(settings.block_width or inner or None) if settings.block else None,
         dtype=torch.float32,
         seed=settings.seed,
     )

@@ -262,6 +262,15 @@ def test_only_layers_like_llamas_are_copied(recipe: SimpleNamespace) -> None:
         recipe.adapter_trainer.new_adapter(GPT2LMHeadModel(config), 1, settings)
 
 
+def test_a_bridge_takes_the_place_of_the_block(recipe: SimpleNamespace, model: Any) -> None:
+    settings = some_settings(recipe, block=False, bridge_rank=4)
+    adapter = recipe.adapter_trainer.new_adapter(model, EXIT, settings)
+    assert adapter.block is None
+    assert adapter.shape.bridge_rank == 4
+    with pytest.raises(ValueError, match="block_width=64 needs a block; give block=true"):
+        some_settings(recipe, block=False, block_width=64)
+
+
 # Going on
 
 
