@@ -91,6 +91,7 @@ def run(settings: Settings) -> None:
     with accelerator.main_process_first():
         texts = read_texts(settings, model, tokenizer, console)
     if accelerator.is_main_process:
+        out.mkdir(parents=True, exist_ok=True)
         save_settings(settings, out / "settings.yaml")
         console.print(texts.corpus.report())
     accelerator.wait_for_everyone()

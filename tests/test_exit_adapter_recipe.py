@@ -489,6 +489,14 @@ def test_a_finished_run_is_not_trained_again(
     assert (finished / "exit_adapter.safetensors").read_bytes() == adapter
 
 
+def test_without_continuations_a_run_makes_its_folder(
+    recipe: SimpleNamespace, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe.exit_adapter, "fit", lambda *args, **kwargs: True)
+    recipe.exit_adapter.main(command_line(folder, "new/run", continuations=0))
+    assert (folder / "new" / "run" / "settings.yaml").exists()
+
+
 def test_the_exit_is_chosen_by_predicted_speed(
     recipe: SimpleNamespace, model: Any, packed: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
