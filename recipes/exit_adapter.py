@@ -92,12 +92,14 @@ def run(settings: Settings) -> None:
         texts = read_texts(settings, model, tokenizer, console)
     if accelerator.is_main_process:
         out.mkdir(parents=True, exist_ok=True)
-        save_settings(settings, out / "settings.yaml")
         console.print(texts.corpus.report())
     accelerator.wait_for_everyone()
     layer = settings.exit_layer or chosen_exit(settings, model, texts, accelerator)
     trainer = Trainer(settings, model, texts.packed, accelerator, exit_layer=layer)
     go_on(trainer, console)
+    if accelerator.is_main_process:
+        save_settings(settings, out / "settings.yaml")
+    accelerator.wait_for_everyone()
     stopped = fit(
         trainer,
         console,

@@ -489,6 +489,15 @@ def test_a_finished_run_is_not_trained_again(
     assert (finished / "exit_adapter.safetensors").read_bytes() == adapter
 
 
+def test_a_refused_command_leaves_the_runs_settings(
+    recipe: SimpleNamespace, finished: Path
+) -> None:
+    before = (finished / "settings.yaml").read_text(encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"was made with another head_rank \(16, now 8\)"):
+        recipe.exit_adapter.main(command_line(finished.parent, "run", head_rank=8))
+    assert (finished / "settings.yaml").read_text(encoding="utf-8") == before
+
+
 def test_without_continuations_a_run_makes_its_folder(
     recipe: SimpleNamespace, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
