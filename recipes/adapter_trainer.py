@@ -126,7 +126,7 @@ class Trainer:
             accelerator.num_processes,
             accelerator.process_index,
         )
-        self._data = hashlib.sha256(packed.ids.numpy().tobytes()).hexdigest()[:16]
+        self._identity = identity(settings, packed) | {"exit_layer": exit_layer}
         self.steps, self.seconds = 0, 0.0
 
     def step(self) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class Trainer:
             "scaler": None if scaler is None else scaler.state_dict(),
         }
         torch.save(state, folder / STATE)
-        write_run(folder, self.seconds, self._identity())
+        write_run(folder, self.seconds, self._identity)
 
     def load(self, checkpoint: Path) -> None:
         """Go on from a checkpoint.
@@ -239,7 +239,7 @@ class Trainer:
         Raises:
             ValueError: it is of another run; the first setting that differs is named.
         """
-        seconds = read_run(checkpoint, self._identity())
+        seconds = read_run(checkpoint, self._identity)
         state = torch.load(checkpoint / STATE, weights_only=True, map_location="cpu")
         self.adapter.load_state_dict(state["adapter"])
         self.optimiser.load_state_dict(state["optimiser"])
@@ -247,9 +247,12 @@ class Trainer:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.steps, self.seconds = step_of(checkpoint), seconds
 
-    def _identity(self) -> dict[str, Any]:
-        kept = {k: v for k, v in asdict(self.settings).items() if k in OF_THE_WEIGHTS}
-        return kept | {"exit_layer": self.exit_layer, "content of data": self._data}
+
+def identity(settings: Settings, packed: Packed) -> dict[str, Any]:
+    """What two runs over one exit have to share to give the same weights."""
+    kept = {k: v for k, v in asdict(settings).items() if k in OF_THE_WEIGHTS}
+    data = hashlib.sha256(packed.ids.numpy().tobytes()).hexdigest()[:16]
+    return kept | {"content of data": data}
 
 
 def weights_hash(model: nn.Module) -> str:

@@ -76,14 +76,19 @@ def read_run(checkpoint: Path, identity: Mapping[str, Any]) -> float:
         ValueError: it is of another; the first setting that differs is named.
     """
     run = read_json(checkpoint / RUN, "checkpoint of this recipe")
-    for name, value in identity.items():
-        if run["identity"].get(name) != value:
-            raise ValueError(
-                f"{checkpoint} was made with another {name} ({run['identity'].get(name)}, now "
-                f"{value}); go on with the same settings, or give another out"
-            )
+    check_same(checkpoint, run["identity"], identity)
     seconds: float = run["seconds"]
     return seconds
+
+
+def check_same(path: Path, kept: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise, naming the first difference, unless ``path`` was made with the settings of now."""
+    for name, value in now.items():
+        if kept.get(name) != value:
+            raise ValueError(
+                f"{path} was made with another {name} ({kept.get(name)}, now {value}); go on with "
+                "the same settings, or give another out"
+            )
 
 
 def _flush(path: Path) -> None:

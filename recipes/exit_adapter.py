@@ -24,7 +24,8 @@ import adapter_measure
 import torch
 from accelerate import Accelerator
 from adapter_settings import Settings
-from adapter_trainer import Trainer, weights_hash
+from adapter_trainer import Trainer, identity, weights_hash
+from checkpoints import check_same, checkpoints
 from continuations import beginnings, num_prompts, written
 from data import UNTRAINED, Corpus, Sample, prompts
 from evaluation import measure
@@ -206,10 +207,21 @@ def held_out_scores(trainer: Trainer, held_out: Packed) -> dict[str, Any]:
 
 
 def chosen_exit(settings: Settings, model: Any, texts: Texts, accelerator: Accelerator) -> int:
-    """The exit whose adapter is predicted fastest after a few steps; kept in ``out``."""
+    """The exit whose adapter is predicted fastest after a few steps; kept in ``out``.
+
+    Raises:
+        ValueError: the run has checkpoints, and other settings than its choice was made with.
+    """
     path = Path(settings.out) / "exits.json"
+    made_with = identity(settings, texts.packed)
+    del made_with["steps"]  # the search has its own
+    made_with |= {"search_steps": settings.search_steps, "exits": list(settings.exits)}
     if path.exists():
-        return int(read_json(path, "choice of an exit")["chosen"])
+        kept = read_json(path, "choice of an exit")
+        if checkpoints(path.parent / "checkpoints"):
+            check_same(path, kept.get("made_with", {}), made_with)
+        if kept.get("made_with") == made_with:
+            return int(kept["chosen"])
     predicted: dict[str, float] = {}
     short = replace(settings, steps=settings.search_steps)
     for layer in settings.exits:
@@ -225,7 +237,8 @@ def chosen_exit(settings: Settings, model: Any, texts: Texts, accelerator: Accel
     # Clocks differ: every process goes by the first one's.
     layer = int(accelerator.gather(chosen.reshape(1))[0])
     if accelerator.is_main_process:
-        write_json(path, {"chosen": layer, "predicted_speedup": predicted})
+        content = {"chosen": layer, "predicted_speedup": predicted, "made_with": made_with}
+        write_json(path, content)
     accelerator.wait_for_everyone()
     return layer
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -521,6 +522,29 @@ def test_the_exit_is_chosen_by_predicted_speed(
         costs[2] = 2.0
     found = json.loads((tmp_path / "exits.json").read_text(encoding="utf-8"))
     assert found["predicted_speedup"]["2"] == pytest.approx(10.0)
+
+
+def test_a_choice_made_with_other_settings_is_not_believed(
+    recipe: SimpleNamespace, model: Any, packed: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """It is made again; where the run has checkpoints, that would be another run."""
+    monkeypatch.setattr(recipe.exit_adapter, "train", lambda *args, **kwargs: False)
+    monkeypatch.setattr(
+        recipe.adapter_measure, "predicted", lambda *args: float(args[2].shape.exit_layer)
+    )
+    texts = recipe.exit_adapter.Texts(recipe.data.Corpus([], [], ()), packed, packed)
+    base = some_settings(recipe, exit_layer=0, exits=(1, 2), out=str(tmp_path))
+
+    def chosen(**changes: Any) -> int:
+        settings = replace(base, **changes)
+        return recipe.exit_adapter.chosen_exit(settings, model, texts, Accelerator(cpu=True))
+
+    assert chosen() == 2
+    assert chosen(exits=(3,)) == 3
+    (tmp_path / "checkpoints" / "step-2").mkdir(parents=True)
+    assert chosen(exits=(3,)) == 3
+    with pytest.raises(ValueError, match=r"was made with another exits \(\[3\], now \[1, 2\]\)"):
+        chosen()
 
 
 @pytest.mark.parametrize(
