@@ -127,6 +127,8 @@ class Corpus:
         random.Random(seed).shuffle(names)
         self.code = self.encode(train[name] for name in names)
         self.math = self.encode(questions) if questions else None
+        streams = [self.code] if self.math is None else [self.code, self.math]
+        self.digest = hashlib.sha256(b"".join(s.tobytes() for s in streams)).hexdigest()[:16]
 
     def encode(self, texts: Iterator[str] | list[str]) -> np.ndarray:
         """One uint16 stream, documents separated by the end-of-text token."""

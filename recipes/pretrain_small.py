@@ -81,12 +81,12 @@ def main(argv: list[str] | None = None) -> None:
             math=args.math,
             math_held_out=args.math_held_out,
         )
+        trainer, state = Trainer(settings, args.device, corpus.digest), args.out / "state.pt"
+        if state.exists():
+            trainer.load(state)
+            console.print(f"going on from step {trainer.steps}, {trainer.seconds / 60:.1f} minutes")
     except (OSError, ValueError) as error:
         raise SystemExit(f"pretrain_small: {error}") from None
-    trainer, state = Trainer(settings, args.device), args.out / "state.pt"
-    if state.exists():
-        trainer.load(state)
-        console.print(f"going on from step {trainer.steps}, {trainer.seconds / 60:.1f} minutes")
     stopped = train(trainer, corpus, state, console)
     if stopped:
         console.print(f"stopped at step {trainer.steps}; the same command goes on from {state}")

@@ -4,9 +4,11 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from checkpoints import check_same
 from corpus import Corpus
 from einops import rearrange
 from torch import Tensor, nn
@@ -18,6 +20,8 @@ from layerskip.training.schedules import layer_dropout_rate, warmup_stable_decay
 
 ATTENTION_CHUNK = 128
 EVAL_EXITS = (1, 2, 3, 4)
+# How long a run goes on, and what a pass holds: a run may go on with others.
+NOT_OF_THE_WEIGHTS = {"minutes", "max_steps", "micro_tokens"}
 
 
 @dataclass(frozen=True)
@@ -113,10 +117,16 @@ def run_stack(
 
 
 class Trainer:
-    """Weights in bfloat16 for the passes, their masters in float32 for the optimisers."""
+    """Weights in bfloat16 for the passes, their masters in float32 for the optimisers.
 
-    def __init__(self, settings: Settings, device: str) -> None:
-        self.settings, self.device = settings, device
+    Args:
+        settings: of the run.
+        device: as torch names it.
+        data: digest of what is trained on, that no run goes on with other text.
+    """
+
+    def __init__(self, settings: Settings, device: str, data: str = "") -> None:
+        self.settings, self.device, self.data = settings, device, data
         torch.manual_seed(settings.seed)
         config = LlamaConfig(
             vocab_size=settings.vocab_size,
@@ -272,7 +282,7 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         state = {
-            "settings": asdict(self.settings),
+            "identity": self._identity(),
             "masters": self.masters,
             "optimisers": [o.state_dict() for o in self.optimisers],
             "rng": self.rng.bit_generator.state,
@@ -286,7 +296,13 @@ class Trainer:
         partial.replace(path)
 
     def load(self, path: Path) -> None:
+        """Go on from what ``save`` wrote.
+
+        Raises:
+            ValueError: it is of another run; the first setting that differs is named.
+        """
         state = torch.load(path, weights_only=True, map_location=self.device)
+        check_same(path, state.get("identity", {}), self._identity())
         for master, saved in zip(self.masters, state["masters"], strict=True):
             master.copy_(saved)
         with torch.no_grad():
@@ -297,3 +313,7 @@ class Trainer:
         self.rng.bit_generator.state = state["rng"]
         self.steps, self.tokens = state["steps"], state["tokens"]
         self.seconds, self.log = state["seconds"], state["log"]
+
+    def _identity(self) -> dict[str, Any]:
+        kept = {k: v for k, v in asdict(self.settings).items() if k not in NOT_OF_THE_WEIGHTS}
+        return kept | {"content of data": self.data}

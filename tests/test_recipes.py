@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,7 +27,7 @@ from layerskip.prompts import Example
 
 REPO = Path(__file__).parents[1]
 RECIPES = REPO / "recipes"
-MODULES = ("corpus", "trainer", "export", "pretrain_small")
+MODULES = ("checkpoints", "corpus", "trainer", "export", "pretrain_small")
 WORDS = ("def", "return", "if", "else", "for", "in", "x", "y", "value", "=", "+", "(", ")", ":")
 
 
@@ -320,6 +321,47 @@ def test_going_on_gives_what_never_stopping_gives(
     second.load(tmp_path / "state.pt")
     assert parts + losses(second, 3) == whole
     assert not (tmp_path / "state.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "data", "said"),
+    [
+        ({"seed": 1}, "some", r"another seed \(0, now 1\)"),
+        ({"learning_rate": 0.5, "minutes": 3.0}, "some", "another learning_rate "),
+        ({}, "other", r"another content of data \(some, now other\)"),
+        ({"max_steps": 50, "minutes": 3.0, "micro_tokens": 512}, "some", None),
+    ],
+)
+def test_another_run_is_not_gone_on_with(
+    recipes: dict[str, ModuleType],
+    make_trainer: Any,
+    tmp_path: Path,
+    changes: Any,
+    data: str,
+    said: Any,
+) -> None:
+    make, base = recipes["trainer"].Trainer, make_trainer().settings
+    first, state = make(base, "cpu", "some"), tmp_path / "state.pt"
+    first.steps = 3
+    first.save(state)
+    second = make(replace(base, **changes), "cpu", data)
+    if said is None:
+        second.load(state)
+        assert second.steps == 3
+    else:
+        with pytest.raises(ValueError, match=f"state.pt was made with {said}"):
+            second.load(state)
+        assert second.steps == 0
+
+
+def test_other_text_has_another_digest(recipes: dict[str, ModuleType], tmp_path: Path) -> None:
+    text = write_texts(tmp_path / "text", 4)
+    one, same = (
+        recipes["corpus"].Corpus(tmp_path, vocab_size=300, seed=0, text=text) for _ in "ab"
+    )
+    (text / "text9.py").write_text("x = 1\n")
+    other = recipes["corpus"].Corpus(tmp_path, vocab_size=300, seed=0, text=text)
+    assert one.digest == same.digest != other.digest
 
 
 def test_training_lowers_the_loss(make_trainer: Any, corpus: Any) -> None:
