@@ -14,13 +14,13 @@ Face checkpoint with ``layerskip.json`` beside the weights.
 
 import argparse
 import json
-import signal
 import time
 from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 import yaml
+from checkpoints import StopRequest
 from corpus import Corpus
 from export import export_checkpoint, plot_curves
 from rich.console import Console
@@ -100,20 +100,13 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(trainer: Trainer, corpus: Corpus, state: Path, console: Console) -> bool:
-    """Run until the budget is spent; True if a signal stopped it first."""
-    stop = False
-
-    def request_stop(*_: object) -> None:
-        nonlocal stop
-        stop = True
-
-    signal.signal(signal.SIGINT, request_stop)
-    signal.signal(signal.SIGTERM, request_stop)
+    """Run until the budget is spent; True if a signal stopped it."""
     saved, columns = time.monotonic(), (TextColumn("{task.description}"), BarColumn())
     bar = Progress(*columns, MofNCompleteColumn(), TimeRemainingColumn(), console=console)
-    with bar, state.with_name("log.jsonl").open("a", encoding="utf-8") as log:
+    path = state.with_name("log.jsonl")
+    with StopRequest() as request, bar, path.open("a", encoding="utf-8") as log:
         task = bar.add_task("training (seconds)", total=int(60 * trainer.settings.minutes))
-        while trainer.progress() < 1.0 and not stop:
+        while trainer.progress() < 1.0 and not request.asked:
             record = trainer.step(corpus)
             due = time.monotonic() - saved > SAVE_EVERY_SECONDS
             if due:
@@ -127,7 +120,7 @@ def train(trainer: Trainer, corpus: Corpus, state: Path, console: Console) -> bo
                 trainer.save(state)
                 saved = time.monotonic()
         trainer.save(state)
-    return trainer.progress() < 1.0
+    return request.asked
 
 
 if __name__ == "__main__":

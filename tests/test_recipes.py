@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from torch.nn import functional as F
 
 from layerskip import SelfSpeculativeLM
@@ -362,6 +363,33 @@ def test_other_text_has_another_digest(recipes: dict[str, ModuleType], tmp_path:
     (text / "text9.py").write_text("x = 1\n")
     other = recipes["corpus"].Corpus(tmp_path, vocab_size=300, seed=0, text=text)
     assert one.digest == same.digest != other.digest
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_signals_are_noted_in_training_alone(
+    recipes: dict[str, ModuleType], tmp_path: Path, signalled: bool
+) -> None:
+    """One that comes in the last step, too, ends the command before it measures."""
+    done: list[int] = []
+
+    def step(corpus: object) -> dict[str, float]:
+        if signalled:
+            signal.raise_signal(signal.SIGINT)
+        done.append(1)
+        return {"step": 1, "loss": 1.0}
+
+    trainer = SimpleNamespace(
+        settings=recipes["trainer"].Settings(),
+        seconds=0.0,
+        progress=lambda: float(len(done)),
+        step=step,
+        log=[],
+        save=lambda path: None,
+    )
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    console, state = Console(quiet=True), tmp_path / "state.pt"
+    assert recipes["pretrain_small"].train(trainer, None, state, console) == signalled
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_training_lowers_the_loss(make_trainer: Any, corpus: Any) -> None:
