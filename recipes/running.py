@@ -138,12 +138,13 @@ def train(
     stopping: Callable[[], bool],
     on_step: Callable[[dict[str, Any]], None],
 ) -> bool:
-    """Take steps up to ``until``; True if it was stopped before, on every process at once."""
+    """Take steps up to ``until``; True if it was stopped, in the last one, too: what follows takes
+    minutes. On every process at once."""
     while trainer.steps < until:
         on_step(trainer.step())
         asked = torch.tensor(float(stopping()), device=trainer.accelerator.device)
         if float(cast(torch.Tensor, trainer.accelerator.reduce(asked, "sum"))) > 0.0:
-            return trainer.steps < until
+            return True
     return False
 
 

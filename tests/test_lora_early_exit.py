@@ -396,6 +396,25 @@ def test_the_first_signal_is_noted_and_the_second_acts(recipe: SimpleNamespace) 
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_signal_in_the_last_step_stops_the_run(recipe: SimpleNamespace) -> None:
+    """What comes after it is minutes of measuring."""
+    accelerator = SimpleNamespace(device="cpu", reduce=lambda value, _: value)
+    taken: list[Any] = []
+    for stopping in (False, True):
+        trainer = SimpleNamespace(steps=1, accelerator=accelerator)
+
+        def step(trainer: Any = trainer) -> dict[str, Any]:
+            trainer.steps += 1
+            return {"step": trainer.steps}
+
+        trainer.step = step
+        stopped = recipe.running.train(
+            trainer, until=2, stopping=lambda asked=stopping: asked, on_step=taken.append
+        )
+        assert stopped is stopping
+    assert taken == [{"step": 2}] * 2
+
+
 # Memory
 
 
