@@ -60,9 +60,9 @@ def best_exit(
     """
     predicted: dict[tuple[int, int], float] = {}
     for layer, table in costs.items():
-        plain, draft = table.verify_pass(1, context), table.draft_pass(1, context)
+        plain = table.verify_pass(1, context)
         for k, length in enumerate(report.lengths(layer)[1:], 1):
-            seconds = k * draft + table.verify_pass(k + 1, context)
+            seconds = table.drafting(k, 1, context) + table.verify_pass(k + 1, context)
             predicted[layer, k] = length * plain / seconds
     layer, k = max(predicted, key=predicted.__getitem__)
     return layer, k, predicted[layer, k]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from controlling import table
 from recipe_modules import imported
 from rich.console import Console
 from torch import Tensor
@@ -20,6 +21,7 @@ from toys import make_model, make_tokenizer, random_ids
 from layerskip import SamplingParams
 from layerskip.calibration import Calibration, Text
 from layerskip.model import DecoderStack
+from layerskip.prediction import predict
 
 VOCAB, DEPTH = 5, 3
 
@@ -313,8 +315,8 @@ class FakeCosts:
     def __init__(self, c: float) -> None:
         self.c = c
 
-    def draft_pass(self, rows: int, context: float) -> float:
-        return rows * self.c
+    def drafting(self, passes: int, rows: int, context: float) -> float:
+        return passes * rows * self.c
 
     def verify_pass(self, rows: int, context: float) -> float:
         return 0.9 + 0.1 * rows
@@ -338,6 +340,19 @@ def test_the_best_exit_is_that_of_the_best_prediction(recipes: SimpleNamespace) 
     layer, k, speed = recipes.evaluation.best_exit(report, {1: FakeCosts(0.9)}, 50)
     assert (layer, k) == (1, 1)
     assert speed < 1.0  # no exit pays, and that is said
+
+
+@pytest.mark.parametrize("start", [0.0, 0.3])
+def test_an_exit_is_predicted_as_decoding_predicts_it(
+    recipes: SimpleNamespace, start: float
+) -> None:
+    """A round's first draft passes cost more than those behind them."""
+    report = recipes.exits.ExitReport(
+        0.0, 10, 1.0, {1: recipes.exits.ExitScores(0.8, (0.8, 0.7) * 3)}
+    )
+    cost = table(0.2, start=start)
+    expected = predict(cost, report.lengths(1), 50)
+    assert recipes.evaluation.best_exit(report, {1: cost}, 50) == (1, *expected)
 
 
 @pytest.fixture(scope="module")
