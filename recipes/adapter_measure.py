@@ -68,12 +68,13 @@ class AdapterLogits:
 
 
 def calibrate(trainer: Trainer, held_out: Packed) -> dict[str, Any]:
-    """Set the adapter's temperature; what it does to other held-out text."""
-    count = trainer.settings.calibration_tokens
+    """Set the adapter's temperature; what it does to other held-out text, where there is some."""
+    adapter, wanted = trainer.adapter, trainer.settings.calibration_tokens
+    rows = min(max(1, wanted // held_out.ids.shape[1]), held_out.num_rows // 2)
 
     def judged() -> tuple[float, float]:
         """Calibration error and acceptance on text that the temperature was not fitted on."""
-        found = list(trainer.pairs(held_out, count, skip=count))
+        found = list(trainer.pairs(held_out, rows, 2 * rows))
         confidence = [draft.softmax(-1).max(-1) for draft, _ in found]
         right = [
             target.softmax(-1).gather(-1, c.indices[:, None])[:, 0]
@@ -83,13 +84,14 @@ def calibrate(trainer: Trainer, held_out: Packed) -> dict[str, Any]:
         accepted = torch.cat([acceptance(draft, target) for draft, target in found])
         return error, float(accepted.mean())
 
-    adapter = trainer.adapter
     adapter.temperature = 1.0
-    before = judged()
-    adapter.temperature = fit_temperature(trainer.pairs(held_out, count))
+    before = judged() if rows else None
+    adapter.temperature = fit_temperature(trainer.pairs(held_out, 0, max(1, rows)))
+    temperature = {"temperature of the draft's logits": round(adapter.temperature, 4)}
+    if before is None:
+        return temperature
     after = judged()
-    return {
-        "temperature of the draft's logits": round(adapter.temperature, 4),
+    return temperature | {
         "expected calibration error before": round(before[0], 4),
         "expected calibration error after": round(after[0], 4),
         "acceptance before calibration": round(before[1], 4),

@@ -35,7 +35,8 @@ class Settings(RunSettings):
         rollout_starts, rollout_tokens: of such a step: drafts of each row, tokens of each draft.
         draft_vocabulary: ids that the result drafts over, the most frequent of what was trained
             on: the less of the head, the cheaper a draft; 0: all.
-        calibration_tokens: of held-out text, for the temperature, and as many to judge it.
+        calibration_tokens: of held-out text, for the temperature, and as many to judge it; where
+            there are fewer, half of the rows each.
     """
 
     exit_layer: int = 1

@@ -186,7 +186,8 @@ class Trainer:
         """Acceptance along held-out rows, at the temperature and of argmaxes, by the adapter as it
         is; the weights of ``max_tokens`` tokens at most."""
         sums = torch.zeros(3, dtype=torch.float64)
-        for draft, target in self.pairs(held_out, max_tokens):
+        rows = max(1, max_tokens // held_out.ids.shape[1])
+        for draft, target in self.pairs(held_out, 0, min(rows, held_out.num_rows)):
             same = (draft.argmax(-1) == target.argmax(-1)).sum()
             found = torch.stack([acceptance(draft, target).sum(), same])
             sums += torch.cat([found.double().cpu(), torch.tensor([float(len(draft))])])
@@ -194,17 +195,10 @@ class Trainer:
         return {"sampled": float(shares[0]), "greedy": float(shares[1])}
 
     @torch.no_grad()
-    def pairs(self, rows: Packed, max_tokens: int, *, skip: int = 0) -> Any:
-        """Draft and target logits, divided by the temperature, where held-out labels count.
-
-        Args:
-            rows: of held-out text.
-            max_tokens: of the rows taken, about.
-            skip: tokens of the rows before them.
-        """
-        length, device = rows.ids.shape[1], self.accelerator.device
-        first = min(skip // length, max(0, rows.num_rows - 1))
-        last = min(rows.num_rows, max(first + 1, first + max_tokens // length))
+    def pairs(self, rows: Packed, first: int, last: int) -> Any:
+        """Draft and target logits, divided by the temperature, where labels of held-out rows
+        count, from the ``first`` row up to the ``last``, which is left out."""
+        device = self.accelerator.device
         for begin in range(first, last, EVAL_ROWS):
             part = slice(begin, min(begin + EVAL_ROWS, last))
             ids, positions, documents, labels = (

@@ -235,6 +235,47 @@ def test_a_flipped_bit_of_the_model_is_seen(recipe: SimpleNamespace) -> None:
         recipe.exit_adapter.check_frozen(model, before)
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "tokens", "fitted", "judged"),
+    [(12, 64, 2, 2), (3, 64, 1, 1), (2, 64, 1, 1), (2, 8, 1, 1), (1, 64, 1, 0)],
+)
+def test_calibration_is_judged_on_rows_it_was_not_fitted_on(
+    recipe: SimpleNamespace,
+    make_trainer: Callable[..., Any],
+    packed: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    num_rows: int,
+    tokens: int,
+    fitted: int,
+    judged: int,
+) -> None:
+    trainer, seen = make_trainer(calibration_tokens=tokens), []
+    used: dict[str, set[tuple[int, ...]]] = {"fitted": set(), "judged": set()}
+    states = trainer.loss.backbone.states
+
+    def noting(ids: Tensor, *args: Any) -> Any:
+        seen.extend(map(tuple, ids.tolist()))
+        return states(ids, *args)
+
+    def fit(pairs: Any) -> float:
+        used["judged"] |= set(seen)
+        seen.clear()
+        list(pairs)
+        used["fitted"] |= set(seen)
+        seen.clear()
+        return 1.5
+
+    monkeypatch.setattr(trainer.loss.backbone, "states", noting)
+    monkeypatch.setattr(recipe.adapter_measure, "fit_temperature", fit)
+    every = [getattr(packed, n)[:num_rows] for n in ("ids", "labels", "positions", "documents")]
+    found = recipe.adapter_measure.calibrate(trainer, recipe.packing.Packed(*every))
+    used["judged"] |= set(seen)
+    assert found["temperature of the draft's logits"] == trainer.adapter.temperature == 1.5
+    assert (len(used["fitted"]), len(used["judged"])) == (fitted, judged)
+    assert not used["fitted"] & used["judged"]
+    assert len(found) == (5 if judged else 1)
+
+
 # The block's beginning
 
 
