@@ -83,10 +83,10 @@ class DecoderStack:
         if adapter is not None:
             check_adapter(adapter, self)
             self.adapter = adapter
-            self.windows = (*self.windows, self._widest_window)
+            self.windows = (*self.windows, self.widest_window)
 
     @property
-    def _widest_window(self) -> int | None:
+    def widest_window(self) -> int | None:
         """What a block sees: as far as the farthest of the model's layers."""
         windows = [w for w in self.windows if w is not None]
         return max(windows) if len(windows) == len(self.windows) else None

@@ -58,7 +58,7 @@ class AdapterLogits:
         mask = document_mask(torch.zeros_like(tokens))
         at_exit, at_end = backbone.states(tokens, positions, mask)
         assert at_end is not None
-        hidden = self.adapter.hidden(at_exit, positions, mask)[0]
+        hidden = backbone.hidden(self.adapter, at_exit, positions, mask)[0]
         draft = self.adapter.logits(hidden, backbone.finish, backbone.head)
         known = {
             self.adapter.shape.exit_layer: draft.float(),

@@ -206,8 +206,9 @@ class Trainer:
             )
             mask = document_mask(documents)
             with self.accelerator.autocast():
-                at_exit, at_end = self.loss.backbone.states(ids, positions, mask)
-                hidden = self.adapter.hidden(at_exit, positions, mask)
+                backbone = self.loss.backbone
+                at_exit, at_end = backbone.states(ids, positions, mask)
+                hidden = backbone.hidden(self.adapter, at_exit, positions, mask)
                 counts = labels != -100
                 for h, end, at in zip(hidden, cast(Tensor, at_end), counts, strict=True):
                     yield self.loss.logits(h[at], end[at])

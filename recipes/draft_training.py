@@ -1,13 +1,15 @@
 """One training step of an exit adapter: the frozen model's states, its own drafts, and the loss."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from einops import rearrange, repeat
-from packing import Batch, document_mask
+from packing import Batch, document_mask, within
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from layerskip.admission import decoder_layers
 from layerskip.exit_adapter import ExitAdapter
@@ -34,8 +36,7 @@ class Backbone:
         self.model, self.exit_layer = model.eval().requires_grad_(False), exit_layer
         self.stack = DecoderStack(model, exact=False)
         self.head = model.get_output_embeddings()
-        layers = decoder_layers(model)
-        self._exit, self._last = layers[exit_layer], layers[-1]
+        self._layers = decoder_layers(model)
 
     def finish(self, states: Tensor, project: Any = None) -> Tensor:
         """Final norm and head, or another map in its place: ``(rows, hidden)`` -> ``(rows, n)``."""
@@ -49,7 +50,8 @@ class Backbone:
 
         Args:
             ids, positions: ``(rows, seqlen)`` int64.
-            mask: ``(rows, 1, seqlen, seqlen)`` bool, True where a token attends.
+            mask: ``(rows, 1, seqlen, seqlen)`` bool, True where a token attends, as far as the
+                layer's window reaches.
 
         Returns:
             ``(rows, seqlen, hidden)`` twice, before the final norm.
@@ -66,15 +68,16 @@ class Backbone:
             at_end.append(output[0] if isinstance(output, tuple) else output)
 
         handles = [
-            self._exit.register_forward_pre_hook(note_exit, with_kwargs=True),
-            self._last.register_forward_hook(note_end),
+            self._layers[self.exit_layer].register_forward_pre_hook(note_exit, with_kwargs=True),
+            self._layers[-1].register_forward_hook(note_end),
+            *self._see_windows(positions, mask),
         ]
-        lowest = torch.finfo(self.model.dtype).min
-        bias = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device)
-        bias.masked_fill_(~mask, lowest)
         try:
             self.model.base_model(
-                input_ids=ids, position_ids=positions, attention_mask=bias, use_cache=False
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=self._bias(mask),
+                use_cache=False,
             )
         except _DeepEnoughError:
             return at_exit[0], None
@@ -82,6 +85,34 @@ class Backbone:
             for handle in handles:
                 handle.remove()
         return at_exit[0], at_end[0]
+
+    def hidden(
+        self, adapter: ExitAdapter, at_exit: Tensor, positions: Tensor, mask: Tensor
+    ) -> Tensor:
+        """``ExitAdapter.hidden`` where its block sees as far as in decoding."""
+        return adapter.hidden(at_exit, positions, within(mask, positions, self.stack.widest_window))
+
+    def _see_windows(self, positions: Tensor, mask: Tensor) -> Iterator[RemovableHandle]:
+        """Give layers with a window their own mask: transformers takes one of ours as it is."""
+        windows = self.stack.windows
+        biases = {w: self._bias(within(mask, positions, w)) for w in set(windows) - {None}}
+        for layer, window in zip(self._layers, windows, strict=True):
+            if window is not None:
+
+                def see(
+                    module: nn.Module,
+                    args: tuple[Any, ...],
+                    kwargs: dict[str, Any],
+                    bias: Tensor = biases[window],
+                ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+                    return args, kwargs | {"attention_mask": bias}
+
+                yield layer.register_forward_pre_hook(see, with_kwargs=True)
+
+    def _bias(self, mask: Tensor) -> Tensor:
+        """What is added to scores: the lowest number where a token does not attend."""
+        bias = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device)
+        return bias.masked_fill_(~mask, torch.finfo(self.model.dtype).min)
 
 
 @dataclass(frozen=True)
@@ -208,7 +239,7 @@ class DraftLoss(nn.Module):
             sequences: text and chains.
             batch: the text.
         """
-        hidden = self.adapter.hidden(at_exit, sequences.positions, sequences.mask)
+        hidden = self.backbone.hidden(self.adapter, at_exit, sequences.positions, sequences.mask)
         rows = zip(hidden, at_end, batch.documents, batch.labels, sequences.starts, strict=True)
         found = [self._row(*row) for row in rows]
         losses, accepted = zip(*found, strict=True)
@@ -302,7 +333,7 @@ def roll_out(loss: DraftLoss, batch: Batch, rollout: Rollout | None, step: int) 
         at_exit, _ = backbone.states(
             sequences.ids, sequences.positions, sequences.mask, to_exit=True
         )
-        hidden = adapter.hidden(at_exit, sequences.positions, sequences.mask)
+        hidden = backbone.hidden(adapter, at_exit, sequences.positions, sequences.mask)
         ends = torch.arange(1, rollout.starts + 1, device=starts.device) * drawn + length - 1
         last = starts if drawn == 0 else ends.expand(rows, -1)
         picked = torch.stack([h[at] for h, at in zip(hidden, last, strict=True)])

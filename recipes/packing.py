@@ -222,6 +222,14 @@ def document_mask(documents: Tensor) -> Tensor:
     return same.tril()
 
 
+def within(mask: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """A mask as of ``document_mask`` where a token attends to itself and the ``window`` - 1
+    positions before it; None: to all that the mask has."""
+    if window is None:
+        return mask
+    return mask & (positions[:, None, None, :] > positions[:, None, :, None] - window)
+
+
 @torch.no_grad()
 def check_apart(model: nn.Module, vocab_size: int) -> None:
     """Raise unless documents of a packed row leave each other's logits as they are.

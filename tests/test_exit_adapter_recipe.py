@@ -123,6 +123,33 @@ def test_a_chain_sees_its_document_up_to_its_start_and_itself(
             )
 
 
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+def test_layers_and_block_see_as_far_as_in_decoding(recipe: SimpleNamespace, family: str) -> None:
+    """Every layer of Mistral has a window; of Qwen2 the upper ones, and its block sees it all."""
+    window, length = 8, 24
+    model = make_model(family, sliding_window=window, **SMALL)
+    backbone = recipe.draft_training.Backbone(model, EXIT)
+    ids = torch.tensor([random_ids(length) * 2])  # two documents
+    documents = torch.arange(2).repeat_interleave(length)[None]
+    positions = torch.arange(length).repeat(2)[None]
+    mask = recipe.packing.document_mask(documents)
+    at_exit, at_end = backbone.states(ids, positions, mask)
+    known = model(ids[:, :length], use_cache=False).logits[0]
+    for document in at_end[0].split(length):
+        torch.testing.assert_close(backbone.finish(document), known, rtol=1e-4, atol=1e-4)
+    settings = some_settings(recipe, block_start="nothing")
+    adapter = recipe.adapter_trainer.new_adapter(model, EXIT, settings).requires_grad_(False)
+    for parameter in adapter.parameters():
+        parameter.normal_(std=0.3)  # so that the block is not the plain exit
+    moved = at_exit.clone()
+    moved[:, 0] += 1.0
+    states, others = (backbone.hidden(adapter, s, positions, mask)[0] for s in (at_exit, moved))
+    changed = (states != others).any(-1)
+    assert changed[:window].all()
+    assert changed[window:length].any() == (family == "qwen2")
+    assert not changed[length:].any()
+
+
 def test_chains_are_drawn_from_the_draft(
     recipe: SimpleNamespace, make_trainer: Callable[..., Any]
 ) -> None:
