@@ -91,7 +91,8 @@ class Trainer:
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         # Dropout of the model's own, where it has some, as an uninterrupted run would have it.
-        torch.manual_seed((settings.seed * 1_000_003 + step) * 1_009 + self.batches.process_index)
+        seed = (settings.seed * 1_000_003 + step) * 1_009 + self.batches.process_index
+        torch.manual_seed(seed % 2**63)
         self.module.train()
         work = self.batches.at(step)
         totals = torch.zeros(len(exits), device=self.accelerator.device)

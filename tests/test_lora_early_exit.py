@@ -287,6 +287,10 @@ def test_layers_that_are_run_again_drop_the_same(make_trainer: Callable[..., Any
     assert all(map(torch.equal, weights(kept), weights(again)))
 
 
+def test_any_seed_takes_a_step(make_trainer: Callable[..., Any]) -> None:
+    take(make_trainer(seed=2**60), 1)
+
+
 def test_a_step_that_cannot_be_divided_is_refused(make_trainer: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"batch_size \(4\) must be a multiple of"):
         make_trainer(gradient_accumulation=3)
