@@ -178,6 +178,10 @@ class _Loader(yaml.SafeLoader):
         return mapping
 
 
+# PyYAML takes 010 for 8, and 08 for an error.
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value, 10))
+
+
 class _Dumper(yaml.SafeDumper):
     """Quotes what ``_Loader`` would take for something else than text."""
 

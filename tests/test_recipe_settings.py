@@ -97,6 +97,18 @@ def test_a_wrong_setting_is_named(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("text", "value"), [("010", 10), ("08", 8), ("+7", 7), ("0", 0)])
+def test_whole_numbers_are_decimal(
+    recipes: SimpleNamespace, tmp_path: Path, text: str, value: int
+) -> None:
+    config = tmp_path / "some.yaml"
+    config.write_text(f"seed: {text}\nexits: [{text}]\n")
+    kinds = settings_class(recipes)
+    assert recipes.settings.read(kinds, None, [f"seed={text}", "data=x"]).seed == value
+    found = recipes.settings.read(kinds, config, ["data=x"])
+    assert (found.seed, found.exits) == (value, (value,))
+
+
 def test_words_are_words(recipes: SimpleNamespace, tmp_path: Path) -> None:
     config = tmp_path / "some.yaml"
     config.write_text("mixed_precision: no\nexit_layer:\ncurriculum: none\n")
