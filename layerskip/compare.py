@@ -31,6 +31,8 @@ from layerskip.prompts import Example
 MODES = ("plain", "layerskip", "hf", "hf-early-exit", "hf-early-exit-default", "hf-prompt-lookup")
 REPEAT_SPAN = 8
 FEWEST_TIMED = 3  # prompts, beside those that are tuned on
+# Of what kind transformers' error is where it cannot draft for a family is not said anywhere.
+REFUSALS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -147,12 +149,22 @@ class Comparison:
         return tuple(out[0, len(ids) :].tolist())
 
     def tune_early_exit(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Find transformers' best exit settings on a few prompts, before anything is timed."""
+        """Find transformers' best exit settings on a few prompts, before anything is timed.
+
+        Raises:
+            ValueError: the model has no exit, or transformers cannot leave there.
+        """
         grid = settings_to_try(e for e in (1, 2, 3) if e < self.lm.stack.num_layers)
         if not grid:
             raise ValueError("a model of one layer has no early exit: leave these modes out")
         self.early_exit = grid[0]
-        self.run("hf-early-exit", prompts[0])  # a process's first call allocates, and imports
+        try:
+            self.run("hf-early-exit", prompts[0])  # a process's first call allocates, and imports
+        except REFUSALS as error:
+            family = self.model.config.model_type
+            raise ValueError(
+                f"transformers' early exit does not run on {family}: leave out hf-early-exit"
+            ) from error
 
         def seconds(settings: EarlyExitSettings, ids: Sequence[int]) -> float:
             self.early_exit = settings
@@ -198,6 +210,7 @@ def compare(
     *,
     modes: Sequence[str],
     repeats: int,
+    optional: Sequence[str] = (),
     max_repeated: float = 1.0,
     tuning_prompts: int = 3,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -209,6 +222,7 @@ def compare(
         examples: prompts.
         modes: names out of ``MODES``; "plain" is always run, as the base of every ratio.
         repeats: timed runs of each (prompt, mode), after one that only warms up and counts.
+        optional: modes to leave out where the model cannot have them; any other is an error then.
         max_repeated: leave out prompts whose plain output repeats more of its 8-grams than this
             (looping text flatters every drafter).
         tuning_prompts: prompts, the first ones, on which transformers' early-exit settings are
@@ -225,11 +239,8 @@ def compare(
         raise ValueError(f"unknown mode {unknown[0]!r}; there are {', '.join(MODES)}")
     modes = tuple(dict.fromkeys(("plain", *modes)))
     prompts = [comparison.lm.encode(e.prompt) for e in examples]
-    if any(m.startswith("hf-early-exit") for m in modes):
-        tuned_on = prompts[:tuning_prompts]
-        comparison.tune_early_exit(tuned_on)
-        others = [ids for ids in prompts if ids not in tuned_on]
-        prompts = others if len(others) >= FEWEST_TIMED else prompts
+    prompts, unsupported = _tuned(comparison, modes, prompts, optional, tuning_prompts)
+    modes = tuple(m for m in modes if m not in unsupported)
     shuffle = random.Random(0)
     kept, shares = 0, []
     counted: dict[str, list[Run]] = {m: [] for m in modes}
@@ -253,7 +264,30 @@ def compare(
     on_progress(len(prompts), len(prompts))
     if not kept:
         raise ValueError(f"every prompt's plain output repeats more than {max_repeated:.0%}")
-    return _document(comparison, prompts, counted, timed, shares, len(prompts) - kept)
+    document = _document(comparison, prompts, counted, timed, shares, len(prompts) - kept)
+    return {**document, "unsupported": unsupported}
+
+
+def _tuned(
+    comparison: Comparison,
+    modes: Sequence[str],
+    prompts: list[list[int]],
+    optional: Sequence[str],
+    tuning_prompts: int,
+) -> tuple[list[list[int]], dict[str, str]]:
+    """Tune transformers' early exit; what is left to time, and why modes are left out."""
+    exiting = [m for m in modes if m.startswith("hf-early-exit")]
+    if not exiting:
+        return prompts, {}
+    tuned_on = prompts[:tuning_prompts]
+    try:
+        comparison.tune_early_exit(tuned_on)
+    except ValueError as error:
+        if not set(exiting) <= set(optional):
+            raise
+        return prompts, dict.fromkeys(exiting, str(error).split(":")[0])
+    others = [ids for ids in prompts if ids not in tuned_on]
+    return others if len(others) >= FEWEST_TIMED else prompts, {}
 
 
 def _document(

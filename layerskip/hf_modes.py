@@ -76,7 +76,7 @@ def configured(model: PreTrainedModel, settings: EarlyExitSettings) -> Iterator[
     """Within it, transformers drafts by these settings, which it reads from the model's own
     generation config only. Of that nothing else counts but which tokens end a text: a repetition
     penalty there would give another text than ours, which has none."""
-    before = model.generation_config
+    before, depth = model.generation_config, model.config.num_hidden_layers
     ids = {name: getattr(before, name) for name in SPECIAL}
     config = GenerationConfig(**ids)
     config.num_assistant_tokens = settings.num_assistant_tokens
@@ -87,6 +87,7 @@ def configured(model: PreTrainedModel, settings: EarlyExitSettings) -> Iterator[
         yield
     finally:
         model.generation_config = before
+        model.config.num_hidden_layers = depth  # an early exit lowers it, and an error leaves it so
 
 
 @dataclass

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from command_line import assert_refused, run, run_apart
-from toys import MAX_POSITIONS, NUM_LAYERS, PLANS, make_model
+from rich.console import Console
+from toys import MAX_POSITIONS, NUM_LAYERS, PLANS, VOCAB_SIZE, make_model, make_tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from layerskip import (
     Policy,
@@ -318,6 +320,41 @@ def test_demo_decodes_as_much_as_it_is_told(folder: Path, monkeypatch: pytest.Mo
     assert (document["prompts"], document["new_tokens"]) == (1, 4)
     assert set(document["modes"]) == {"plain", "layerskip", "hf", "hf-early-exit"}
     assert document["modes"]["layerskip"]["identical_to_plain"] == 1.0
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> Path:
+    """A checkpoint of a family that transformers cannot leave early, with learned positions."""
+    config = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=3, n_head=2, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_compare_leaves_out_what_transformers_cannot_run(gpt2: Path) -> None:
+    path = gpt2 / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "ab" * n}) + "\n" for n in (9, 28)), "utf-8")
+    argv = ("compare", gpt2, "--prompts", path, "--max-new-tokens", 4, "--num-draft-tokens", 0)
+    result = run(*argv, "--repeats", 1, "--json")
+    assert set(result.document["modes"]) == {"plain", "layerskip", "hf", "hf-prompt-lookup"}
+    reason = "transformers' early exit does not run on gpt2"
+    assert result.document["unsupported"] == {"hf-early-exit": reason}
+    assert f"hf-early-exit left out: {reason}" in result.err
+    # Transformers looks up beyond the last position.
+    assert result.document["prompts_too_long"] == 1
+    assert "4 new tokens and 10 that transformers looks up" in " ".join(result.err.split())
+    result = run(*argv, "--modes", "hf-early-exit", "--limit", 1)
+    assert (result.code, result.err) == (2, f"layerskip: {reason}: leave out hf-early-exit\n")
+
+
+def test_demo_leaves_out_prompts_that_are_too_long(
+    gpt2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "held_out_code", lambda *_: [Example("ab" * n) for n in (9, 31)])
+    argv = ("demo", gpt2, "--num-draft-tokens", 0, "--max-new-tokens", 4, "--json")
+    document = run(*argv).document
+    assert (document["prompts"], document["prompts_too_long"]) == (1, 1)
+    assert set(document["modes"]) == {"plain", "layerskip", "hf"}
 
 
 @pytest.mark.parametrize("option", ["--limit", "--max-new-tokens"])

@@ -420,6 +420,33 @@ def test_what_early_exit_is_tuned_on_is_not_timed(mode: str, prompts: str, timed
     assert seen[-1] == (len(timed), len(timed))
 
 
+def test_a_family_that_transformers_cannot_leave_early_is_said_as_such() -> None:
+    config = transformers.GPT2Config(vocab_size=99, n_embd=64, n_layer=3, n_head=4, n_positions=64)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    lm = SelfSpeculativeLM(model, None, num_draft_tokens=0)
+    comparison = Comparison(model, lm, sampling=SamplingParams(), max_new_tokens=4)
+    sentence = "transformers' early exit does not run on gpt2: leave out hf-early-exit"
+    with pytest.raises(ValueError, match=sentence):
+        comparison.tune_early_exit([[1, 2, 3]])
+    assert model.config.num_hidden_layers == 3  # transformers lowers it, and forgets it so
+
+
+def test_a_mode_that_nobody_named_is_left_out_with_the_reason() -> None:
+    fake = scripted(plain=[FRESH, FRESH], layerskip=[FRESH, FRESH])
+    modes = ("layerskip", "hf-early-exit", "hf-early-exit-default")
+
+    def refuse(prompts: object) -> None:
+        raise ValueError("transformers' early exit does not run on gpt2: leave out hf-early-exit")
+
+    fake.tune_early_exit = refuse
+    document = compare.compare(fake, EXAMPLES, modes=modes, optional=modes, repeats=1)
+    assert set(document["modes"]) == {"plain", "layerskip"}
+    reason = "transformers' early exit does not run on gpt2"
+    assert document["unsupported"] == dict.fromkeys(modes[1:], reason)
+    with pytest.raises(ValueError, match="leave out hf-early-exit"):
+        compare.compare(fake, EXAMPLES, modes=modes, repeats=1)
+
+
 def test_every_mode_is_timed_equally_often_after_one_warm_run() -> None:
     fake = scripted(plain=[FRESH, FRESH], layerskip=[FRESH, FRESH], hf_early_exit=[FRESH, FRESH])
     modes = ["layerskip", "hf-early-exit", "layerskip"]

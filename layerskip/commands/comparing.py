@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from layerskip.params import SamplingParams
     from layerskip.prompts import Example
 
+DEFAULT_MODES = "plain,layerskip,hf,hf-early-exit,hf-prompt-lookup"  # of compare, if none are named
 MOST_EXITS = 8  # that --teacher-forced reads if none is named
 # What it has no use for: nothing is decoded, and exits are read with the whole head.
 OF_DECODING = ("plan", "lookup", "num_draft_tokens", "modes", "repeats", "max_repeated")
@@ -47,7 +48,9 @@ def add_parsers(commands: Any) -> None:
     comparing.add_argument(
         "--prompts", metavar="FILE", help="JSON lines; without it, held-out library code"
     )
-    comparing.add_argument("--modes", default="plain,layerskip,hf,hf-early-exit,hf-prompt-lookup")
+    comparing.add_argument(
+        "--modes", help=f"default {DEFAULT_MODES}, less what a model cannot have"
+    )
     comparing.add_argument(
         "--limit",
         type=int,
@@ -99,8 +102,10 @@ def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """``layerskip compare``."""
     quiet()
     from layerskip.compare import MODES, compare
+    from layerskip.hf_modes import PROMPT_LOOKUP_TOKENS
 
-    modes = tuple(mode.strip() for mode in args.modes.split(","))
+    named = args.modes is not None
+    modes = tuple(mode.strip() for mode in (args.modes if named else DEFAULT_MODES).split(","))
     unknown = [m for m in modes if m not in MODES]
     if unknown:
         raise ValueError(f"--modes has {', '.join(unknown)}; allowed are {', '.join(MODES)}")
@@ -110,7 +115,8 @@ def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         return _teacher_forced(args, sampling, console)
     examples = _examples(args)
     comparison = _comparison(args, sampling, args.max_new_tokens)
-    fit = _fitting(comparison.lm, examples, args.max_new_tokens, console)
+    looked_up = PROMPT_LOOKUP_TOKENS if "hf-prompt-lookup" in modes else 0
+    fit = _fitting(comparison.lm, examples, args.max_new_tokens, console, looked_up)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("prompts", total=len(fit))
         document = compare(
@@ -118,11 +124,13 @@ def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             fit,
             modes=modes,
             repeats=args.repeats,
+            optional=() if named else modes,
             max_repeated=args.max_repeated,
             on_progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     document = {"model": args.model, **document, "prompts_too_long": len(examples) - len(fit)}
     console.print(_mode_table(document))
+    _say_unsupported(document, console)
     return document
 
 
@@ -153,23 +161,36 @@ def _teacher_forced(
     return document
 
 
+def _say_unsupported(document: dict[str, Any], console: Console) -> None:
+    """Which modes the model cannot have, and why."""
+    for mode, reason in document["unsupported"].items():
+        console.print(f"{mode} left out: {reason}", style="dim", highlight=False, soft_wrap=True)
+
+
 def _fitting(
-    lm: "SelfSpeculativeLM", examples: "list[Example]", max_new_tokens: int, console: Console
+    lm: "SelfSpeculativeLM",
+    examples: "list[Example]",
+    max_new_tokens: int,
+    console: Console,
+    looked_up: int = 0,
 ) -> "list[Example]":
-    """Those that leave room for so many tokens; the others are counted aloud."""
+    """Those that leave room for so many tokens, and for what transformers looks up beyond them,
+    which it does not cut at the end of the positions; the others are counted aloud."""
     if lm.tokenizer is None:
-        raise ValueError("compare needs a tokenizer, and this model has none")
-    room = lm.stack.max_positions - max_new_tokens
+        raise ValueError("prompts of text need a tokenizer, and this model has none")
+    room = lm.stack.max_positions - max_new_tokens - looked_up
+    wanted = f"{max_new_tokens} new tokens"
+    if looked_up:
+        wanted += f" and {looked_up} that transformers looks up"
     fit = [e for e in examples if len(lm.tokenizer(e.prompt)["input_ids"]) <= room]
     if not fit:
         raise ValueError(
-            f"no prompt leaves room for {max_new_tokens} new tokens in the model's "
-            f"{lm.stack.max_positions} positions"
+            f"no prompt leaves room for {wanted} in the model's {lm.stack.max_positions} positions"
         )
     if len(fit) < len(examples):
         console.print(
             f"{len(examples) - len(fit)} of {len(examples)} prompts left out: they leave no room "
-            f"for {max_new_tokens} new tokens in the model's positions",
+            f"for {wanted} in the model's positions",
             style="dim",
         )
     return fit
@@ -260,9 +281,10 @@ def run_demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     quiet()
     examples = _examples(args)
     comparison = _comparison(args, SamplingParams(), args.max_new_tokens)
+    fit = _fitting(comparison.lm, examples, args.max_new_tokens, console)
     legend = ", ".join(f"[{STYLES[o]}]{o}[/]" for o in ("accepted", "recovered", "bonus"))
-    console.print(f"Held-out code, completed by {args.model}. Tokens: {legend}\n")
-    for example in examples:
+    console.print(f"Held-out code, completed by {escape(args.model)}. Tokens: {legend}\n")
+    for example in fit:
         tail = "\n".join(example.prompt.rstrip("\n").split("\n")[-4:]) + "\n"
         console.print(escape(tail), style="dim", end="", highlight=False)
         stream = TextStream(comparison.lm.tokenizer, ())
@@ -270,6 +292,9 @@ def run_demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             print_round(console, stream, step.round)
         console.print("\n")
     with console.status("timing four decoders in turn"):
-        document = compare(comparison, examples, modes=DEMO_MODES, repeats=2, tuning_prompts=1)
+        document = compare(
+            comparison, fit, modes=DEMO_MODES, repeats=2, optional=DEMO_MODES, tuning_prompts=1
+        )
     console.print(_mode_table(document, DEMO_NAMES))
-    return {"model": args.model, **document}
+    _say_unsupported(document, console)
+    return {"model": args.model, **document, "prompts_too_long": len(examples) - len(fit)}
