@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; bad input is one sentence on stderr and exit code 2."""
     args = parser().parse_args(argv)
     try:
-        document = args.run(args, Console(stderr=args.json))
+        document = args.run(args, Console(stderr=args.json, emoji=False))
     except (ValueError, TypeError) as error:
         print(f"layerskip: {error}", file=sys.stderr)
         return 2

@@ -1,10 +1,13 @@
 """The command line, in this process; the start-up and the error stream also as a user runs them."""
 
+import io
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +25,10 @@ from layerskip import (
     prompts,
 )
 from layerskip.cli import parser
-from layerskip.commands.options import sampling_of
+from layerskip.commands.options import print_round, sampling_of
 from layerskip.params import Verification
 from layerskip.prompts import Example
+from layerskip.text import TextStream
 
 STATS = {
     "prompt_tokens",
@@ -111,10 +115,28 @@ def test_generate_prints_text_for_people(folder: Path, lm: SelfSpeculativeLM) ->
 
 
 def test_text_that_looks_like_markup_is_printed_as_it_is(folder: Path) -> None:
-    prompt = "x = [red]a[/] + [/bold]"
+    prompt = "x = [red]a[/] + [/bold]\t:smile: " + "long " * 30 + "\\"
     result = run("generate", folder, "--prompt", prompt, "--max-new-tokens", 1)
     assert result.code == 0
     assert result.out.startswith(prompt)
+
+
+class Letters:
+    """Tokens are single characters."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(map(chr, token_ids))
+
+
+def test_tokens_are_printed_as_the_model_wrote_them() -> None:
+    text = 'r"\\d+\\s*\\(":100:\t[b] ' + "long " * 9 + "\\"
+    record = SimpleNamespace(
+        token_ids=tuple(map(ord, text)), origins=("accepted",) * len(text), finish_reason="length"
+    )
+    console = Console(file=io.StringIO(), width=20)
+    print_round(console, TextStream(Letters(), ()), record)
+    assert console.file.getvalue() == text
 
 
 @pytest.mark.parametrize("options", [("--num-draft-tokens", 0), ("--exit-layer", 4)])

@@ -15,6 +15,7 @@ from layerskip.commands.options import (
     load,
     model_options,
     print_round,
+    print_text,
     quiet,
     sampling_of,
     sampling_options,
@@ -286,7 +287,7 @@ def run_demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     console.print(f"Held-out code, completed by {escape(args.model)}. Tokens: {legend}\n")
     for example in fit:
         tail = "\n".join(example.prompt.rstrip("\n").split("\n")[-4:]) + "\n"
-        console.print(escape(tail), style="dim", end="", highlight=False)
+        print_text(console, tail, "dim")
         stream = TextStream(comparison.lm.tokenizer, ())
         for step in comparison.lm.stream(example.prompt, max_new_tokens=args.max_new_tokens):
             print_round(console, stream, step.round)

@@ -12,6 +12,7 @@ from layerskip.commands.options import (
     load,
     model_options,
     print_round,
+    print_text,
     sampling_of,
     sampling_options,
 )
@@ -91,7 +92,7 @@ def run_generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     batch = lm.open_batch(**settings)
     row = batch.add(messages=messages) if messages else batch.add(prompt)
     if prompt is not None:
-        console.print(escape(prompt), style="dim", end="", highlight=False)
+        print_text(console, prompt, "dim")
     stream = TextStream(lm.tokenizer, args.stop) if lm.tokenizer is not None else None
     while batch.unfinished:
         for record in batch.step():

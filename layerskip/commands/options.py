@@ -3,7 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
+from rich.segment import Segment, Segments
+from rich.style import Style
 
 from layerskip.params import AUTO, NumDraftTokens
 from layerskip.text import TextStream, by_origin
@@ -27,11 +28,16 @@ STYLES = {
 }
 
 
+def print_text(console: "Console", text: str, style: str = "") -> None:
+    """Text as it is. As a string rich would take it for markup, wrap it and expand its tabs."""
+    console.print(Segments([Segment(text, Style.parse(style))]), end="", soft_wrap=True)
+
+
 def print_round(console: "Console", stream: TextStream, record: "Round") -> None:
     """A round's text, each token in the style of its origin."""
     ended = record.finish_reason is not None
     for text, origin in by_origin(stream, record.token_ids, record.origins, ended=ended):
-        console.print(escape(text), style=STYLES[origin] or None, end="", highlight=False)
+        print_text(console, text, STYLES[origin])
 
 
 def model_options(
