@@ -520,6 +520,8 @@ def test_generate_follows_a_policy(folder: Path, tmp_path: Path) -> None:
     document = run(*argv, "--task", "code", "--json").document
     assert document["stats"]["num_draft_tokens"] == 0
     assert document["metrics"]["speculative_decoding"]["mode"] == "plain"
+    named = run(*argv, "--task", "code", "--num-draft-tokens", 3, "--json").document
+    assert named["stats"]["num_draft_tokens"] > 0
     argv = ("generate", tmp_path / "gone")  # refused before a model is looked for
     assert_refused(run(*argv, "--prompt", "x", "--task", "code"), "--task is for a policy")
     Policy().save(policy)

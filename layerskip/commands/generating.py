@@ -89,7 +89,7 @@ def run_generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     prompt = read_text(args.prompt_file) if args.prompt_file else args.prompt
     messages = [{"role": "user", "content": args.chat}] if args.chat is not None else None
     lm = load(args)
-    batch = lm.open_batch(**settings)
+    batch = lm.open_batch(**settings, num_draft_tokens=args.num_draft_tokens)
     row = batch.add(messages=messages) if messages else batch.add(prompt)
     if prompt is not None:
         print_text(console, prompt, "dim")
