@@ -561,6 +561,7 @@ class SelfSpeculativeLM:
         if first.data_ptr() != own.data_ptr():
             raise ValueError("custom_generate belongs to another model; wrap this one")
         call = hf.Call(
+            model,
             input_ids,
             logits_processor,
             stopping_criteria,

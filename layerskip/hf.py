@@ -4,6 +4,7 @@ Transformers prepares logits processors, stopping criteria and lengths; the toke
 and what goes back is what its own greedy search or sampling gives back.
 """
 
+import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,13 @@ from typing import Any, cast
 import torch
 from einops import rearrange
 from torch import FloatTensor, LongTensor, Tensor
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip.batch import Batch
@@ -50,6 +57,7 @@ UNSUPPORTED = {
 class Call:
     """What transformers hands over, checked; names as in its decoding methods."""
 
+    model: PreTrainedModel
     input_ids: Tensor
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
@@ -61,6 +69,7 @@ class Call:
         unknown = sorted(set(self.model_kwargs) - MODEL_KWARGS)
         if unknown:
             raise ValueError(f"custom_generate does not take {', '.join(unknown)}")
+        self._check_inputs()
         for name, allowed in UNSUPPORTED.items():
             value = getattr(self.generation_config, name, None)
             if value not in allowed:
@@ -80,6 +89,27 @@ class Call:
         if self.streamer is not None and len(self.input_ids) > 1:
             raise ValueError(
                 f"a streamer takes one sequence, and the batch has {len(self.input_ids)}"
+            )
+
+    def _check_inputs(self) -> None:
+        """Raise if the caller's own inputs would be left out, and give other tokens."""
+        taken = inspect.signature(self.model.forward).parameters
+        if "token_type_ids" in taken and "token_type_ids" in self.model_kwargs:
+            raise ValueError(
+                "custom_generate does not take the token_type_ids that "
+                f"{type(self.model).__name__} adds to its embeddings; leave them out"
+            )
+        given = self.model_kwargs.get("position_ids")  # transformers makes them if nobody gives any
+        mask = self.model_kwargs.get("attention_mask")
+        kept = (torch.ones_like(self.input_ids) if mask is None else mask).bool()
+        counted = kept.long().cumsum(-1) - 1
+        if given is None:
+            return
+        same = given.to(kept.device) == counted if given.shape[-1] == kept.shape[-1] else ~kept
+        if not (same | ~kept).all():
+            raise ValueError(
+                "custom_generate counts positions from each row's first token; leave out "
+                "position_ids"
             )
 
     def prompts(self) -> list[list[int]]:

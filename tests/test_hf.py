@@ -7,6 +7,8 @@ import torch
 from toys import PLANS, VOCAB_SIZE, make_model, make_tokenizer, random_ids
 from transformers import (
     DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -403,3 +405,25 @@ def test_another_model_is_refused(exit_lm):
     other = make_model()
     with pytest.raises(ValueError, match="belongs to another model"):
         other.generate(**one(), **GREEDY, custom_generate=exit_lm.custom_generate)
+
+
+def test_positions_that_are_counted_otherwise_are_refused(model, exit_lm):
+    custom = {**GREEDY, "custom_generate": exit_lm.custom_generate}
+    for inputs in (one(), padded()):
+        mask = inputs["attention_mask"]
+        counted = mask.cumsum(-1) - 1
+        wanted = model.generate(**inputs, **GREEDY)
+        assert torch.equal(model.generate(**inputs, position_ids=counted, **custom), wanted)
+        with pytest.raises(ValueError, match="leave out position_ids"):
+            model.generate(**inputs, position_ids=2 * counted, **custom)
+
+
+def test_token_types_that_count_are_refused():
+    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    other = GPT2LMHeadModel(config).eval()
+    lm = SelfSpeculativeLM(other, num_draft_tokens=0)
+    ids = torch.tensor([[1, 2, 3]])
+    with pytest.raises(ValueError, match="token_type_ids that GPT2LMHeadModel adds"):
+        other.generate(
+            ids, token_type_ids=ids, max_new_tokens=2, custom_generate=lm.custom_generate
+        )
