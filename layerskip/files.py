@@ -24,15 +24,27 @@ def read_json(path: str | Path, what: str) -> Any:
         raise ValueError(f"{path} is not a {what} ({error!r})") from None
 
 
-def check_writable(path: str | Path) -> None:
-    """Raise unless a file can be written there: to be asked before work that it would lose."""
+def check_writable(path: str | Path) -> Path:
+    """Raise unless a file can be written there: to be asked before work that it would lose.
+
+    Returns:
+        The file itself, where ``path`` is a link to it.
+    """
     path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; give the name of a file")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path} cannot be written: there is no folder {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{path} cannot be written: folder {path.parent} is not writable")
+    try:
+        file = path.resolve()
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; give the name of a file")
+        if path.exists() and not path.is_file():  # a device or a pipe would be gone
+            raise ValueError(f"{path} is no regular file; give the name of one")
+        if not file.parent.is_dir():
+            raise ValueError(f"{path} cannot be written: there is no folder {file.parent}")
+    except (OSError, RuntimeError) as error:  # a name too long, a folder closed, links in a ring
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} cannot be written: {reason}") from None
+    if not os.access(file.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written: folder {file.parent} is not writable")
+    return file
 
 
 def write_json(path: str | Path, content: Any, *, indent: int | None = None) -> None:
@@ -59,10 +71,9 @@ def write_bytes(path: str | Path, content: bytes) -> None:
     Raises:
         ValueError: the file cannot be written; an older one is left.
     """
-    check_writable(path)
-    path = Path(path)
+    place = check_writable(path)
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".layerskip.")
+        handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=".layerskip.")
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from None
     try:
@@ -70,7 +81,7 @@ def write_bytes(path: str | Path, content: bytes) -> None:
             file.write(content)
         # mkstemp's files are for their owner alone.
         Path(temporary).chmod(0o666 & ~_umask())
-        Path(temporary).replace(path)
+        Path(temporary).replace(place)
     except BaseException as error:  # Ctrl-C leaves no temporary file either
         Path(temporary).unlink(missing_ok=True)
         if not isinstance(error, OSError):
