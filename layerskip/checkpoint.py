@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from layerskip.admission import refusal
@@ -17,6 +16,7 @@ from layerskip.plan import PlanFile
 
 BUILTIN = "builtin"
 PLAN_FILE = "layerskip.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -61,9 +61,8 @@ def load_config(folder: str | Path, **hub: Any) -> Any:
         raise ValueError(f"model {str(folder)!r} {what}; give a checkpoint folder or a hub id")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, **hub)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        first = str(error).strip().split("\n")[0]
-        raise ValueError(f"model {str(folder)!r} cannot be loaded: {first}") from None
+    except Exception as error:  # noqa: BLE001  a wrong value is an error of any kind
+        raise ValueError(f"model {str(folder)!r} cannot be loaded: {_sentence(error)}") from None
 
 
 def _weights_of(folder: str | Path) -> str | Path:
@@ -125,9 +124,8 @@ def load_checkpoint(
             output_loading_info=True,
             **hub,
         )
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        first = str(error).strip().split("\n")[0]
-        raise ValueError(f"model {str(folder)!r} cannot be loaded: {first}") from None
+    except Exception as error:  # noqa: BLE001  as above
+        raise ValueError(f"model {str(folder)!r} cannot be loaded: {_sentence(error)}") from None
     model, report = loaded
     # Transformers goes on with random numbers in their place.
     lacking = sorted([*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])])
@@ -136,13 +134,31 @@ def load_checkpoint(
             f"model {str(folder)!r} cannot be loaded: {len(lacking)} weights are missing or have "
             f"another shape than config.json says, the first of them {lacking[0]}"
         )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **hub)
-    except (OSError, ValueError):
-        tokenizer = None
+    tokenizer = _load_tokenizer(folder, **hub)
     model.to(where)
     pack_model(model)
     return model, tokenizer
+
+
+def _load_tokenizer(folder: str | Path, **hub: Any) -> Any:
+    """The tokenizer, of an adapter without one its checkpoint's; None if there is none."""
+    for where in dict.fromkeys((folder, _weights_of(folder))):
+        try:
+            return AutoTokenizer.from_pretrained(where, trust_remote_code=False, **hub)
+        except Exception as error:  # noqa: BLE001  tokenizers has no other kind
+            if any((Path(where) / name).is_file() for name in TOKENIZER_FILES):
+                raise ValueError(
+                    f"the tokenizer of {str(where)!r} cannot be loaded: {_sentence(error)}"
+                ) from None
+    return None
+
+
+def _sentence(error: Exception) -> str:
+    """The first line of an error that others raised, and what a colon at its end announces."""
+    if isinstance(error, ArithmeticError | LookupError):  # its text alone says little
+        return repr(error)
+    first, *more = str(error).strip().split("\n")
+    return f"{first} {more[0].strip()}" if first.endswith(":") and more else first
 
 
 def known_plan(folder: str | Path) -> PlanFile | None:

@@ -15,7 +15,7 @@ from layerskip.checkpoint import (
     load_checkpoint,
     trained_exits,
 )
-from layerskip.params import NumDraftTokens, check_num_draft_tokens
+from layerskip.params import NumDraftTokens, check_integer, check_num_draft_tokens
 from layerskip.plan import DraftPlan, PlanFile, ranges
 
 
@@ -102,6 +102,7 @@ def check_plan_depth(config: Any, exit_layer: int | None, plan: DraftPlan | None
     depth = getattr(config, "num_hidden_layers", None)
     if depth is None:  # no model that we know: refused later, with the reason
         return
+    check_integer("num_hidden_layers of the config", depth, 1)
     if exit_layer is not None:
         DraftPlan.exiting(num_layers=depth, exit_layer=exit_layer)
     if plan is not None and plan.num_layers != depth:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from toys import NUM_LAYERS, PLANS, make_model
+from transformers import AutoModelForCausalLM
 
 from layerskip import DraftPlan, SelfSpeculativeLM, UnsupportedModelError
 
@@ -177,3 +178,56 @@ def test_missing_weights(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"model '.*checkpoint' cannot be loaded"):
         SelfSpeculativeLM.from_pretrained(folder)
+
+
+WRONG = {
+    "no heads": ({"num_attention_heads": 0}, "ZeroDivisionError"),
+    "a word of heads": ({"num_attention_heads": "five"}, "field 'num_attention_heads': TypeError"),
+    "no key heads": ({"num_key_value_heads": 0}, "ZeroDivisionError"),
+    "an activation": ({"hidden_act": "nope"}, r"KeyError\('nope'\)"),
+}
+
+
+@pytest.mark.parametrize(("changes", "said"), WRONG.values(), ids=WRONG)
+def test_a_config_of_wrong_values(folder, changes, said):
+    change_config(folder, **changes)
+    with pytest.raises(ValueError, match=rf"model '.*checkpoint' cannot be loaded: .*{said}") as e:
+        SelfSpeculativeLM.from_pretrained(folder)
+    assert "\n" not in str(e.value)
+
+
+def test_a_config_without_layers(folder):
+    change_config(folder, num_hidden_layers=0)
+    with pytest.raises(ValueError, match="num_hidden_layers of the config must be at least 1"):
+        SelfSpeculativeLM.from_pretrained(folder)
+
+
+def test_an_index_without_weights(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"cannot be loaded: KeyError\('weight_map'\)"):
+        SelfSpeculativeLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("content", ["", '{"a": ', "[]"])
+def test_a_damaged_tokenizer(folder, content):
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"^the tokenizer of '.*checkpoint' cannot be loaded: "):
+        SelfSpeculativeLM.from_pretrained(folder)
+
+
+def test_a_tokenizer_that_is_not_there_is_none(folder):
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    assert SelfSpeculativeLM.from_pretrained(folder, num_draft_tokens=0).tokenizer is None
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's
+def test_an_adapter_has_its_checkpoint_s_tokenizer(saved, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(saved), config)
+    adapted.save_pretrained(tmp_path)
+    lm = SelfSpeculativeLM.from_pretrained(tmp_path, num_draft_tokens=0)
+    assert lm.tokenizer is not None
+    assert lm.generate("abc", max_new_tokens=2).text is not None
