@@ -186,6 +186,9 @@ class SelfSpeculativeLM:
                 ``layerskip.json`` beside the adapter counts; if there is none, of the checkpoint's
                 only the draft vocabulary.
         """
+        _check_arguments(
+            plan, AUTO if num_draft_tokens is None else num_draft_tokens, lookup, policy, None
+        )
         loaded, tokenizer, known, wanted = cls.load_parts(
             model,
             exit_layer=exit_layer,
@@ -592,7 +595,10 @@ def _check_arguments(
 ) -> None:
     """Raise unless the arguments of ``SelfSpeculativeLM`` are of the right types."""
     if plan is not None and not isinstance(plan, DraftPlan | PlanFile):
-        raise TypeError(f"plan must be a DraftPlan, a PlanFile or None, got {type(plan).__name__}")
+        raise TypeError(
+            f"plan must be a DraftPlan, a PlanFile or None, got {type(plan).__name__}; "
+            "PlanFile.load(path) reads one"
+        )
     check_num_draft_tokens(num_draft_tokens)
     if not isinstance(lookup, bool | LookupStore | None):
         raise TypeError(f"lookup must be a bool, a LookupStore or None, got {lookup!r}")

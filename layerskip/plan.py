@@ -117,6 +117,11 @@ class PlanFile:
     measurements: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.plan, DraftPlan | None):
+            raise TypeError(
+                f"plan must be a DraftPlan or None, got {type(self.plan).__name__}; "
+                "PlanFile.load(path) reads a file"
+            )
         check_num_draft_tokens(self.num_draft_tokens)
         if self.draft_vocabulary is not None:
             _check_vocabulary(self.draft_vocabulary)

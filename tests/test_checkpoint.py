@@ -231,3 +231,11 @@ def test_an_adapter_has_its_checkpoint_s_tokenizer(saved, tmp_path):
     lm = SelfSpeculativeLM.from_pretrained(tmp_path, num_draft_tokens=0)
     assert lm.tokenizer is not None
     assert lm.generate("abc", max_new_tokens=2).text is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("plan", "plan.json"), ("policy", "policy.json"), ("lookup", "yes")]
+)
+def test_values_of_another_type_are_refused_before_a_file_is_read(tmp_path, name, value):
+    with pytest.raises(TypeError, match=f"{name} must be a"):
+        SelfSpeculativeLM.from_pretrained(tmp_path / "gone", **{name: value})

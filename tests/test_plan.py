@@ -329,3 +329,9 @@ def test_where_no_file_can_be_is_said(tmp_path):
 def test_a_plan_file_checks_what_it_is_given(settings, error, message):
     with pytest.raises(error, match=message):
         PlanFile(FILE.plan, **settings)
+
+
+@pytest.mark.parametrize("plan", ["plan.json", {"layers": [0]}])
+def test_a_plan_file_is_of_a_plan(plan):
+    with pytest.raises(TypeError, match="plan must be a DraftPlan or None, got"):
+        PlanFile(plan)
