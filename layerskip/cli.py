@@ -55,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError) as error:
         print(f"layerskip: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # what no command could foresee
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"layerskip: {where}{error.strerror or error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("layerskip: interrupted", file=sys.stderr)
         return 130

@@ -75,6 +75,8 @@ class SamplingParams:
                 raise ValueError(
                     f"{name} must be at least {SMALLEST:g}, got {value}: use temperature=0.0"
                 )
+        if self.temperature > LARGEST:
+            raise ValueError(f"temperature must be at most {LARGEST:g}, got {self.temperature}")
         if self.seed is not None:
             check_integer("seed", self.seed, 0, MAX_SEED)
         check_number("repetition_penalty", self.repetition_penalty, SMALLEST, LARGEST)

@@ -44,7 +44,7 @@ def read_prompts(path: str | Path) -> list[Example]:
             continue
         try:
             examples.append(example_of(json.loads(line)))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise ValueError(
                 f"{path} line {number} is not a prompt ({error!r}); "
                 "it needs 'prompt', or 'question' and 'answer', or 'turns'"

@@ -51,6 +51,7 @@ SAMPLING = [
     ({"temperature": float("nan")}, ValueError, "temperature must be finite and at least 0, got n"),
     ({"temperature": float("inf")}, ValueError, "temperature must be finite and at least 0, got i"),
     ({"temperature": LARGE}, ValueError, "temperature must be finite and at least 0, got 1000"),
+    ({"temperature": 1e39}, ValueError, "temperature must be at most 1e+30, got 1e+39"),
     ({"temperature": 1e-7}, ValueError, "temperature must be at least 1e-06, got 1e-07: use tem"),
     ({"top_p": 0.0}, ValueError, "top_p must be above 0 and at most 1, got 0: use temperature=0.0"),
     ({"top_p": 1e-300}, ValueError, "top_p must be at least 1e-06, got 1e-300: use temperature=0."),

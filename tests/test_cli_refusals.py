@@ -255,3 +255,7 @@ def test_a_process_says_one_sentence(bad: Path) -> None:
         model.model.norm.weight[0] = float("nan")
     model.save_pretrained(bad)  # and no plan: that is no second sentence
     assert_refused(run_apart("generate", bad, "--prompt", "x"), "model.norm.weight")
+
+
+def test_a_name_that_no_system_takes() -> None:
+    assert_refused(run("generate", "a" * 300, "--prompt", "x"), "File name too long")

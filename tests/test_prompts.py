@@ -158,3 +158,10 @@ def test_prompts_of_the_real_library_are_pieces_of_it() -> None:
         assert "\n" in e.continuation.strip()
         assert len(e.prompt) <= prompts.MAX_PROMPT_CHARACTERS
     assert held_out_code(modules, 12) == examples
+
+
+def test_a_line_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"p\.jsonl line 1 is not a prompt \(RecursionError"):
+        read_prompts(path)
