@@ -1,5 +1,6 @@
 """From a folder or hub id to what is wrapped: a model, its tokenizer, and the plan to draft by."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ def load_parts(
     if exit_layer is not None:
         depth = loaded.config.num_hidden_layers
         known = PlanFile(DraftPlan.exiting(num_layers=depth, exit_layer=exit_layer))
+    if exit_layer is not None or plan is not None:
+        known = _with_exits(known, folder)
     exits = trained_exits(loaded.config, known)
     if plan is None and exit_layer is None and exits:
         known = PlanFile(
@@ -70,6 +73,18 @@ def load_parts(
         )
     wanted = known.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
     return loaded, tokenizer, known, wanted
+
+
+def _with_exits(known: PlanFile, folder: str | Path) -> PlanFile:
+    """A plan that was given, and which exits the checkpoint's own plan file says were trained."""
+    try:
+        own = known_plan(folder)
+    except ValueError:  # it is not what drafts
+        own = None
+    said = own.measurements.get("trained_exits") if own is not None else None
+    if said is None:
+        return known
+    return replace(known, measurements={"trained_exits": said, **known.measurements})
 
 
 def _at_exit(known: PlanFile | None, shape: AdapterShape) -> PlanFile:

@@ -17,6 +17,8 @@ from toys import MAX_POSITIONS, NUM_LAYERS, PLANS, VOCAB_SIZE, make_model, make_
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from layerskip import (
+    DraftPlan,
+    PlanFile,
     Policy,
     Rule,
     SamplingParams,
@@ -536,3 +538,20 @@ def test_a_number_of_draft_tokens_that_is_none_is_said_as_such():
     got = run("generate", "--num-draft-tokens", "many", "--prompt", "a")
     assert got.code == 2
     assert "must be a number or 'auto', got 'many'" in got.err
+
+
+def test_info_of_a_given_exit_knows_the_trained_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_model().save_pretrained(tmp_path)
+    PlanFile(PLANS["exit"], measurements={"trained_exits": [1, 2]}).save(
+        tmp_path / "layerskip.json"
+    )
+    DraftPlan.exiting(num_layers=NUM_LAYERS, exit_layer=3).save("plan[b].json")
+    drafts = ("--num-draft-tokens", 0, "--json")
+    for given in (("--exit-layer", 3), ("--plan", "plan[b].json")):
+        result = run("info", tmp_path, *given, *drafts)
+        assert result.document["trained_exits"] == [1, 2]
+        assert result.document["draft_layers"] == [0, 1, 2]
+    assert "plan[b].json" in result.err

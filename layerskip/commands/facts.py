@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from layerskip import __version__
@@ -67,7 +68,7 @@ def run_info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 def _facts_table(document: dict[str, Any]) -> Table:
     table = Table(show_header=False, title=f"layerskip {__version__}")
     for key, value in document.items():
-        table.add_row(key.replace("_", " "), str(value))
+        table.add_row(key.replace("_", " "), escape(str(value)))
     return table
 
 

@@ -92,7 +92,7 @@ def run_measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                 on_left_out=bar.leave_out,
             )
     except KeyboardInterrupt:
-        console.print(f"the same command goes on from {args.out}", highlight=False)
+        console.print(f"the same command goes on from {escape(args.out)}", highlight=False)
         raise
     left_out = traffic.count - summary.prompts
     console.print(_table(summary))

@@ -184,7 +184,7 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             )
     except KeyboardInterrupt:
         if journal.exists():
-            console.print(f"the same command goes on from {journal}", highlight=False)
+            console.print(f"the same command goes on from {escape(str(journal))}", highlight=False)
         raise
     result.file.save(args.out)
     journal.unlink(missing_ok=True)
@@ -193,7 +193,7 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         if result.trimming.tried:
             console.print(_vocabulary_table(result.trimming))
         console.print(result.trimming.verdict, highlight=False)
-    console.print(f"{result.verdict}; written to {args.out}", highlight=False)
+    console.print(f"{result.verdict}; written to {escape(args.out)}", highlight=False)
     plan, vocabulary = result.file.plan, result.file.draft_vocabulary
     return {
         "model": args.model,
