@@ -44,6 +44,9 @@ def read_prompts(path: str | Path) -> list[Example]:
             continue
         try:
             examples.append(example_of(json.loads(line)))
+            (examples[-1].prompt + examples[-1].continuation).encode()
+        except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
+            raise ValueError(f"{path} line {number} is not valid Unicode: {error}") from None
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise ValueError(
                 f"{path} line {number} is not a prompt ({error!r}); "

@@ -185,6 +185,11 @@ def test_compare_with_nothing_to_do(options: tuple[Any, ...]) -> None:
     assert_refused(result, options[0].strip("-").replace("-", "_").split("_")[-1])
 
 
+def test_compare_with_a_share_that_is_none(folder: Path) -> None:
+    result = run("compare", folder, "--modes", "plain", "--max-repeated", "nan")
+    assert_refused(result, "--max-repeated must be finite and at least 0, got nan")
+
+
 @pytest.mark.parametrize("line", ["not json", '{"text": "x"}', '{"prompt": 5}', "[1]"])
 def test_compare_with_a_bad_line(folder: Path, bad: Path, line: str) -> None:
     path = bad / "prompts.jsonl"

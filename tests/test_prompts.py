@@ -160,6 +160,13 @@ def test_prompts_of_the_real_library_are_pieces_of_it() -> None:
     assert held_out_code(modules, 12) == examples
 
 
+def test_a_line_with_half_a_character_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b\\ud800"}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"p\.jsonl line 2 is not valid Unicode: 'utf-8' codec"):
+        read_prompts(path)
+
+
 def test_a_line_nested_too_deeply_is_named(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text("[" * 100_000, encoding="utf-8")

@@ -1,6 +1,7 @@
 """Commands that time our decoding beside transformers': compare, demo."""
 
 import argparse
+import math
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -104,6 +105,7 @@ def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     quiet()
     from layerskip.compare import MODES, compare
     from layerskip.hf_modes import PROMPT_LOOKUP_TOKENS
+    from layerskip.params import check_number
 
     named = args.modes is not None
     modes = tuple(mode.strip() for mode in (args.modes if named else DEFAULT_MODES).split(","))
@@ -111,6 +113,7 @@ def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"--modes has {', '.join(unknown)}; allowed are {', '.join(MODES)}")
     _check_counts(args, "limit", "repeats", "max_new_tokens")
+    check_number("--max-repeated", args.max_repeated, 0.0, math.inf)
     sampling = sampling_of(args)
     if args.teacher_forced:
         return _teacher_forced(args, sampling, console)
