@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from threading import Lock
 
+from layerskip.params import check_integer
+
 # More places of a pair find longer matches, but older ones: nothing gained, measured.
 MOST_PLACES = 32
 LONGEST_MATCH = 64
@@ -116,12 +118,12 @@ class LookupStore:
         max_tokens: bound of the tokens kept, 2 at least.
 
     Raises:
+        TypeError: ``max_tokens`` is not an int.
         ValueError: ``max_tokens`` is less than 2.
     """
 
     def __init__(self, max_tokens: int = 1_000_000) -> None:
-        if max_tokens < 2:
-            raise ValueError(f"max_tokens must be at least 2, got {max_tokens}")
+        check_integer("max_tokens", max_tokens, 2)
         self.max_tokens = max_tokens
         self._half = max_tokens // 2
         # Two halves: to forget, the older is dropped whole.

@@ -1,6 +1,7 @@
 """Prompt lookup, against a search through the whole text, and the store of earlier texts."""
 
 import itertools
+import math
 import threading
 from dataclasses import FrozenInstanceError
 
@@ -213,6 +214,13 @@ def test_of_a_text_too_long_a_store_keeps_the_end():
 def test_a_store_too_small_is_refused():
     with pytest.raises(ValueError, match="max_tokens must be at least 2, got 1"):
         LookupStore(max_tokens=1)
+
+
+@pytest.mark.parametrize("bound", [1e6, math.nan, "5", True, None])
+def test_a_store_s_bound_is_an_int(bound):
+    """Else the first text that is added would fail, at the end of its request."""
+    with pytest.raises(TypeError, match="max_tokens must be an int, got "):
+        LookupStore(max_tokens=bound)
 
 
 def test_threads_share_a_store():
