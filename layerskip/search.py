@@ -10,6 +10,7 @@ is looked for (``layerskip.trimming``).
 
 import hashlib
 import json
+import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -24,7 +25,14 @@ from layerskip.calibration import Calibration, Text, read_texts
 from layerskip.cost import CostTable
 from layerskip.fingerprint import cost_key, fingerprint
 from layerskip.journal import Journal
-from layerskip.params import MAX_NUM_DRAFT_TOKENS, SHARPNESS, SamplingParams, check_integer
+from layerskip.params import (
+    MAX_NUM_DRAFT_TOKENS,
+    SHARPNESS,
+    SamplingParams,
+    check_integer,
+    check_number,
+    check_sampling,
+)
 from layerskip.plan import DraftPlan, PlanFile, ranges
 from layerskip.prediction import Counts, count, draft_costs, predict
 from layerskip.profiling import measure_cost
@@ -49,7 +57,7 @@ class SearchSettings:
         max_texts, max_new_tokens: prompts taken, 2 or more, and tokens after each.
         max_draft_tokens: the most that a round may draft.
         refinements: plans that the local search may measure.
-        cost_seconds: for each table of costs.
+        cost_seconds: for each table of costs, a millisecond or more.
     """
 
     sampling: SamplingParams = DEFAULT_SAMPLING
@@ -60,10 +68,14 @@ class SearchSettings:
     cost_seconds: float = 4.0
 
     def __post_init__(self) -> None:
+        if self.sampling is None:  # elsewhere that is the default
+            raise TypeError("sampling must be SamplingParams, got None: leave it out")
+        check_sampling(self.sampling)
         check_integer("max_texts", self.max_texts, LEAST_TEXTS)
         check_integer("max_new_tokens", self.max_new_tokens, 3)
         check_integer("max_draft_tokens", self.max_draft_tokens, 1, MAX_NUM_DRAFT_TOKENS)
         check_integer("refinements", self.refinements, 0)
+        check_number("cost_seconds", self.cost_seconds, 1e-3, math.inf)
 
 
 def search(

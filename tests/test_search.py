@@ -3,6 +3,7 @@ search concludes, and going on after an interruption. Costs are given, so that n
 
 import functools
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -584,6 +585,23 @@ def test_a_journal_of_other_work_is_refused(given, tmp_path, prompts, settings, 
 def test_settings_are_checked(name):
     with pytest.raises(ValueError, match=f"{name} must be"):
         SearchSettings(**{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"cost_seconds": 0}, ValueError, "cost_seconds must be finite and at least 0.001, got 0"),
+        ({"cost_seconds": -1.0}, ValueError, "cost_seconds must be finite and at least 0.001"),
+        ({"cost_seconds": math.inf}, ValueError, "cost_seconds must be finite and at least 0.001"),
+        ({"cost_seconds": math.nan}, ValueError, "cost_seconds must be finite and at least 0.001"),
+        ({"cost_seconds": "4"}, TypeError, r"cost_seconds must be a number, got '4' \(str\)"),
+        ({"sampling": None}, TypeError, "sampling must be SamplingParams, got None"),
+        ({"sampling": 0.8}, TypeError, "sampling must be SamplingParams, got float"),
+    ],
+)
+def test_what_a_search_would_fail_with_later_is_refused_at_once(settings, error, message):
+    with pytest.raises(error, match=message):
+        SearchSettings(**settings)
 
 
 @pytest.fixture(scope="module")
