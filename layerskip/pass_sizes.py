@@ -123,7 +123,8 @@ class PassSizes:
         What remains of the whole and of its halves must be passes of proven sizes, too.
         """
         threads = torch.get_num_threads()
-        proven = {s for (t, s), holds in self._proven.items() if holds and t == threads}
+        met = self._proven.copy().items()  # other threads may meet more of them meanwhile
+        proven = {s for (t, s), holds in met if holds and t == threads}
         lengths = (size, size // 2, size - size // 2)
         return max(
             rows
@@ -143,7 +144,8 @@ class PassSizes:
             if rows_agree(stack, size, reference, rows):
                 if rows != now:
                     # What other sizes were proven with: they are proven again when they are met.
-                    self._proven = {k: v for k, v in self._proven.items() if k[0] != threads}
+                    met = self._proven.copy().items()
+                    self._proven = {k: v for k, v in met if k[0] != threads}
                     self._product_rows[threads] = rows
                 return True
         return False

@@ -179,6 +179,28 @@ def test_a_size_is_proven_by_few_passes_of_proven_sizes_alone(toy, monkeypatch):
     assert dict(asked) == first
 
 
+def test_sizes_are_proven_while_other_threads_prove_theirs(toy, monkeypatch):
+    stack = SelfSpeculativeLM(toy("llama", "float32"), None, PLANS["exit"]).stack
+    sizes = stack.pass_sizes
+
+    class Cores(int):
+        """Of this thread; while they are compared, a thread with other cores proves a size."""
+
+        def __eq__(self, other):
+            sizes._proven[99, len(sizes._proven)] = True
+            return int(self) == other
+
+        def __ne__(self, other):
+            return not self == other
+
+        __hash__ = int.__hash__
+
+    cores = Cores(torch.get_num_threads())
+    monkeypatch.setattr("layerskip.pass_sizes.torch.get_num_threads", lambda: cores)
+    monkeypatch.setattr("layerskip.pass_sizes.rows_agree", lambda *asked: asked[-1] <= 16)
+    assert [sizes.largest(n) for n in (16, 48)] == [16, 48]
+
+
 def test_products_are_divided_where_larger_ones_change_bits(toy, monkeypatch):
     stack = SelfSpeculativeLM(
         toy("llama", "float32"), None, PLANS["exit"], num_draft_tokens=4
