@@ -50,8 +50,9 @@ class Grid:
         if drafts:
             points += [("head", r, 0) for r in whole]
         if sequences:
-            points += [(f"{kind} sequences", NUM_SEQUENCES, 0) for kind in kinds]
-            points += [(kind, NUM_SEQUENCES, 0) for kind in kinds]
+            if max(self.rows) >= NUM_SEQUENCES:  # else one sequence has no room for so many
+                points += [(f"{kind} sequences", NUM_SEQUENCES, 0) for kind in kinds]
+                points += [(kind, NUM_SEQUENCES, 0) for kind in kinds]
             points += [DRAFT, BEHIND] if drafts else []
         sampled = [*KINDS, *(f"{kind} judging" for kind in KINDS), *(DRAFTED if drafts else ())]
         return list(dict.fromkeys([*points, *((kind, 1, 0) for kind in sampled)]))
@@ -86,7 +87,8 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     in_steps = exactness.wanted and not exactness.holds
     finest = Grid(coarse if in_steps else fine, contexts)
     if quick:  # what three drafted tokens take less than seven decides how many are drafted
-        half = tuple(t for t in exactness.tiles if 1 < t < min(quantum, few))[-1:]
+        between = min(quantum, few, max(coarse))  # of few positions there is no larger size
+        half = tuple(t for t in exactness.tiles if 1 < t < between)[-1:]
         finest = Grid(tuple(sorted({*coarse, *half})), ends, half)
     return [finest, Grid(coarse, ends), Grid(coarse[:2], (0,))]
 

@@ -584,6 +584,22 @@ def test_a_real_measurement_leaves_the_model_as_it_was(quick, toy):
     assert fingerprint(stack) == fingerprint(DecoderStack(toy()))
 
 
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("positions", [2, 15])
+def test_models_of_few_positions_are_measured_too(exact, positions):
+    model = make_model()
+    model.config.max_position_embeddings = positions
+    stack = DecoderStack(model, exact=exact)
+    for grid in (g for quick in (True, False) for g in bare_passes.grids(stack, quick=quick)):
+        passes = bare_passes.Passes(stack, PLAN, None, (max(grid.rows), max(grid.contexts)))
+        points = grid.points(drafts=True, sequences=True)
+        with torch.inference_mode():
+            sweep = {p: passes.timing(p) for p in bare_passes.shuffled(points, random.Random(0))}
+        table = profiling._table(stack, {}, grid, [sweep])
+        assert table.verify.rows[0] == 1
+        assert max(table.verify.rows) + max(table.verify.contexts) <= positions
+
+
 def test_contexts_fit_the_model_and_memory_and_begin_a_block(stack, monkeypatch):
     monkeypatch.setattr(stack, "exactness", PADDED)
     for limit in (1, 20, 100, 600):
