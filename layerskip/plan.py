@@ -125,6 +125,8 @@ class PlanFile:
         check_num_draft_tokens(self.num_draft_tokens)
         if self.draft_vocabulary is not None:
             _check_vocabulary(self.draft_vocabulary)
+        if self.cost is not None and not isinstance(self.cost, CostTable):
+            raise TypeError(f"cost must be a CostTable or None, got {self.cost!r}")
         for share in self.acceptance:
             check_number("an acceptance", share, 0.0, 1.0)
         _check_calibration(self.calibration)

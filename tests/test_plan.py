@@ -312,6 +312,7 @@ def test_where_no_file_can_be_is_said(tmp_path):
         ({"num_draft_tokens": "all"}, ValueError, "must be 'auto' or between 0 and 32, got 'all'"),
         ({"draft_vocabulary": (2, 1)}, ValueError, "strictly increasing token ids"),
         ({"draft_vocabulary": [1]}, TypeError, r"must be a tuple of token ids or None, got \[1\]"),
+        ({"cost": {"a": 1}}, TypeError, "cost must be a CostTable or None, got {'a': 1}"),
         ({"acceptance": (2.0,)}, ValueError, "an acceptance must be finite and between 0 and 1"),
         ({"calibration": {"block": ()}}, ValueError, r'must map "greedy", "sampled" or both to'),
         ({"calibration": {"greedy": ((0.5,),)}}, TypeError, "must be a tuple of pairs of numbers"),
