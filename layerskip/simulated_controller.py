@@ -127,6 +127,7 @@ class Automatic:
         self._stake, self._drafted_last = np.zeros(shape), np.zeros(shape, dtype=np.bool_)
         self._ledger, self._credit = np.zeros(shape[0]), np.zeros(shape[0])
         self._advance, self._owed = (np.zeros(shape, dtype=np.int64) for _ in range(2))
+        self._staked, self._earned = np.zeros(shape), np.zeros(shape)
         self._probing = np.zeros(shape[0], dtype=np.bool_)
         nothing = np.zeros(shape[0])
         self._prices = Prices(nothing, nothing, nothing, nothing, np.zeros((shape[0], DEPTH)))
@@ -178,20 +179,26 @@ class Automatic:
         self._stake += np.where(gained < 0.0, unpaid[:, None], 1.0) * gained / token[:, None]
 
     def _begin(self, batches: Batches) -> None:
-        """Forget what was known of a row's last request, and give the next one its stake."""
+        """Forget what was known of a row's last request, and give the next one its stake. What the
+        last one had in advance is taken back, as ``RowState.end`` has it."""
+        unearned = batches.fresh & (self._stake <= self._staked)
+        self._credit -= np.where(unearned, self._owed * self._earned, 0.0).sum(1)
         for state in (self._hits, self._expected, self._drafted_last):
             state[batches.fresh] = 0
         own = np.minimum(self._stream.limits[batches.requests], STAKE_TOKENS)
         tokens = np.where(self._ledger[:, None] > 0.0, STAKE_TOKENS, own)
-        self._stake = np.where(batches.fresh, STAKE_SHARE * tokens, self._stake)
+        self._staked = np.where(batches.fresh, STAKE_SHARE * tokens, self._staked)
+        self._stake = np.where(batches.fresh, self._staked, self._stake)
         self._advance = np.where(batches.fresh, own, self._advance)
         self._owed[batches.fresh] = 0
 
     def _claim(self, batches: Batches, prices: Prices) -> None:
         """Where nothing would be drafted, rows have what their rounds earn in advance."""
-        claimed = np.where(self._probing[:, None] & (batches.room > 0), self._advance, 0)
+        claiming = self._probing[:, None] & (batches.room > 0)
+        claimed = np.where(claiming, self._advance, 0)
         earned = PROBE_SHARE * prices.token / np.maximum(prices.single, TINY)
         self._credit += earned * claimed.sum(1)
+        self._earned = np.where(claiming, earned[:, None], self._earned)
         self._owed, self._advance = self._owed + claimed, self._advance - claimed
 
     def _acceptance(self) -> Floats:
@@ -314,16 +321,32 @@ class Automatic:
                 break
             reached *= self._chances(batches, depth, acceptance)
             gain = reached * acceptance[:, :, depth + 1]
-            price = self._prices.steps[:, depth + 1] + self._costs.draft(
-                going.sum(1), batches.context
-            )
-            alone = going & (gain > (rate * price)[:, None])
             after = np.zeros(gain.shape)
             if depth + 2 < DEPTH:
                 after = gain * acceptance[:, :, depth + 2] * (drafted + 1 < most)
             beside = self._another(batches, going, drafted, gain, after, rate)
-            going = np.where(single[:, None], alone, beside)
+            if single.any():
+                chances = reached[single, :, None] * acceptance[single, :, depth + 1 :].cumprod(2)
+                chances[np.arange(depth + 1, DEPTH) >= most[single, :, None]] = 0.0
+                beside[single] = going[single] & self._alone(batches, single, chances, rate[single])
+            going = beside
         return drafted
+
+    def _alone(self, batches: Batches, single: Bools, chances: Floats, rate: Floats) -> Bools:
+        """Whether a row by itself drafts another token: whether that one or several together gain
+        more than their passes take, as ``Stopper._gains`` has it.
+
+        Args:
+            single: batches of one row; what follows is of these.
+            chances: that the next token, the next two, ... are accepted; 0 of none.
+        """
+        one = np.ones(len(rate), dtype=np.int64)
+        price = (rate * self._costs.draft(one, batches.context[single]))[:, None, None]
+        steps = self._prices.steps[single, None, -chances.shape[2] :]
+        gains = np.cumsum(chances - price - rate[:, None, None] * steps, axis=2)
+        looked_at = np.ones(gains.shape, dtype=np.bool_)  # none behind one below its draft's price
+        looked_at[:, :, 1:] = chances[:, :, :-1] > price
+        return np.asarray((looked_at & (gains > 0.0)).any(2))
 
     def _another(
         self,

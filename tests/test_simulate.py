@@ -10,6 +10,7 @@ from controlling import table
 from simulating import POLICIES, flat, loop_of, one_cell
 
 from layerskip.controller import Ask, Controller
+from layerskip.cost import Curve
 from layerskip.machine_time import MachineTime
 from layerskip.model import PREFILL_CHUNK
 from layerskip.pass_costs import PREFILL_CHUNK as SIMULATED_CHUNK
@@ -371,6 +372,9 @@ class Real:
                 self.controller.observe_draft(*told, accepted, confidences, num_passes=number)
             else:
                 self.controller.observe_plain(*told)
+            tokens = int(self.stream.tokens[batches.requests[0, i]])
+            if batches.emitted[0, i] + min(right, number) + 1 >= tokens:
+                self.states[i].end(tokens)
 
 
 def telling(draw, shares) -> Recorded:
@@ -397,7 +401,14 @@ def test_automatic_is_what_the_real_controller_does(kind, start, rows):
     else:
         traffic = Synthetic((float(kind),), 64, 64)
     stream = traffic.stream({1: 16, 4: 24, 16: 32}[rows], 0)  # one batch
-    cells = []
+    real, simulated = both(cost, stream, rows)
+    # Early on the real one is cautious: it knows neither acceptance nor what confidence is worth.
+    assert simulated == pytest.approx(real, rel=0.05)
+
+
+def both(cost, stream, rows):
+    """Tokens a second with the controller itself, and with what simulates it."""
+    speeds = []
     for policy in (Real, Automatic):
         loop = loop_of(cost, stream, policy, rows)
         chosen = (
@@ -406,10 +417,25 @@ def test_automatic_is_what_the_real_controller_does(kind, start, rows):
             else Automatic(believed(cost, rows), stream, loop.shape, 0)
         )
         loop.run(chosen, lambda done: None)
-        cells.append(loop.cell("auto"))
-    real, simulated = cells
-    # Early on the real one is cautious: it knows neither acceptance nor what confidence is worth.
-    assert simulated.tokens_per_second == pytest.approx(real.tokens_per_second, rel=0.05)
+        speeds.append(loop.cell("auto").tokens_per_second)
+    return speeds
+
+
+@pytest.mark.parametrize(("tile", "step", "acceptance"), [(4, 0.3, 0.9), (2, 0.4, 0.97)])
+def test_it_fills_the_tiles_of_a_verify_pass_as_the_real_one_does(tile, step, acceptance):
+    """One more token costs a tile, and those after it nothing there."""
+    sizes = tuple(range(tile, 65, tile))
+    verify = Curve(sizes, (0,), (tuple(1.0 + step * i for i in range(len(sizes))),))
+    cost = replace(table(0.05, slope=0.0, quantum=tile), verify=verify)
+    real, simulated = both(cost, Synthetic((acceptance,), 64, 64).stream(12, 0), 1)
+    assert simulated == pytest.approx(real, rel=0.05)
+
+
+def test_requests_that_end_early_give_back_what_they_had_in_advance():
+    """Or each of them would try the early exit again, which is never right."""
+    wrong = Text(64, 128, np.array([-1, 0, 0, 0], dtype=np.int8), np.full(4, np.nan), 0.0)
+    real, simulated = both(table(0.2), Recorded([wrong]).stream(19, 0), 1)
+    assert simulated == pytest.approx(real, rel=0.05)
 
 
 @pytest.mark.parametrize(
