@@ -10,11 +10,13 @@ from typing import Any
 from layerskip.schema_automata import apart
 from layerskip.schema_formats import FORMATS, UNCHECKED_FORMATS
 from layerskip.schema_merge import Node, merged
+from layerskip.schema_negate import OPPOSITE
 from layerskip.schema_patterns import string_pattern
 
 Core = dict[str, Any]
 NOTHING: Core = {"enum": []}
-MAX_STEP = 1000
+MAX_STEP, MAX_MULTIPLES = 1000, 1000
+DECIMALS = 6  # that xgrammar writes of a number with bounds
 
 
 class Writer:
@@ -66,18 +68,18 @@ class Writer:
         return {"type": "string", "pattern": text}
 
     def _number(self, node: Node, kind: str) -> Core:
-        words, core = node.words, Core(type=kind)
-        step = words.get("multipleOf")
+        core, bounds = Core(type=kind), self._bounds(node, kind)
+        step = node.words.get("multipleOf")
         if step is not None:
             whole = kind == "integer" and Fraction(str(step)).denominator == 1
             if whole and step <= MAX_STEP:
                 core |= {"multipleOf": int(step)} if step != 1 else {}
             else:
                 self._refuse("multipleOf", node.places["multipleOf"], "it is no small integer")
-        low, high = words.get("minimum"), words.get("maximum")
-        below, above = words.get("exclusiveMinimum"), words.get("exclusiveMaximum")
         if kind == "integer":
-            return self._whole_number(core, low, high, below, above)
+            return self._whole_number(node, core, bounds)
+        low, high = bounds.get("minimum"), bounds.get("maximum")
+        below, above = bounds.get("exclusiveMinimum"), bounds.get("exclusiveMaximum")
         if below is not None and (low is None or below >= low):
             core["exclusiveMinimum"], low = below, below
         elif low is not None:
@@ -86,23 +88,49 @@ class Writer:
             core["exclusiveMaximum"], high = above, above
         elif high is not None:
             core["maximum"] = high
+        if low is None or high is None:
+            return core
         closed = "minimum" in core and "maximum" in core
-        if low is not None and high is not None and (low > high or (low == high and not closed)):
+        if low > high or (low == high and not closed):
             return NOTHING
+        if not _has_short_number(core, low, high):
+            word = next(iter(bounds))
+            why = f"no number of at most {DECIMALS} decimals is within the bounds"
+            self._refuse(word, node.places[word], why)
+            return Core(type=kind)
         return core
 
-    @staticmethod
-    def _whole_number(core: Core, low: Any, high: Any, below: Any, above: Any) -> Core:
-        lows = [math.ceil(low)] if low is not None else []
-        lows += [math.floor(below) + 1] if below is not None else []
-        highs = [math.floor(high)] if high is not None else []
-        highs += [math.ceil(above) - 1] if above is not None else []
+    def _bounds(self, node: Node, kind: str) -> dict[str, Any]:
+        """A number's bounds, as far as xgrammar reads them as they are written."""
+        found = {word: node.words[word] for word in OPPOSITE if word in node.words}
+        for word, bound in list(found.items()):
+            if kind == "integer":
+                fine = -(2**63) <= bound < 2**63
+            else:
+                fine = isinstance(bound, float) or (abs(bound) < 2**1000 and float(bound) == bound)
+            if not fine:
+                self._refuse(word, node.places[word], "the bound has too many digits")
+                del found[word]
+        return found
+
+    def _whole_number(self, node: Node, core: Core, bounds: dict[str, Any]) -> Core:
+        lows = [math.ceil(bounds["minimum"])] if "minimum" in bounds else []
+        lows += [math.floor(bounds["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in bounds else []
+        highs = [math.floor(bounds["maximum"])] if "maximum" in bounds else []
+        highs += [math.ceil(bounds["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in bounds else []
+        step = core.get("multipleOf", 1)
+        if step != 1 and bounds:  # xgrammar drops a multipleOf beside bounds that are not close
+            first, last = (
+                (-(-max(lows) // step), min(highs) // step) if lows and highs else (0, math.inf)
+            )
+            if last - first < MAX_MULTIPLES:
+                return {"enum": [n * step for n in range(first, int(last) + 1)]}
+            why = f"beside bounds it takes a list, and at most {MAX_MULTIPLES} multiples get one"
+            self._refuse("multipleOf", node.places["multipleOf"], why)
+            del core["multipleOf"]
         core |= {"minimum": max(lows)} if lows else {}
         core |= {"maximum": min(highs)} if highs else {}
-        step = core.get("multipleOf", 1)
-        if lows and highs and -(-max(lows) // step) * step > min(highs):
-            return NOTHING
-        return core
+        return NOTHING if lows and highs and max(lows) > min(highs) else core
 
     def _array(self, node: Node) -> Core:
         least, most = int(node.words.get("minItems", 0)), node.words.get("maxItems")
@@ -185,6 +213,13 @@ class Writer:
         except ValueError as error:
             self._refuse("patternProperties", place, str(error))
             return string_pattern(None)
+
+
+def _has_short_number(core: Core, low: Any, high: Any) -> bool:
+    """Whether a number with so few decimals as are written is within the bounds."""
+    first, last = (Fraction(str(bound)) * 10**DECIMALS for bound in (low, high))
+    least = math.floor(first) + 1 if "exclusiveMinimum" in core else math.ceil(first)
+    return least < last if "exclusiveMaximum" in core else least <= last
 
 
 def _with_others(core: Core, pairs: Core, least: int, most: int | None) -> Core:
