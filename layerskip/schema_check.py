@@ -113,6 +113,8 @@ class _Core:
         ):
             if keyword in words and not _says_nothing(keyword, node):
                 return _any_of([self.schema(branch) for branch in branches(node)])
+        node = node.sealed
+        words = node.words
         for keyword in REFUSED:
             if keyword in words and not _says_nothing(keyword, node):
                 self.refuse(keyword, node.places[keyword], "grammars can't express it")
@@ -171,12 +173,12 @@ class _Core:
             return parts
         return [both for part in parts for both in self._joined(rest, part)]
 
-    def _joined(self, *nodes: Node) -> list[Node]:
-        """What fulfils all schemas; none if they contradict each other."""
+    def _joined(self, node: Node, *parts: Node) -> list[Node]:
+        """What fulfils a schema and those in its place; none if they contradict each other."""
         try:
-            found = Node({}, {})
-            for node in nodes:
-                found = self._merged(found, self.opened(node))
+            found = self.opened(node)
+            for part in parts:
+                found = self._merged(found, self.opened(part))
         except Contradiction:
             return []
         return [found]
@@ -219,7 +221,7 @@ class _Core:
         """Where the first condition's test is fulfilled, and where it is not."""
         first: Condition = node.words["if"][0]
         others = node.words["if"][1:]
-        rest = node.without("if")
+        rest = node.having("if", others, "") if others else node.without("if")
         try:
             fulfilled = self._joined(rest, first.test, first.then)
             failed = [
@@ -230,12 +232,7 @@ class _Core:
         except NoNegationError:
             self.refuse(first.keyword, first.pointer, "grammars can't express its test's opposite")
             fulfilled, failed = [rest], []
-        if not others:
-            return fulfilled + failed
-        return [
-            one.having("if", (*one.words.get("if", ()), *others), first.pointer)
-            for one in fulfilled + failed
-        ]
+        return fulfilled + failed
 
     def _not(self, node: Node) -> list[Node]:
         """What is left."""
@@ -378,8 +375,4 @@ def _says_nothing(keyword: str, node: Node) -> bool:
         return value is False or "enum" in words or words.get("maxItems", 2) <= 1
     if keyword == "contains":
         return words.get("minContains") == 0 and "maxContains" not in words
-    if keyword.startswith("unevaluated"):
-        # What has no name is not written anyhow, but where nothing has one.
-        named = "properties" if keyword.endswith("Properties") else "prefixItems"
-        return value is True or named in words
     return False

@@ -26,6 +26,19 @@ OTHERS = (
     "$dynamicRef", "$recursiveRef", "$ref", "enum", "format", "pattern", "required", "type",
     "uniqueItems",
 )  # fmt: skip
+# What these say depends on what keywords in the same place say of properties or items.
+UNEVALUATED = {"unevaluatedItems": "items", "unevaluatedProperties": "additionalProperties"}
+IN_PLACE = {
+    "$ref",
+    "allOf",
+    "anyOf",
+    "contains",
+    "if",
+    "not",
+    "oneOf",
+    "$dynamicRef",
+    "$recursiveRef",
+}
 CONDITIONAL = ("if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas")
 KEYWORDS = frozenset((*ONE_SCHEMA, *LISTS, *MAPS, *COUNTS, *NUMBERS, *OTHERS))
 SMALLEST = {"maximum", "exclusiveMaximum", "maxItems", "maxLength", "maxProperties"}
@@ -96,7 +109,18 @@ class Node:
         words = {w: v for w, v in words.items() if w not in CONDITIONAL}
         if conditions:
             words["if"] = conditions
-        return cls(words, places, False, through)
+        return cls(words, places, False, through).sealed
+
+    @property
+    def sealed(self) -> "Node":
+        """The same without ``unevaluated...``, where no other schema in its place is left."""
+        node = self
+        for word, rest in UNEVALUATED.items():
+            if word in self.words and not IN_PLACE & self.words.keys():
+                node = node.without(word)
+                if rest not in self.words:
+                    node = node.having(rest, self.words[word], self.places[word])
+        return node
 
     @property
     def says_something(self) -> bool:
@@ -172,15 +196,19 @@ def kinds_of(node: Node) -> tuple[str, ...] | None:
 
 
 def merged(one: Node, other: Node) -> Node:
-    """What fulfils both.
+    """What fulfils both. What ``one`` says of unevaluated properties or items is about both.
 
     Raises:
         Contradiction, Unmergeable: see there.
     """
     if one.false or other.false:
         raise Contradiction
+    other = other.sealed
+    for word in UNEVALUATED:
+        if word in other.words:
+            raise Unmergeable(word, other.places[word])
     words = dict(one.words)
-    places = other.places | one.places
+    places = other.places | {w: p for w, p in one.places.items() if w in words}
     words |= _properties(one, other) | _items(one, other)
     for word in other.words:
         if word in (
@@ -323,6 +351,9 @@ def _one_spelling(schema: Mapping[str, Any]) -> dict[str, Any]:
         del words["required"]
     if words.get("additionalProperties") == {}:
         words["additionalProperties"] = True
+    for word, rest in UNEVALUATED.items():
+        if word in words and (rest in words or words[word] in (True, {})):
+            del words[word]
     return {w: v for w, v in words.items() if not (w == "additionalProperties" and v is True)}
 
 

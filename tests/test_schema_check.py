@@ -14,6 +14,13 @@ from layerskip.schema_formats import FORMATS
 from layerskip.schema_patterns import string_pattern
 
 AB = {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+# Nobody can say of what the branch has not named: another branch may name it, too.
+UNSEEN = {
+    "allOf": [
+        {"unevaluatedProperties": False, "anyOf": [AB, {"properties": {"c": {}}}]},
+        {"properties": {"d": {}}},
+    ]
+}
 REFUSED = [
     ({"uniqueItems": True, "type": "array"}, "uniqueItems", "/uniqueItems"),
     ({"properties": {"x": {"type": "number", "multipleOf": 0.5}}}, "multipleOf", "/properties/x"),
@@ -31,6 +38,7 @@ REFUSED = [
     ({"patternProperties": {"a": {}, "b": {}}}, "patternProperties", "/patternProperties"),
     ({"type": "object", "minProperties": 2}, "minProperties", "/minProperties"),
     ({"$dynamicRef": "#x"}, "$dynamicRef", "/$dynamicRef"),
+    (UNSEEN | {"required": ["z"]}, "unevaluatedProperties", "/allOf/0/unevaluatedProperties"),
     ({"type": "integer", "minimum": 0, "multipleOf": 5}, "multipleOf", "/multipleOf"),
     ({"type": "integer", "maximum": 3, "multipleOf": 7}, "multipleOf", "/multipleOf"),
     ({"type": "integer", "minimum": 0, "maximum": 5000, "multipleOf": 5}, "multipleOf", "/multi"),

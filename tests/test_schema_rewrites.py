@@ -19,6 +19,7 @@ INT, NUM, TEXT, NONE = ({"type": kind} for kind in ("integer", "number", "string
 # Every name is known, so that the rule "no others than those named" takes nothing away.
 ABC = {"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "additionalProperties": False}
 ASKED = {name: {"required": [name]} for name in "abc"}
+CLOSED = {"type": "object", "properties": {"a": {}, "b": {}}, "unevaluatedProperties": False}
 KINDS = [{"properties": {"a": {"const": k}, "b": t}} for k, t in (("x", NUM), ("y", NONE))]
 
 # Objects, arrays and texts of the schemas are drawn from few names and values.
@@ -110,6 +111,34 @@ REWRITES: dict[str, Any] = {
     "patterns-of-names-apart": {
         "type": "object", "patternProperties": {"^a": INT, "^[bx]$": NONE},
         "additionalProperties": False,
+    },
+    "unevaluated-in-allOf": {
+        "allOf": [CLOSED, {"properties": {"b": INT, "c": {}, "x": {}, "ab": {}}}]
+    },
+    "unevaluated-beside-ref": {
+        "$ref": "#/$defs/ab", "properties": {"b": INT}, "$defs": {"ab": CLOSED}
+    },
+    "unevaluated-about-ref": {
+        "$ref": "#/$defs/c", "unevaluatedProperties": False, "required": ["c"],
+        "$defs": {"c": {"type": "object", "properties": {"a": {}, "b": {}, "c": {}}}},
+    },
+    "unevaluated-but-asked": {"anyOf": [CLOSED | ASKED["c"], INT]},
+    "unevaluated-tagged": {
+        "type": "object", "unevaluatedProperties": False,
+        "oneOf": [
+            {"properties": {"a": NUM, "b": {}}, **ASKED["a"]},
+            {"properties": {"a": TEXT, "c": {}}, **ASKED["a"]},
+        ],
+    },
+    "unevaluated-if": {
+        "type": "object", "properties": {"a": {}}, "unevaluatedProperties": False,
+        "if": {"properties": {"a": NUM}, **ASKED["a"]}, "then": {"properties": {"b": {}}},
+    },
+    "unevaluated-items": {
+        "allOf": [
+            {"type": "array", "prefixItems": [INT], "unevaluatedItems": False},
+            {"prefixItems": [{}, INT]},
+        ]
     },
 }  # fmt: skip
 ATOMS = [None, True, False, -1, 0, 1, 1.0, 2, 2.5, 3, "", "a", "b", "x", "y", "ab", "xx", "abc"]
