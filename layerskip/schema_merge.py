@@ -105,6 +105,8 @@ class Node:
             _check(word, value, f"{pointer}/{word}")
         spelt = {"enum": "const", "prefixItems": "items"}
         places = {w: f"{pointer}/{w if w in schema else spelt.get(w, w)}" for w in words}
+        if isinstance(schema.get("items"), list):
+            places["items"] = f"{pointer}/additionalItems"
         conditions = tuple(_conditions(words, places))
         words = {w: v for w, v in words.items() if w not in CONDITIONAL}
         if conditions:

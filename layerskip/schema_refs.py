@@ -1,8 +1,8 @@
 """Where the references of a JSON schema lead."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urldefrag, urljoin
 
 
 class References:
@@ -14,53 +14,77 @@ class References:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._anchors = _anchors(root)
+        old = isinstance(root, Mapping) and isinstance(root.get("id"), str) and "$id" not in root
+        self._id = "id" if old else "$id"
+        self._named: dict[str, list[str]] = {}
+        for name, pointer in self._names():
+            self._named.setdefault(name, []).append(pointer)
 
     def at(self, pointer: str) -> Any:
         """What stands at a JSON pointer."""
-        found = self._root
-        for part in pointer.split("/")[1:]:
-            key = unquote(part).replace("~1", "/").replace("~0", "~")
-            try:
-                found = found[int(key)] if isinstance(found, list) else found[key]
-            except (KeyError, IndexError, ValueError, TypeError):
-                raise ValueError(f"the schema has nothing at $ref '#{pointer}'") from None
-        return found
+        return list(self._way(pointer))[-1][1]
 
     def target(self, reference: Any, pointer: str) -> str:
-        """The pointer that a ``$ref`` means.
+        """The pointer that a ``$ref`` means, under the nearest ``$id`` around it.
 
         Args:
             reference: its value.
             pointer: its own place.
         """
         if isinstance(reference, str):
-            if reference in ("#", "#/"):
-                return ""
-            if reference.startswith("#/"):
-                return reference[1:]
-            if reference in self._anchors:
-                return self._anchors[reference]
+            name, fragment = urldefrag("#" if reference == "#/" else reference)
+            base, uri = self._base(pointer)
+            uri, inner = urljoin(uri, name) if name else uri, unquote(fragment)
+            anchored = bool(inner) and not inner.startswith("/")
+            found = self._named.get(f"{uri}#{inner}" if anchored else uri, [])
+            if not name and not anchored:
+                found = [base]
+            if len(found) == 1:  # nobody can say which of several is meant
+                return found[0] + ("" if anchored else inner)
         raise ValueError(
             f"the schema's $ref {reference!r} at {pointer or '/'} leads out of it; put what it "
             "means under $defs"
         )
 
+    def _way(self, pointer: str) -> Iterator[tuple[str, Any]]:
+        """What a pointer leads through, from the root on, each with its place."""
+        place, found = "", self._root
+        yield place, found
+        for part in pointer.split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            try:
+                found = found[int(key)] if isinstance(found, list) else found[key]
+            except (KeyError, IndexError, ValueError, TypeError):
+                raise ValueError(f"the schema has nothing at $ref '#{pointer}'") from None
+            place += f"/{part}"
+            yield place, found
 
-def _anchors(root: Any) -> dict[str, str]:
-    """Pointers of what has an anchor or an absolute name."""
-    found: dict[str, str] = {}
-    stack: list[tuple[Any, str]] = [(root, "")]
-    while stack:
-        value, pointer = stack.pop()
-        if isinstance(value, Mapping):
-            for word, prefix in (("$anchor", "#"), ("$id", ""), ("id", "")):
-                if isinstance(value.get(word), str):
-                    found.setdefault(prefix + value[word].removesuffix("#"), pointer)
-                    found.setdefault(prefix + value[word], pointer)
-            for key, inner in value.items():
-                part = str(key).replace("~", "~0").replace("/", "~1").replace("%", "%25")
-                stack.append((inner, f"{pointer}/{part}"))
-        elif isinstance(value, list):
-            stack += [(inner, f"{pointer}/{i}") for i, inner in enumerate(value)]
-    return found
+    def _base(self, pointer: str) -> tuple[str, str]:
+        """Place and absolute name of the nearest schema around a place that has a name."""
+        base, uri = "", ""
+        for place, value in self._way(pointer):
+            name = value.get(self._id) if isinstance(value, Mapping) else None
+            if isinstance(name, str) and not name.startswith("#"):
+                base, uri = place, urljoin(uri, name.removesuffix("#"))
+        return base, uri
+
+    def _names(self) -> Iterator[tuple[str, str]]:
+        """Absolute names and anchors, each with its place."""
+        stack: list[tuple[Any, str, str]] = [(self._root, "", "")]
+        while stack:
+            value, pointer, uri = stack.pop()
+            if isinstance(value, Mapping):
+                name, anchor = value.get(self._id), value.get("$anchor")
+                if isinstance(name, str) and not name.startswith("#"):
+                    uri = urljoin(uri, name.removesuffix("#"))
+                    yield uri, pointer
+                elif isinstance(name, str):  # up to draft 7
+                    yield f"{uri}{name}", pointer
+                if isinstance(anchor, str):
+                    yield f"{uri}#{anchor}", pointer
+                parts = [
+                    (str(k).replace("~", "~0").replace("/", "~1"), v) for k, v in value.items()
+                ]
+                stack += [(inner, f"{pointer}/{part}", uri) for part, inner in parts]
+            elif isinstance(value, list):
+                stack += [(inner, f"{pointer}/{i}", uri) for i, inner in enumerate(value)]

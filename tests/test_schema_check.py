@@ -49,6 +49,29 @@ REFUSED = [
     ({"type": "number", "exclusiveMinimum": 2**53 + 1}, "exclusiveMinimum", "/exclusiveMinimum"),
     ({"type": "number", "maximum": 10**400}, "maximum", "/maximum"),
 ]
+# References under an "$id" lead under it: "#/$defs/t" is a text there, a number outside.
+NAMED = {
+    "$id": "https://x.org/root",
+    "properties": {"a": {"$ref": "a"}, "b": {"$ref": "#/$defs/t"}},
+    "required": ["a"],
+    "$defs": {
+        "t": {"type": "integer"},
+        "a": {
+            "$id": "https://x.org/a",
+            "prefixItems": [
+                {"$ref": "#/$defs/t"},
+                {"$ref": "#t"},
+                {"$ref": "root#/$defs/t"},
+                {"$ref": "#/$defs/chain", "type": ["null", "string"]},
+            ],
+            "minItems": 4,
+            "$defs": {
+                "t": {"type": "string", "$anchor": "t", "maxLength": 3},
+                "chain": {"$id": "chain", "$ref": "#/$defs/t", "$defs": {"t": {"type": "null"}}},
+            },
+        },
+    },
+}
 BAD = [
     (False, "contradicts itself"),
     ({"enum": []}, "contradicts itself"),
@@ -61,6 +84,9 @@ BAD = [
     ({"type": "integer", "not": {"type": "integer"}}, "contradicts itself"),
     ({"$ref": "#/$defs/none"}, "nothing at"),
     ({"$ref": "http://elsewhere/x"}, "leads out of it"),
+    (NAMED | {"properties": {"a": {"$ref": "elsewhere"}}}, "leads out of it"),
+    (NAMED | {"properties": {"a": {"$ref": "a#/$defs/none"}}}, "nothing at"),
+    ({"$ref": "a", "$defs": {"1": {"$id": "a"}, "2": {"$id": "a"}}}, "leads out of it"),
     ({"$ref": "#"}, "round in circles|can't be held to"),
     ({"allOf": [{"$ref": "#"}]}, "round in circles|can't be held to"),
 ]
@@ -83,6 +109,18 @@ HELD = {
     "allOf-properties": {"allOf": [AB | {"required": ["a"]}, {"required": ["b"]}]},
     "allOf-closed": {"allOf": [AB, {"properties": {"a": {}}, "additionalProperties": False}]},
     "ref-beside": {"$ref": "#/$defs/x", "minimum": 3, "$defs": {"x": {"type": "integer"}}},
+    "ref-named": NAMED,
+    "draft-4-others": {
+        "items": [{"type": "null"}],
+        "additionalItems": {"$ref": "#/$defs/a%20~1b"},
+        "minItems": 2,
+        "$defs": {"a /b": {"type": "integer"}},
+    },
+    "draft-4-anchor": {
+        "id": "https://x.org/r",
+        "allOf": [{"$ref": "#n"}],
+        "definitions": {"x": {"id": "#n", "type": "null"}},
+    },
     "ref-anchor": {"$ref": "#n", "$defs": {"x": {"$anchor": "n", "type": "null"}}},
     "recursive": {"properties": {"a": {"$ref": "#"}, "n": {"type": "null"}}},
     "not-type": {"not": {"type": ["string", "object", "array", "number"]}},
@@ -180,6 +218,9 @@ def accepts(backend: XGrammarBackend, schema: object, text: str) -> bool:
         (HELD["format-date"], '"2000-02-29"', True),
         (HELD["format-ipv4"], '"010.1.1.1"', False),
         ({"const": {"a": [1]}}, '{"a":[1]}', True),
+        (NAMED, '{"a": ["x", "", 1, null]}', True),
+        (NAMED, '{"a": ["x", 1, 1, null]}', False),
+        (NAMED, '{"a": [2, "", 1, null]}', False),
         (True, "null", True),
     ],
     ids=lambda v: str(v)[:30],
