@@ -22,6 +22,7 @@ LINE_ENDS: Ranges = ((10, 10), (13, 13), (0x2028, 0x2029))
 SHORT_ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 0x22: '"', 0x5C: "\\"}
 RAW: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, LAST))
 QUANTIFIER = re.compile(r"\*|\+|\?|\{(\d+)(,?)(\d*)\}")
+AGAIN = re.compile(r"[*+?]|\{,?\d")
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ class _Parser:
             return item
         self.at = found.end()
         self._take("?")  # lazy or not, the texts are the same
-        if self.at < len(self.pattern) and self.pattern[self.at] in "+*":
+        if AGAIN.match(self.pattern, self.at):
             self._fail("a repetition is repeated")
         sign, low, comma, high = found[0][0], found[1], found[2], found[3]
         if sign != "{":
@@ -264,6 +265,8 @@ class _Parser:
         if char.lower() in CLASSES:
             return self._class(CLASSES[char.lower()], negated=char.isupper()), True
         code = CONTROLS.get(char)
+        if char == "0" and self.pattern[self.at : self.at + 1].isdigit():
+            self._fail("'\\0' before a digit means different things to different readers")
         if char in "xu":
             found = re.compile(r"\{[0-9a-fA-F]+\}|[0-9a-fA-F]+").match(
                 self.pattern,
@@ -293,6 +296,8 @@ class _Parser:
     def _set(self) -> Ranges:
         self.at += 1
         negated, restricted, widest = self._take("^"), False, self.widest
+        if self.pattern.startswith("]", self.at):  # which ends an empty set, or is its first member
+            self._fail("a ']' at the beginning of a set needs a backslash")
         self.widest = widest and not negated  # what is taken away is least
         ranges: list[tuple[int, int]] = []
         while not self._take("]"):
