@@ -13,7 +13,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from layerskip.schema_automata import apart
-from layerskip.schema_merge import Condition, Contradiction, Node, Unmergeable, kinds_of, merged
+from layerskip.schema_merge import (
+    DRAFT_3,
+    Condition,
+    Contradiction,
+    Node,
+    Unmergeable,
+    kinds_of,
+    merged,
+)
 from layerskip.schema_negate import KIND_OF, Negator, NoNegationError
 from layerskip.schema_refs import References
 from layerskip.schema_values import fits, json_equal
@@ -118,6 +126,9 @@ class _Core:
         for keyword in REFUSED:
             if keyword in words and not _says_nothing(keyword, node):
                 self.refuse(keyword, node.places[keyword], "grammars can't express it")
+        for keyword in DRAFT_3:
+            if keyword in words:
+                self.refuse(keyword, node.places[keyword], "it is draft 3's")
         if "enum" in words:
             return self._enum(node)
         kinds = kinds_of(node) or _implied(node)
@@ -136,7 +147,8 @@ class _Core:
         beside = node.without("$ref")
         if not beside.says_something:
             pointer = self._references.target(node.words["$ref"], node.places["$ref"])
-            return {"$ref": f"#/$defs/{self.ref(pointer)}"}
+            name = self.ref(pointer)
+            return NOTHING if self.defs[name] == NOTHING else {"$ref": f"#/$defs/{name}"}
         return self.schema(self._followed(node))
 
     def _followed(self, node: Node) -> Node:
@@ -157,14 +169,17 @@ class _Core:
         return rest
 
     def opened(self, node: Node) -> Node:
-        """A schema with references followed and ``allOf`` merged."""
-        while True:
-            if "$ref" in node.words:
-                node = self._followed(node)
-            elif "allOf" in node.words:
-                node = self._and(node)
-            else:
-                return node
+        """A schema with references followed and ``allOf`` merged; false if nothing fulfils it."""
+        try:
+            while True:
+                if "$ref" in node.words:
+                    node = self._followed(node)
+                elif "allOf" in node.words:
+                    node = self._and(node)
+                else:
+                    return node
+        except Contradiction:
+            return Node({}, {}, True)
 
     def _any(self, node: Node) -> list[Node]:
         """The branches of ``anyOf``, each with what stands beside it."""
@@ -246,10 +261,7 @@ class _Core:
 
     def _without(self, node: Node, other: Node) -> list[Node]:
         """Schemas of what fulfils ``node``, which is opened, and not ``other``."""
-        try:
-            other = self.opened(other)
-        except Contradiction:
-            return [node]
+        other = self.opened(other)
         if not self._may_meet(node, other):
             return [node]
         found = [one for one in self._negator.without(node, other) if self._possible(one)]
@@ -271,10 +283,7 @@ class _Core:
 
     def _possible(self, node: Node, depth: int = 0) -> bool:
         """Whether a value may fulfil the schema; True if that can't be told."""
-        try:
-            node = self.opened(node)
-        except Contradiction:
-            return False
+        node = self.opened(node)
         if node.false:
             return False
         if "enum" in node.words:
@@ -324,6 +333,8 @@ class _Core:
                 self.refuse("enum", node.places["enum"], "keywords beside it are too many")
             if verdict is not False:
                 kept.append(value)
+        if _has_long_integer(kept):
+            self.refuse("enum", node.places["enum"], "an integer in it takes more than 64 bits")
         return {"enum": kept}
 
 
@@ -353,6 +364,14 @@ def _implied(node: Node) -> tuple[str, ...] | None:
     return (
         tuple(kind for kind in ("number", "string", "array", "object") if kind in spoken_of) or None
     )
+
+
+def _has_long_integer(value: Any) -> bool:
+    """Whether an integer is in it that xgrammar would round."""
+    if isinstance(value, list | tuple | Mapping):
+        inner = value.values() if isinstance(value, Mapping) else value
+        return any(map(_has_long_integer, inner))
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
 def _needed(node: Node) -> list[Node | None]:

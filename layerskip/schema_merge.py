@@ -1,5 +1,6 @@
 """JSON schemas as keywords that can be merged: what fulfils both, and nothing else."""
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -40,7 +41,8 @@ IN_PLACE = {
     "$recursiveRef",
 }
 CONDITIONAL = ("if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas")
-KEYWORDS = frozenset((*ONE_SCHEMA, *LISTS, *MAPS, *COUNTS, *NUMBERS, *OTHERS))
+DRAFT_3 = ("disallow", "divisibleBy", "extends", "required: true")
+KEYWORDS = frozenset((*ONE_SCHEMA, *LISTS, *MAPS, *COUNTS, *NUMBERS, *OTHERS, *DRAFT_3))
 SMALLEST = {"maximum", "exclusiveMaximum", "maxItems", "maxLength", "maxProperties"}
 LARGEST = {"minimum", "exclusiveMinimum", "minItems", "minLength", "minProperties"}
 
@@ -101,16 +103,17 @@ class Node:
         if not isinstance(schema, Mapping):
             raise ValueError(f"what stands at {pointer or '/'} is no schema: {schema!r}")
         words = _one_spelling(schema)
-        for word, value in words.items():
-            _check(word, value, f"{pointer}/{word}")
-        spelt = {"enum": "const", "prefixItems": "items"}
+        spelt = {"enum": "const", "prefixItems": "items", "required: true": "required"}
         places = {w: f"{pointer}/{w if w in schema else spelt.get(w, w)}" for w in words}
+        for word, value in words.items():
+            _check(word, value, places[word])
         if isinstance(schema.get("items"), list):
             places["items"] = f"{pointer}/additionalItems"
         conditions = tuple(_conditions(words, places))
         words = {w: v for w, v in words.items() if w not in CONDITIONAL}
         if conditions:
             words["if"] = conditions
+            places.setdefault("if", conditions[0].pointer)
         return cls(words, places, False, through).sealed
 
     @property
@@ -349,8 +352,8 @@ def _one_spelling(schema: Mapping[str, Any]) -> dict[str, Any]:
         boolean = isinstance(words.get(exclusive), bool)  # draft 4
         if boolean and words.pop(exclusive) and bound in words:
             words[exclusive] = words.pop(bound)
-    if isinstance(words.get("required"), bool):  # draft 3
-        del words["required"]
+    if isinstance(words.get("required"), bool) and words.pop("required"):
+        words["required: true"] = True
     if words.get("additionalProperties") == {}:
         words["additionalProperties"] = True
     for word, rest in UNEVALUATED.items():
@@ -379,15 +382,22 @@ def _conditions(words: Mapping[str, Any], places: Mapping[str, str]) -> Iterator
 def _check(word: str, value: Any, place: str) -> None:
     """Raise unless a keyword's value is of the right kind."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = number and (isinstance(value, int) or math.isfinite(value))
     if word in NUMBERS:
         fine, wanted = number and (word != "multipleOf" or value > 0), "a number"
     elif word in COUNTS:
         fine, wanted = number and value >= 0 and value == int(value), "a number of at least 0"
-    elif word in LISTS or word in ("enum", "required"):
+    elif word == "enum":
+        fine, wanted = isinstance(value, list) and _is_json(value), "a list of JSON values"
+    elif word == "required":
+        fine = isinstance(value, list) and all(map(_is_text, value))
+        wanted = "a list of texts"
+    elif word in LISTS:
         fine, wanted = isinstance(value, list), "a list"
     elif word in MAPS:
-        fine, wanted = isinstance(value, Mapping), "an object"
-    elif word in ("pattern", "$ref"):
+        fine = isinstance(value, Mapping) and all(map(_is_text, value))
+        wanted = "an object with texts as names"
+    elif word in ("format", "pattern", "$ref"):
         fine, wanted = isinstance(value, str), "text"
     elif word == "type":
         names = [value] if isinstance(value, str) else value
@@ -397,3 +407,15 @@ def _check(word: str, value: Any, place: str) -> None:
         return
     if not fine:
         raise ValueError(f"the schema's {word!r} at {place} must be {wanted}, got {value!r}")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and _is_json(value)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError):  # no JSON at all, no finite number, or half of a character
+        return False
+    return True

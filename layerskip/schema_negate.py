@@ -138,8 +138,11 @@ class Negator:
 
     def _failing_names(self, node: Node, names: frozenset[str]) -> list[Node]:
         part = node.part("propertyNames")
+        opened = None if part is None else self._opened(part)
         verdicts = (
-            {name: fits(name, self._opened(part).words) for name in sorted(names)} if part else {}
+            {name: not opened.false and fits(name, opened.words) for name in sorted(names)}
+            if opened
+            else {}
         )
         if None in verdicts.values():
             raise NoNegationError

@@ -139,7 +139,8 @@ class Writer:
             most = min(prefix.index(NOTHING), math.inf if most is None else most)
         rest = node.part("items")
         items = {} if rest is None else self._schema(rest)
-        if items == NOTHING or (prefix and rest is None):  # what is not named is not written
+        named = bool(prefix) and rest is None and least <= len(prefix)
+        if items == NOTHING or named:  # what is not named is not written
             most = min(len(prefix), math.inf if most is None else most)
         if most is not None and most < least:
             return NOTHING

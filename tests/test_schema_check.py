@@ -1,6 +1,7 @@
 """What is refused of JSON schemas, and that the rest means to grammars what validators read."""
 
 import json
+import math
 import random
 
 import pytest
@@ -44,6 +45,14 @@ REFUSED = [
     ({"type": "integer", "minimum": 0, "maximum": 5000, "multipleOf": 5}, "multipleOf", "/multi"),
     ({"exclusiveMinimum": 1, "exclusiveMaximum": 1.000001}, "exclusiveMinimum", "/exclusiveMin"),
     ({"minimum": 1e-8, "maximum": 1e-7}, "minimum", "/minimum"),
+    ({"enum": [1, [{"a": 2**63}]]}, "enum", "/enum"),
+    ({"const": 12345678901234567890}, "enum", "/const"),
+    ({"not": {"dependentRequired": {"a": ["b"]}}}, "not", "/not"),
+    ({"if": {"dependencies": {"a": ["b"]}}, "then": {"minimum": 1}}, "if", "/if"),
+    ({"type": "integer", "divisibleBy": 2}, "divisibleBy", "/divisibleBy"),
+    ({"type": "integer", "disallow": [{"minimum": 3}]}, "disallow", "/disallow"),
+    ({"type": "number", "extends": {"type": "integer"}}, "extends", "/extends"),
+    ({"properties": {"a": {"required": True}}}, "required: true", "/properties/a/required"),
     ({"type": "integer", "minimum": 2**63}, "minimum", "/minimum"),
     ({"type": "integer", "maximum": 1e19}, "maximum", "/maximum"),
     ({"type": "number", "exclusiveMinimum": 2**53 + 1}, "exclusiveMinimum", "/exclusiveMinimum"),
@@ -72,6 +81,7 @@ NAMED = {
         },
     },
 }
+NO = {"no": {"allOf": [{"type": "integer"}, {"type": "string"}]}}
 BAD = [
     (False, "contradicts itself"),
     ({"enum": []}, "contradicts itself"),
@@ -82,6 +92,17 @@ BAD = [
     ({"properties": {"a": {"minLength": "3"}}}, "at /properties/a/minLength must be a number"),
     ({"properties": {"a": 3}}, "what stands at /properties/a is no schema: 3"),
     ({"type": "integer", "not": {"type": "integer"}}, "contradicts itself"),
+    ({"maxItems": math.inf}, "at /maxItems must be a number"),
+    ({"type": "number", "maximum": math.inf}, "at /maximum must be a number"),
+    ({"multipleOf": math.nan}, "at /multipleOf must be a number"),
+    ({"const": math.nan}, "at /const must be a list of JSON values"),
+    ({"const": "\ud800"}, "at /const must be a list of JSON values"),
+    ({"enum": [{1, 2}]}, "at /enum must be a list of JSON values"),
+    ({"required": [1]}, "at /required must be a list of texts"),
+    ({"required": ["a", ["b"]]}, "at /required must be a list of texts"),
+    ({"properties": {1: {}}}, "at /properties must be an object with texts as names"),
+    ({"properties": {"\ud800": {}}}, "at /properties must be an object with texts as names"),
+    ({"type": "string", "format": ["date"]}, "at /format must be text"),
     ({"$ref": "#/$defs/none"}, "nothing at"),
     ({"$ref": "http://elsewhere/x"}, "leads out of it"),
     (NAMED | {"properties": {"a": {"$ref": "elsewhere"}}}, "leads out of it"),
@@ -218,6 +239,13 @@ def accepts(backend: XGrammarBackend, schema: object, text: str) -> bool:
         (HELD["format-date"], '"2000-02-29"', True),
         (HELD["format-ipv4"], '"010.1.1.1"', False),
         ({"const": {"a": [1]}}, '{"a":[1]}', True),
+        ({"properties": {"a": {"$ref": "#/$defs/no"}, "b": {}}, "$defs": NO}, '{"b": 1}', True),
+        ({"anyOf": [{"$ref": "#/$defs/no"}, {"type": "null"}], "$defs": NO}, "null", True),
+        ({"type": "integer", "not": {"anyOf": [NO["no"], {"minimum": 3}]}}, "2", True),
+        ({"type": "integer", "not": {"anyOf": [NO["no"], {"minimum": 3}]}}, "3", False),
+        ({"type": "array", "items": NO["no"], "uniqueItems": True}, "[]", True),
+        ({"prefixItems": [{"type": "null"}], "minItems": 2}, "[null, 1]", True),
+        ({"prefixItems": [{"type": "null"}], "minItems": 2}, "[null]", False),
         (NAMED, '{"a": ["x", "", 1, null]}', True),
         (NAMED, '{"a": ["x", 1, 1, null]}', False),
         (NAMED, '{"a": [2, "", 1, null]}', False),
@@ -231,9 +259,11 @@ def test_rewrites_take_away_nothing_that_they_should_not(backend, schema, text, 
 
 @pytest.mark.parametrize(
     "pattern",
-    """(?!a)b a(?=b) \\bfoo (a)\\1 ^a^b [ (a a** \\p{L} a{,2} (^a$)
-    ^[^]]$ []a] \\01 [\\01] a{2}{3} a*?? a{2}?{,3}""".split(),
-)
+    [
+        "(?!a)b", "a(?=b)", "\\bfoo", "(a)\\1", "^a^b", "[", "(a", "a**", "\\p{L}", "a{,2}",
+        "(^a$)", "^[^]]$", "[]a]", "\\01", "[\\01]", "a{2}{3}", "a*??", "a{2}?{,3}",
+    ],
+)  # fmt: skip
 def test_patterns_that_can_t_be_expressed_are_refused(pattern):
     with pytest.raises(ValueError, match="in "):
         string_pattern(pattern)
