@@ -4,6 +4,7 @@ A backend makes matchers (``layerskip.grammar_xgrammar``); decoding knows this p
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["json_schema", "regex", "ebnf"]
 MAX_WHITESPACE = 1000
+ANCHORS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|[$^]", re.DOTALL)  # and what may hold one
 
 
 class Matcher(Protocol):
@@ -82,7 +84,9 @@ class Grammar:
         """JSON that a schema describes.
 
         Properties come in the order of the schema. An object that names properties gets no
-        others, unless ``additionalProperties`` is a schema that says more than ``true``.
+        others, unless ``additionalProperties`` is a schema that says more than ``true``. Of formats
+        only common texts are written, such as URIs without query, fragment or port; numbers with
+        bounds get at most 6 decimals and no exponent.
 
         Args:
             schema: a mapping, JSON text, or a pydantic model class.
@@ -103,7 +107,20 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> "Grammar":
-        """Text that a regular expression matches from its beginning to its end."""
+        """Text that a regular expression matches from its beginning to its end.
+
+        ``.`` stands for any character, a line break too.
+
+        Raises:
+            ValueError: an anchor stands inside, where it could not be held to.
+        """
+        for found in ANCHORS.finditer(pattern) if isinstance(pattern, str) else ():
+            inside = {"^": found.start() > 0, "$": found.end() < len(pattern)}
+            if inside.get(found[0], found[0] in ("\\A", "\\Z")):
+                raise ValueError(
+                    f"the regex's {found[0]!r} at {found.start()} can't be held to: only a '^' at "
+                    "the beginning and a '$' at the end can, and both are implied; take it out"
+                )
         return cls("regex", pattern)
 
     @classmethod

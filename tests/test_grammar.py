@@ -360,6 +360,10 @@ def test_a_grammar_is_compiled_once_for_all_threads(tokenizer, monkeypatch):
         ),
         (lambda: Grammar.ebnf('root ::= root "a"'), "no token of the vocabulary can begin"),
         (lambda: Grammar.regex(""), "no token of the vocabulary can begin"),
+        (lambda: Grammar.regex(r"\Aab\Z"), r"regex's '\\\\A' at 0 can't be held to"),
+        (lambda: Grammar.regex(r"^a[$^]\$\Z"), r"regex's '\\\\Z' at 8 can't be held to"),
+        (lambda: Grammar.regex("a|^b"), r"regex's '\^' at 2 can't be held to"),
+        (lambda: Grammar.regex("a$|b"), r"regex's '\$' at 1 can't be held to"),
         (lambda: Grammar.choice([]), "one or more non-empty texts"),
         (lambda: Grammar.choice("ab"), "takes a list of texts"),
         (lambda: Grammar.choice(["\ud800"]), "not valid Unicode"),
@@ -377,6 +381,12 @@ def test_bad_grammars_are_one_sentence_before_any_token(ending, make, message):
     with pytest.raises((ValueError, TypeError), match=message) as caught:
         ending.generate(PROMPT, grammar=make())
     assert "\n" not in str(caught.value)
+
+
+def test_anchors_at_the_ends_of_a_regex_and_escaped_ones_stay(backend):
+    for pattern in (r"^a\$[\]$^]b$", r"\\Ab", "[^$]", r"[\\]$"):
+        assert Grammar.regex(pattern).source == pattern
+        backend.matcher(Grammar.regex(pattern))
 
 
 def test_without_tokenizer_or_xgrammar_one_sentence_says_so(ending, wrap, tokenizer, monkeypatch):
