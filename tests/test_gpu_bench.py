@@ -351,6 +351,15 @@ def test_a_text_behind_a_warm_up_records_nothing(packed):
     assert [len(one.seconds) for one in made] == [recordings]
 
 
+def test_the_cache_of_another_section_is_not_counted(packed):
+    here, found = bench_lab(packed), {}
+    packed.lm._bench.give_back(packed.lm._bench.take(num_rows=8, num_slots=256))
+    serving.memory(here, found, far())
+    off = found["toy"]["off"]["kv_cache_bytes"]
+    assert off == found["toy"]["on"]["kv_cache_bytes"]
+    assert off == packed.lm.stack.new_cache(num_rows=1, num_slots=16).nbytes
+
+
 def test_every_acceptance_says_that_it_is_synthetic(record):
     def look(value):
         if isinstance(value, dict):

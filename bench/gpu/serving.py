@@ -16,6 +16,7 @@ from gpu.frame import Found, limited
 from gpu.lab import Lab, label
 from gpu.models import Loaded
 from gpu.moved import kv_bytes, round_bytes
+from gpu.overlap import with_rounds_of_its_own
 from gpu.tables import NEVER_SLOWER
 from gpu.timing import decode, in_turns, peak_of, synchronize
 from layerskip.params import NumDraftTokens
@@ -204,13 +205,14 @@ def memory(lab: Lab, found: Found, until: float) -> None:
 
     def measure(loaded: Loaded, entry: Found, end: float) -> None:
         lab.usual(loaded)
+        lm = with_rounds_of_its_own(loaded).lm  # the kept cache of another section may be larger
         ids = lab.prompt(loaded, lab.extent.prompt)
         for drafted in (0, DRAFTED):
             first: Found = {}
             again: Found = {}
             for call in (first, again):  # what only the first one allocates, it keeps
                 with peak_of(lab.device, call):
-                    (out,) = loaded.lm.generate(
+                    (out,) = lm.generate(
                         [ids], max_new_tokens=tokens, num_draft_tokens=drafted, ignore_eos=True
                     )
             entry[NAMES[drafted]] = again | {
