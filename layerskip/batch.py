@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import secrets
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -276,6 +277,8 @@ class Batch:
             num_rows=len(requests),
             num_slots=max(r.num_slots for r in requests),
         )
+        # Who lets go of a batch needs not have removed its rows.
+        weakref.finalize(self, self._rows.give_up).atexit = False
 
     def join(self, request: RowRequest) -> int:
         """Add a checked request; its id."""

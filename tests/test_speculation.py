@@ -1,5 +1,6 @@
 """Drafts chosen from round to round on the real engine: the text never depends on them."""
 
+import gc
 import itertools
 import threading
 from dataclasses import replace
@@ -294,7 +295,15 @@ def test_a_request_that_nobody_reads_to_its_end_is_over(toy):
             run(lm, on_round=stopping)
         return sum(len(r.token_ids) for r in rounds)
 
-    for way in (stream, generate):
+    def batch(lm) -> int:
+        dropped = lm.open_batch(max_new_tokens=NEW)
+        dropped.add(REPEATING)
+        emitted = sum(len(r.token_ids) for _ in range(3) for r in dropped.step())
+        del dropped
+        gc.collect()
+        return emitted
+
+    for way in (stream, generate, batch):
         lm = with_controller(toy, Controller(cost_of(0.1), follows_clock=False))
         emitted = way(lm)
         assert lm.controller._experiences["greedy"].usual_length == emitted < NEW
