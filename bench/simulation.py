@@ -280,8 +280,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--profile-seconds", type=float, default=15.0, help="of each table (15)")
     parser.add_argument("--lookup", action="store_true", help="let the decoder look tokens up")
     parser.add_argument("--out", type=Path, help="default: the day's record, of a whole run")
-    parser.add_argument("--keep-runs", type=Path, help="folder for table and runs")
+    parser.add_argument("--keep-runs", type=Path, help="folder for table and runs, without any yet")
     options = parser.parse_args()
+    if options.keep_runs is not None and (options.keep_runs / "rounds.jsonl").exists():
+        parser.error(f"--keep-runs {options.keep_runs} has runs already; name another folder")
     record = dated("simulation")
     options.out = options.out or (record if is_record(options, parser) else part_of(record))
     options.concurrency = [int(n) for n in options.concurrency.split(",")]

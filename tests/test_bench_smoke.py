@@ -538,6 +538,7 @@ def test_a_median_table_is_the_median_in_every_price(scripts: SimpleNamespace) -
 def test_a_greedy_batch_is_simulated_by_the_greedy_prices(
     scripts: SimpleNamespace,
     arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -563,6 +564,11 @@ def test_a_greedy_batch_is_simulated_by_the_greedy_prices(
     assert greedy.sampling == 0.01
     cells = json.loads(out.read_text(encoding="utf-8"))["cells"]
     assert [cell["policy"] for cell in cells] == ["fixed:2", "off"]
+    kept = (runs / "requests.jsonl").read_bytes()
+    with pytest.raises(SystemExit):  # the same requests again, under the same ids
+        run(simulation, [*arguments, *size, *cases, *files], monkeypatch)
+    assert "has runs already; name another folder" in capsys.readouterr().err
+    assert (runs / "requests.jsonl").read_bytes() == kept
 
 
 def test_acceptance_by_position_counts_what_was_judged() -> None:
