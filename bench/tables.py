@@ -65,11 +65,13 @@ class Files:
         return content
 
     def cells(self, name: str) -> dict[str, dict[str, dict[str, Any]]]:
-        """Figures by cell and mode, of a file that pytest-benchmark wrote."""
+        """Figures by cell and mode, of a file that pytest-benchmark wrote; with each prompt's
+        ``seconds_per_token`` where the file has them."""
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for one in self.read(name)["benchmarks"]:
             info = one["extra_info"]
-            found.setdefault(info["cell"], {})[info["mode"]] = info
+            data = {"seconds_per_token": one["stats"]["data"]} if "data" in one["stats"] else {}
+            found.setdefault(info["cell"], {})[info["mode"]] = info | data
         return found
 
     def latest(self, name: str) -> dict[str, Any]:
