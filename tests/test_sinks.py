@@ -1,5 +1,6 @@
 """Sinks: what is remembered, written and counted is what the rounds say."""
 
+import errno
 import json
 import sys
 from collections.abc import Sequence
@@ -128,6 +129,28 @@ def test_a_line_that_was_cut_off_is_dropped_at_the_next_start(
     file.append([{"n": whole}])
     file.close()
     assert [e["n"] for e in read_lines(path)] == list(range(whole + 1))
+
+
+def test_a_line_that_the_disk_has_no_room_for_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rounds.jsonl"
+    file = JsonLines(path)
+    file.append([{"n": 1}])
+    raw, room = file._file, [5]
+
+    def write(data: memoryview) -> int:
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return raw.write(data[: room.pop()])
+
+    monkeypatch.setattr(file, "_file", SimpleNamespace(write=write, fileno=raw.fileno))
+    with pytest.raises(ValueError, match=r"rounds\.jsonl cannot be written: No space left"):
+        file.append([{"n": 2}])
+    monkeypatch.undo()
+    file.append([{"n": 3}])
+    file.close()
+    assert [entry["n"] for entry in read_lines(path)] == [1, 3]
 
 
 def test_a_damaged_line_inside_is_named(tmp_path: Path) -> None:

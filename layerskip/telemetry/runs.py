@@ -45,14 +45,18 @@ class JsonLines:
             raise self._unwritable(error) from None
 
     def append(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Add a line for each entry."""
+        """Add a line for each entry; none of them if there is no room for all."""
         left = memoryview(
             b"".join(json.dumps(e, allow_nan=False).encode() + b"\n" for e in entries)
         )
+        before, whole = os.fstat(self._file.fileno()).st_size, len(left)
         try:
             while left:
                 left = left[self._file.write(left) :]
         except OSError as error:
+            end = before + whole - len(left)
+            if os.fstat(self._file.fileno()).st_size == end:  # nobody else has added any since
+                self.cut(before)
             raise self._unwritable(error) from None
 
     def cut(self, size: int) -> None:
