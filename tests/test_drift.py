@@ -142,6 +142,13 @@ def test_requests_that_were_given_up_are_learnt_from(monkeypatch: pytest.MonkeyP
     assert {len(known) for known in monitor._buckets[""]._known} == {3}
 
 
+def test_requests_that_drafted_nothing_take_no_room_while_learning() -> None:
+    monitor = DriftMonitor(num_reference_requests=40)
+    for i in range(10):
+        monitor.observe("", str(i), None, finished=True)
+    assert not monitor._buckets[""]._known
+
+
 def test_what_is_forgotten_leaves_no_path(usual: list[list[int]]) -> None:
     monitor = DriftMonitor(baselines={"": Baseline.of(usual)})
     feed(monitor, usual[:3], "a")

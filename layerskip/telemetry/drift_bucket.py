@@ -170,7 +170,7 @@ class Bucket:
         request = self._open.pop(request_id)
         if not self._tests:
             self._reference.add(request.watched["accepted"])
-            self._known.append(request.known)
+            self._known += [request.known] if request.known else []
 
     def _step(
         self, request_id: str, request: _Open, accepted: int, draft: BinnedDraft | None
