@@ -27,6 +27,7 @@ from layerskip import (
     prompts,
 )
 from layerskip.cli import parser
+from layerskip.commands.facts import _facts_table
 from layerskip.commands.options import print_round, sampling_of
 from layerskip.params import Verification
 from layerskip.prompts import Example
@@ -121,6 +122,9 @@ def test_text_that_looks_like_markup_is_printed_as_it_is(folder: Path) -> None:
     result = run("generate", folder, "--prompt", prompt, "--max-new-tokens", 1)
     assert result.code == 0
     assert result.out.startswith(prompt)
+    console = Console(file=io.StringIO())
+    console.print(_facts_table({"model": "m[final]/x[/]"}))
+    assert "m[final]/x[/]" in console.file.getvalue()
 
 
 class Letters:

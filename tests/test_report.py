@@ -415,6 +415,22 @@ def test_broken_folders_are_refused_in_a_sentence(tmp_path, case, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_damaged_samples_leave_no_policy_behind(tmp_path, capsys):
+    folder = write_run(tmp_path / "runs", pair(0, ((4, 2),) * 3))
+    (folder / "samples.jsonl").write_text("no JSON\n")
+    policy, page = tmp_path / "policy.json", tmp_path / "page.html"
+    assert main(["report", str(folder), "--policy", str(policy), "--html", str(page)]) == 2
+    assert "samples.jsonl is damaged" in capsys.readouterr().err
+    assert not policy.exists()
+
+
+def test_a_model_whose_name_looks_like_markup_is_told_as_it_is(tmp_path, capsys):
+    folder = write_run(tmp_path / "runs", pair(0, ((4, 2),) * 3))
+    damage("run.json", '"toy"', '"m[final]"')(folder)
+    assert main(["report", str(folder)]) == 0
+    assert "m[final]" in "".join(capsys.readouterr())
+
+
 def test_a_folder_whose_name_is_a_pattern_is_refused(tmp_path):
     folder = write_run(tmp_path / "runs[1]", pair(0, ((4, 2),) * 3))
     with pytest.raises(ValueError, match="rename it"):

@@ -66,10 +66,10 @@ def run_report(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         console.print(table)
     for note in _notes(report):
         console.print(escape(note), style="dim", highlight=False)
+    if args.html is not None:  # first, for a damaged sample ends it
+        _write_html(report, policy, args)
     if args.policy is not None:
         policy.save(args.policy)
-    if args.html is not None:
-        _write_html(report, policy, args)
     for path in (args.policy, args.html):
         if path is not None:
             console.print(escape(f"written to {path}"), highlight=False, soft_wrap=True)
@@ -101,7 +101,7 @@ def _acceptance_table(report: "AcceptanceReport") -> Table:
     """Acceptance and the inequality, of every bucket and of all."""
     shares = ("mean", "95 %", "p10/50/90", "req.p10", "margin", "no bonus")
     table = _table(
-        f"accepted tokens a draft, {report.model}, {report.arm} against 0",
+        escape(f"accepted tokens a draft, {report.model}, {report.arm} against 0"),
         ("task", "prompt", "output", "n", *shares),
     )
     for row in (*report.buckets[:MOST_ROWS], report.total):
