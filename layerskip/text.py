@@ -23,10 +23,14 @@ class TextStream:
         # Tokens since a boundary shortly before the new text: decoding needs that much context.
         self._ids: tuple[int, ...] = ()
         self._read = 0  # how many of them are final text already
+        # What those came after if they came together: ``push`` would have kept fewer of them.
+        self._before: tuple[int, ...] | None = None
         self._pending = ""
 
     def push(self, token_id: int) -> str:
         """Add one token; returns the text that is now final."""
+        if self._before is not None:
+            self._part()
         if self._grow((token_id,)):
             return self._release()
         self._ids = (*self._ids, token_id)
@@ -35,20 +39,37 @@ class TextStream:
     def push_all(self, token_ids: Sequence[int]) -> str:
         """The same of several, without stop strings, which a text may reach between them. Where
         nothing is held back they take as long as one."""
-        if self._grow(token_ids):
+        before = self._ids[: self._read]
+        if self._grow(token_ids, together=True):
+            self._before = before
             return self._release()
-        return "".join(self.push(token) for token in token_ids)
+        return "".join([self.push(token) for token in token_ids])
 
-    def _grow(self, token_ids: Sequence[int]) -> bool:
-        """Add tokens and their text, if it ends with a whole character; else nothing is done."""
+    def _grow(self, token_ids: Sequence[int], *, together: bool = False) -> bool:
+        """Add tokens and their text, if it ends with a whole character; else nothing is done.
+
+        Args:
+            together: not if a character is broken within, either: where bytes stand in for missing
+                tokens, a broken one breaks all bytes that are decoded with it.
+        """
         ids = (*self._ids, *token_ids)
         known, grown = self._decode(ids[: self._read]), self._decode(ids)
-        whole = len(grown) > len(known) and not grown.endswith("\ufffd")
+        new = grown[len(known) :]
+        whole = new != "" and "\ufffd" not in (new if together else new[-1])
         if whole:
-            self._pending += grown[len(known) :]
+            self._pending += new
             self._ids = ids[self._read :]
             self._read = len(self._ids)
         return whole
+
+    def _part(self) -> None:
+        """Keep the tokens that would have been kept had they come one by one."""
+        assert self._before is not None
+        apart = TextStream(self.tokenizer, ())
+        apart._ids, apart._read = self._before, len(self._before)
+        for token in self._ids:
+            apart.push(token)
+        self._ids, self._read, self._before = apart._ids, apart._read, None
 
     def finish(self) -> str:
         """No more tokens: what was held back becomes final, cut before a stop string."""

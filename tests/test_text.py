@@ -4,11 +4,16 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 from toys import VOCAB_SIZE, make_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from layerskip.text import TextStream, by_origin
 
 TOKENIZER = make_tokenizer()
+# Bytes stand in for tokens that are missing, as Llama 2, Mistral and Gemma have them.
+BYTES = [f"<0x{b:02X}>" for b in (*"A😀é€".encode(), 0x80)]
+FALLBACK_TOKENS = ["<unk>", "</s>", *dict.fromkeys(BYTES), "▁", "a", "▁a", "é", "\ufffd"]
 IDS = st.lists(st.integers(2, VOCAB_SIZE - 1), max_size=24)  # mostly broken UTF-8
 TEXT = st.text(st.sampled_from("aet h\n😀é€\u0301"), max_size=16)
 
@@ -23,6 +28,21 @@ def encode(text: str, cuts: list[bool] = ()) -> list[int]:
         merges = pair in TOKENIZER.get_vocab() and not cuts[len(pieces) % len(cuts)]
         pieces = [*pieces[:-1], pair] if merges else [*pieces, symbol]
     return TOKENIZER.convert_tokens_to_ids(pieces)
+
+
+def make_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Decodes a run of byte tokens at once: one broken character breaks all of them."""
+    vocabulary = {token: i for i, token in enumerate(FALLBACK_TOKENS)}
+    bpe = models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>")
+    tokenizer = Tokenizer(bpe)
+    spaces = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence(
+        [spaces[0], decoders.ByteFallback(), decoders.Fuse(), spaces[1]]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+FALLBACK = make_fallback_tokenizer()
 
 
 def decode(ids: list[int]) -> str:
@@ -78,6 +98,26 @@ def test_several_tokens_give_the_text_of_one_after_another(ids, ends):
     stream, places = TextStream(TOKENIZER, ()), [0, *sorted(ends), len(ids)]
     pieces = [stream.push_all(ids[a:b]) for a, b in pairwise(places)]
     assert "".join([*pieces, stream.finish()]) == decode(ids)
+
+
+def fallback_ids(*tokens: str) -> list[int]:
+    return [FALLBACK_TOKENS.index(token) for token in tokens]
+
+
+@given(
+    st.lists(st.integers(1, len(FALLBACK_TOKENS) - 1), max_size=16), st.lists(st.integers(0, 16))
+)
+@example(fallback_ids("a", "<0x41>", "<0x80>", "a"), [])
+@example(fallback_ids("<0xC3>", "<0xA9>", "<0x41>", "<0x80>", "a"), [3])
+@example(fallback_ids("a", "<0x41>", "<0x41>", "<0x80>", "a"), [1, 3])
+def test_the_text_of_byte_tokens_depends_on_no_round(ids, ends):
+    alone, stream = TextStream(FALLBACK, ()), TextStream(FALLBACK, ())
+    pieces = [alone.push(token) for token in ids]
+    places = [0, *sorted(min(end, len(ids)) for end in ends), len(ids)]
+    for start, end in pairwise(places):
+        assert stream.push_all(ids[start:end]) == "".join(pieces[start:end])
+        stream = stream.fork()
+    assert stream.finish() == alone.finish()
 
 
 def test_several_tokens_hold_back_no_more_than_the_last_ones():
