@@ -191,9 +191,10 @@ class Sampler:
         if self.processors:
             rows, ids = logits.shape[0], torch.tensor([context], device=logits.device)
             known = range(len(context) - rows + 1, len(context) + 1)
-            scores = torch.cat(
-                [self._processed(ids[:, :n], scores[i : i + 1]) for i, n in enumerate(known)]
-            )
+            processed = torch.empty_like(scores)
+            for i, n in enumerate(known):  # each copied: the next may be given in the same tensor
+                processed[i] = self._processed(ids[:, :n], scores[i : i + 1])[0]
+            scores = processed
         if self.constraint is not None:
             scores = self.constraint.masked(scores, context)
         if self.params.greedy:

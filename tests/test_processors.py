@@ -398,6 +398,20 @@ def test_scores_that_name_no_token_are_one_sentence(wrap, spoil, mode, verificat
                 )
 
 
+def test_a_processor_may_give_the_same_tensor_each_time(wrap):
+    kept = torch.empty(1, VOCAB_SIZE)
+
+    def biased(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        kept.copy_(scores)[:, ids[0, -1]] -= 4.0
+        return kept
+
+    plain, drafted = (
+        run(wrap("exit"), SamplingParams(), num_draft_tokens=k, logits_processor=[biased])
+        for k in (0, 4)
+    )
+    assert drafted == plain
+
+
 def test_every_token_a_bad_word_is_one_sentence(wrap):
     everything = SamplingParams(bad_words_ids=[[t] for t in range(VOCAB_SIZE)])
     with pytest.raises(ValueError, match=r"scores at position 21 .* rule out every token"):
