@@ -103,6 +103,7 @@ class Passes:
         largest: rows and context of the largest pass.
     """
 
+    @torch.inference_mode()
     def __init__(
         self,
         stack: DecoderStack,
@@ -123,7 +124,10 @@ class Passes:
         }
         draw = random.Random(0)
         self.ids = [draw.randrange(stack.vocab_size) for _ in range(MAX_PASS_ROWS)]
-        self.logits = stack.logits(stack.embed(self.ids[:1]))[:1].expand(JUDGED, -1)
+        # A layer's output: embeddings may be of another width.
+        first = stack.embed(self.ids[:1])
+        self.hidden = stack.run_pass(first, (0,), self.cache, [Segment(0, 0, 1)])[:1]
+        self.logits = stack.logits(self.hidden)[:1].expand(JUDGED, -1)
         self.drawn = JUDGED
 
     def timing(self, point: Point) -> Timing:
@@ -149,7 +153,7 @@ class Passes:
                 return self.last_draft
             return self._drafted(rows, segments)
         if kind == "head":
-            hidden = self.stack.embed(self.ids[:rows])
+            hidden = self.hidden.repeat(rows, 1)
             return self._timed(lambda: self._draft_head(hidden, rows), self.drafts_in_a_row)
         if of == "judging":
             self.samplers[kind].pick(self.logits, 0)  # its noise is made: by a draft, in a round

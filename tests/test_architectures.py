@@ -396,6 +396,13 @@ def test_the_readme_has_the_table():
     assert text[text.index(BEGIN) + len(BEGIN) : text.index(END)] == table(), "run `make table`"
 
 
+def test_passes_are_measured_where_embeddings_are_narrower_than_layers():
+    model = make_toy("opt")
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"])
+    out = lm.generate(PROMPTS[0], max_new_tokens=COUNT)  # drafts "auto"
+    assert list(out.token_ids) == generated(model, PROMPTS[0])
+
+
 if __name__ == "__main__":
     text = README.read_text(encoding="utf-8")
     start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
