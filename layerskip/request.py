@@ -52,6 +52,7 @@ class RowSettings:
 
     def __post_init__(self) -> None:
         check_labels(self.labels)
+        object.__setattr__(self, "labels", dict(self.labels))  # the caller's may change later
         check_integer("max_new_tokens", self.max_new_tokens, 1)
         check_sampling(self.sampling)
         check_num_draft_tokens(self.num_draft_tokens)

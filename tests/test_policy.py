@@ -131,6 +131,13 @@ def test_rows_of_a_batch_follow_their_own_rules(lm):
     assert outs[0].token_ids == outs[1].token_ids
 
 
+def test_a_row_keeps_its_labels_when_the_caller_changes_them(lm):
+    batch, labels = lm.open_batch(max_new_tokens=2), {"task": "code"}
+    batch.add(random_ids(7), labels=labels)
+    labels["task"] = "chat"
+    assert [dict(r.labels) for r in batch.step()] == [{"task": "code"}]
+
+
 def test_what_is_no_policy_is_refused(toy):
     with pytest.raises(TypeError, match="policy must be a Policy or None, got str"):
         SelfSpeculativeLM(toy(), None, policy="policy.json")
