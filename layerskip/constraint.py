@@ -88,7 +88,7 @@ class Constraint:
         masks = [self._allowed(output, count) for count in range(first, len(output) + 1)]
         if all(mask is None for mask in masks):
             return scores
-        free = torch.ones(self._vocab_size, dtype=torch.bool)
+        free = torch.ones(self._vocab_size, dtype=torch.bool, device="cpu")
         allowed = torch.stack([free if mask is None else mask for mask in masks])
         return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
 
@@ -159,7 +159,7 @@ class Constraint:
             return self._states[count]
         if not self._moved(output, count, same):
             return None
-        words = torch.zeros(-(-self._vocab_size // 32), dtype=torch.int32)
+        words = torch.zeros(-(-self._vocab_size // 32), dtype=torch.int32, device="cpu")
         self._matcher.fill(words)
         following = unpacked(words, self._vocab_size)
         following[self._eos_ids] = False
@@ -221,7 +221,7 @@ class AfterMarker:
 
     def __init__(self, inner: Matcher, marker: bytes, token_bytes: Sequence[bytes]) -> None:
         self._inner, self._marker, self._bytes = inner, marker, token_bytes
-        self._anything = packed(torch.tensor([bool(text) for text in token_bytes]))
+        self._anything = packed(torch.tensor([bool(text) for text in token_bytes], device="cpu"))
         self._text: list[bytes] = []  # of tokens up to and with the marker's last
         self._inside = 0  # tokens that the inner matcher has taken
         self._found = False

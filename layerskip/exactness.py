@@ -185,11 +185,12 @@ def attention_draws(stack: "DecoderStack") -> list[Attend]:
     heads = stack.group * kv_heads
 
     def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
     def spread(x: torch.Tensor) -> torch.Tensor:
         """Of many magnitudes, else sums of a few bits each would need no rounding."""
-        return x * torch.randint(*EXPONENTS, x.shape, generator=generator).exp2()
+        exponents = torch.randint(*EXPONENTS, x.shape, generator=generator, device="cpu")
+        return x * exponents.to(x.dtype).exp2()
 
     q, keys = noise(1, 1, heads, dim), noise(1, SLOTS_OF_PROBE, kv_heads, dim)
     values = noise(1, SLOTS_OF_PROBE, kv_heads, dim)
@@ -215,8 +216,9 @@ def _cancelling(count: int, generator: torch.Generator) -> tuple[torch.Tensor, t
     """Which number stands at each of ``count`` places, and its sign: each comes once with either,
     in random order; zero at the place that an odd ``count`` leaves."""
     half = count // 2
-    order = torch.randperm(count, generator=generator)
-    sign = torch.cat([torch.ones(half), -torch.ones(half), torch.zeros(count % 2)])
+    order = torch.randperm(count, generator=generator, device="cpu")
+    ones = torch.ones(half, dtype=torch.float32, device="cpu")
+    sign = torch.cat([ones, -ones, ones.new_zeros(count % 2)])
     return order % half, sign[order]
 
 
@@ -262,7 +264,7 @@ def rows_agree(
     return all(
         _segments_agree(
             stack,
-            torch.randint(stack.vocab_size, (size,), generator=generator).tolist(),
+            torch.randint(stack.vocab_size, (size,), generator=generator, device="cpu").tolist(),
             segments,
             reference,
             product_rows,

@@ -130,7 +130,7 @@ class ExitBlock(nn.Module):
 
     def _rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
         """``(...)`` positions -> tables ``(..., 1, 2 * pairs)``, the sine's first half negated."""
-        frequencies = torch.tensor(self.shape.frequencies, device=positions.device)
+        frequencies = positions.new_tensor(self.shape.frequencies, dtype=torch.float32)
         angles = positions[..., None].float() * frequencies
         cos, sin = (
             f(angles)[..., None, :] * self.shape.rope_scaling for f in (torch.cos, torch.sin)

@@ -108,7 +108,7 @@ class Vocabulary:
         # xgrammar wants a stop token: it gets one behind the vocabulary. Whether the text may end
         # we ask of it otherwise.
         self.info = xgrammar.TokenizerInfo([*self.text, b""], stop_token_ids=[vocab_size])
-        self.everything = packed(torch.tensor([bool(token) for token in self.text]))
+        self.everything = packed(torch.tensor([bool(token) for token in self.text], device="cpu"))
         self._tokenizer = tokenizer
         self._spelt: dict[str, tuple[int, ...]] = {}
 
@@ -130,7 +130,7 @@ class XGrammarMatcher:
     def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary
         words = -(-(len(vocabulary.text) + 1) // 32)
-        self._row = torch.zeros(1, words, dtype=torch.int32)
+        self._row = torch.zeros(1, words, dtype=torch.int32, device="cpu")
 
     @property
     def complete(self) -> bool:

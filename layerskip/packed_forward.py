@@ -250,7 +250,7 @@ def _rope_tables(body: Any, num_positions: int) -> tuple[Tensor, Tensor]:
     Of all positions at once: what is captured in a graph cannot move.
     """
     device = body.embed_tokens.weight.device
-    like = torch.zeros(1, device=device)
+    like = torch.zeros(1, dtype=torch.float32, device=device)
     positions = torch.arange(num_positions, device=device)[None]
     cosine, sine = body.rotary_emb(like, positions)
     half = cosine.shape[-1] // 2

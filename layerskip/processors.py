@@ -56,8 +56,8 @@ class LogitBias:
     """Adds a number to the scores of chosen tokens."""
 
     def __init__(self, bias: dict[int, float], vocab_size: int, device: torch.device) -> None:
-        self.bias = torch.zeros(1, vocab_size, device=device)
-        self.bias[0, list(bias)] = torch.tensor(list(bias.values()), device=device).float()
+        self.bias = torch.zeros(1, vocab_size, dtype=torch.float32, device=device)
+        self.bias[0, list(bias)] = self.bias.new_tensor(list(bias.values()))
 
     def __call__(self, _input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores + self.bias

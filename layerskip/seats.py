@@ -112,7 +112,8 @@ class Ring:
     def __init__(self, width: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._host = [
-            torch.zeros(width, dtype=torch.int64, pin_memory=on_gpu) for _ in range(ON_THEIR_WAY)
+            torch.zeros(width, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+            for _ in range(ON_THEIR_WAY)
         ]
         self._events = [_event_pair() for _ in range(ON_THEIR_WAY)] if on_gpu else []
         self._device = device

@@ -531,6 +531,6 @@ def _looked_up(request: DraftRequest, tokens: tuple[int, ...]) -> Draft:
     sampler = request.sampler
     if sampler.is_argmax or sampler.verification == "coupled":
         return Draft(tokens, ())
-    q = torch.zeros(len(tokens), sampler.vocab_size, dtype=torch.float64)
+    q = torch.zeros(len(tokens), sampler.vocab_size, dtype=torch.float64, device="cpu")
     q[range(len(tokens)), list(tokens)] = 1.0
     return Draft(tokens, (), tuple(q))

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from layerskip import SamplingParams, SelfSpeculativeLM
 from layerskip.batch import Batch
-from layerskip.processors import processors_of
+from layerskip.processors import LogitBias, processors_of
 
 PROMPT = random_ids(21)
 LIMIT = 14
@@ -451,3 +451,13 @@ def test_ids_beyond_the_vocabulary_are_refused_before_decoding(wrap, rule):
     with pytest.raises(ValueError, match=sentence):
         batch.add(PROMPT, sampling=params)
     assert batch.unfinished == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_bias_is_float32_whatever_the_default(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        bias = LogitBias({5: 1.2345678}, 9, torch.device("cpu")).bias
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(bias[0, 5], torch.tensor(1.2345678))
