@@ -191,10 +191,9 @@ class Sampler:
         if self.processors:
             rows, ids = logits.shape[0], torch.tensor([context], device=logits.device)
             known = range(len(context) - rows + 1, len(context) + 1)
-            processed = torch.empty_like(scores)
-            for i, n in enumerate(known):  # each copied: the next may be given in the same tensor
-                processed[i] = self._processed(ids[:, :n], scores[i : i + 1])[0]
-            scores = processed
+            asked = (self._processed(ids[:, :n], scores[i : i + 1]) for i, n in enumerate(known))
+            # Copied where more follow: a processor may give the same tensor each time.
+            scores = torch.cat([row.clone() if rows > 1 else row for row in asked])
         if self.constraint is not None:
             scores = self.constraint.masked(scores, context)
         if self.params.greedy:
