@@ -309,7 +309,7 @@ class Rounds:
         eos_ids = rows[0].spec.eos_ids
         if eos_ids != self._eos_ids:
             padded = [*sorted(eos_ids), *[-1] * (MOST_EOS - len(eos_ids))]
-            self.seats.eos_ids.copy_(torch.tensor(padded))
+            self.seats.eos_ids.copy_(torch.tensor(padded, device="cpu"))
             self._eos_ids = eos_ids
         for row, choice in zip(rows, choices, strict=True):
             at = row.slot_row
