@@ -22,7 +22,7 @@ from layerskip.estimates import (
     lookup_confidence,
 )
 from layerskip.lookup import FORCED_MATCH
-from layerskip.pace import NO_OFFER, Pace, Split, affordable, bet, offer, split
+from layerskip.pace import LOOKING, NO_OFFER, Pace, Split, affordable, bet, offer, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import CONTEXT_STEP, PassTimes
 from layerskip.stopping import Choice, Stopper, another
@@ -298,7 +298,8 @@ class Controller:
         which made ``num_saved`` plain rounds needless."""
         if choice.plain_seconds > 0.0:
             drawing = num_tokens * self.times.drawing(greedy=state.greedy)
-            gained = choice.gained(num_saved, num_tokens, 0.0) - drawing
+            looking = LOOKING * choice.plain_seconds
+            gained = choice.gained(num_saved, num_tokens, 0.0) - drawing - looking
             passes = gained / self.times.verify(1, context, greedy=state.greedy)
             state.settle(gained / choice.plain_seconds, passes, looked_up=True)
         self._earn(state, choice, context)

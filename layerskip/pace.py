@@ -13,6 +13,9 @@ NO_OFFER = 0, 0.0
 BET = 2 / 3  # of a stake, in one draft
 UNTOLD = 1.3  # a draft gains by its confidence, and by what is looked up in its passes
 CLEARLY = 1.06  # beside the rate without look-ups: what they cost in Python included
+# What is charged of a plain round for finding, weighing and judging a look-up of a row by itself,
+# beside its passes (1.2 to 1.6 % of 9 ms: bench/LOG.md, 2026-11-26).
+LOOKING = 0.02
 
 
 class Pace:
@@ -105,7 +108,8 @@ class Pace:
         if not self._charges:
             return self.charged.lookup_risks
         plain, *more = self.shares
-        return [seconds - plain + n * self.drawing for n, seconds in enumerate(more, 1)]
+        least = LOOKING * plain
+        return [least + seconds - plain + n * self.drawing for n, seconds in enumerate(more, 1)]
 
     def draft(self, rows: int) -> float:
         """Seconds of a draft pass of so many rows."""

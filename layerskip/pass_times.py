@@ -9,6 +9,7 @@ from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 CONTEXT_STEP = 64
 MOST_REMEMBERED = 100_000  # seconds looked up in the table
 SHORTEST = 1e-9  # seconds of a pass: nothing is divided by zero
+LEAST_GROWTH = 0.5  # of what a verify pass grows by, where it is charged
 # Rounds: all of the first ones are learnt from, then some. A plain one tells less: how fast the
 # machine is, which scales all that is chosen between.
 FIRST_DRAFTED, FIRST_PLAIN = 32, 4
@@ -76,8 +77,11 @@ class PassTimes:
             greedy: all of them take the likeliest token.
             charged: as of ``draft``.
         """
-        ratio = self._ratio(self._verify_clock(tokens, rows), charged=charged)
-        return ratio * self._looked_up("verify", tokens, context, rows, greedy)
+        clock = self._verify_clock(tokens, rows)
+        seconds = self._looked_up("verify", tokens, context, rows, greedy)
+        if not charged:
+            return self._clocks.ratios[clock] * seconds
+        return self._charged(clock, seconds, self._looked_up("verify", rows, context, rows, greedy))
 
     def alone(self, context: int, *, greedy: bool = False, charged: bool = False) -> list[float]:
         """Of full-depth passes over one, two, ... tokens of one row; one more than may be drafted.
@@ -91,8 +95,17 @@ class PassTimes:
                 (self._verify_clock(n, 1), self._looked_up("verify", n, context, 1, greedy))
                 for n in counts
             ]
-        ratios = {clock: self._ratio(clock, charged=charged) for clock, _ in self._alone[key]}
+        if charged:
+            plain = self._alone[key][0][1]
+            return [self._charged(clock, seconds, plain) for clock, seconds in self._alone[key]]
+        ratios = self._clocks.ratios
         return [ratios[clock] * seconds for clock, seconds in self._alone[key]]
+
+    def _charged(self, clock: int, seconds: float, plain: float) -> float:
+        """Of a verify pass, tabled like the plain one, at the price of what is lost: however sure
+        a clock is, tokens cost half of what the table says that they add."""
+        least = plain + LEAST_GROWTH * (seconds - plain)
+        return max(self._clocks.charged[clock] * seconds, self._clocks.charged[PACE] * least)
 
     def _ratio(self, clock: int, *, charged: bool) -> float:
         """What a clock corrects its passes by."""

@@ -21,7 +21,7 @@ from layerskip.estimates import (
     lookup_confidence,
 )
 from layerskip.lookup import FORCED_MATCH, LONGEST_MATCH
-from layerskip.pace import Pace, affordable, split
+from layerskip.pace import LOOKING, Pace, affordable, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import PassTimes
 from layerskip.stopping import Choice, Stopper
@@ -139,7 +139,7 @@ def test_look_ups_gain_and_lose_of_the_stake_and_then_of_what_rounds_earned():
     choice = Choice("lookup", 4, 1.0, (0.1, 0.0, 0.0, 0.0), plain_seconds=1.0)
     before, drawing = state.stake, 4 * controller.times.drawing()
     assert drawing > 0.0
-    lost = 0.1 + drawing
+    lost = 0.1 + drawing + LOOKING
     controller.observe_lookup(state, choice, CONTEXT, 2, 4)
     assert state.stake == pytest.approx(before + 2.0 - lost)
     assert state.shared.ledger == pytest.approx(2.0 - lost)
@@ -175,7 +175,7 @@ def test_a_look_up_takes_what_its_request_may_lose_unless_a_grammar_forces_it(ma
     ask = Ask(state, CONTEXT, 9, 9, match_length)
     (choice,) = controller.choose([ask], drafts=False)
     assert (choice.source, choice.num_draft_tokens) == ("lookup", taken)
-    state.stake, state.shared.credit = -1.0, 0.06  # what plain rounds earned pays for it
+    state.stake, state.shared.credit = -1.0, 0.06 + LOOKING  # what rounds earned pays
     (choice,) = controller.choose([ask], drafts=False)
     assert choice.num_draft_tokens == (1 if match_length < FORCED_MATCH else taken)
 

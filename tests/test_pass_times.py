@@ -8,6 +8,7 @@ from controlling import CONTEXT, table
 
 from layerskip.clocks import Clocks
 from layerskip.controller import Controller, _drafting
+from layerskip.pace import LOOKING
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import DRAFTED_ONE_IN, FIRST_DRAFTED, FIRST_PLAIN, PLAIN_ONE_IN
 
@@ -191,6 +192,21 @@ def test_what_may_be_lost_is_counted_below_the_table_s_price_only_if_that_is_sur
     dear = sure.plain / tabled.plain * tabled.risks[0]
     assert thought < 0.85 * dear
     assert sure.risks[0] < thought + 0.5 * (dear - thought)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_however_sure_a_clock_is_a_token_more_costs_half_of_what_the_table_says(rows):
+    controller, tabled = (Controller(table(), follows_clock=follows) for follows in (True, False))
+    for _ in range(200):
+        run_rounds(controller, 1, tokens=1)
+        run_rounds(controller, 1, verify=0.7, tokens=8)
+        run_rounds(controller, 1, verify=0.7, tokens=18)
+    pace, wanted = (c._pace(CONTEXT, rows, greedy=False) for c in (controller, tabled))
+    assert max(pace.shares[:8]) <= pace.token  # so they are thought to be free
+    scale = pace.plain / wanted.plain
+    for charged, share in zip(pace.lookup_risks[:7], wanted.shares[1:], strict=False):
+        own = charged - LOOKING * pace.token
+        assert own == pytest.approx(scale * 0.5 * (share - wanted.token), rel=0.01)
 
 
 def test_what_may_be_lost_is_counted_dearer_if_a_clock_says_so():
