@@ -6,6 +6,7 @@ from controlling import CONTEXT, table
 
 from layerskip.controller import AWAKE_ONE_IN, MOST_AT_REST, Ask, Controller
 from layerskip.estimates import RowState, lookup_confidence
+from layerskip.pace import LOOKING
 from layerskip.stopping import Choice
 
 
@@ -35,6 +36,7 @@ def test_a_few_rounds_at_rest_are_not_thought_about(monkeypatch):
 
 def test_a_row_at_rest_takes_what_is_looked_up():
     controller, state = resting_row()
+    state.shared.credit = 1.01 * LOOKING  # its passes take nothing more here
     ask = Ask(state, CONTEXT, 30, num_guessed=4, match_length=20)
     assert controller.choose([ask], drafts=True)[0].source == "lookup"
 
@@ -119,6 +121,7 @@ def test_a_row_that_drafts_rests_no_more():
 
 def test_what_is_looked_up_ends_no_rest():
     controller, state = resting_row()
+    state.shared.credit = 1.01 * LOOKING  # its passes take nothing more here
     ask = Ask(state, CONTEXT, 30, num_guessed=4, match_length=20)
     assert controller.choose([ask], drafts=True)[0].source == "lookup"
     assert state.rests(1)
