@@ -293,8 +293,10 @@ class SelfSpeculativeLM:
             return self._controller
 
     def _record_ahead(self) -> None:
-        if self._bench is not None:
-            slots = min(RECORDED_SLOTS, self.stack.max_positions)
+        if self._bench is None:
+            return
+        slots = min(RECORDED_SLOTS, self.stack.max_positions)
+        try:
             self._bench.record_ahead(
                 self._recorded_counts(AUTO),
                 num_rows=1,
@@ -302,6 +304,8 @@ class SelfSpeculativeLM:
                 seconds=RECORDING_SECONDS,
                 only_if_dear=True,
             )
+        except torch.OutOfMemoryError as error:  # requests of fewer slots may find room
+            logger.warning("no round is recorded ahead: %s", str(error).partition("\n")[0])
 
     def _recorded_counts(self, wanted: NumDraftTokens) -> list[int]:
         """Numbers of drafted tokens whose rounds requests may need, on the device."""

@@ -277,7 +277,7 @@ class Batch:
             num_rows=len(requests),
             num_slots=max(r.num_slots for r in requests),
         )
-        # Who lets go of a batch needs not have removed its rows.
+        # Who lets go of a batch need not have removed its rows.
         weakref.finalize(self, self._rows.give_up).atexit = False
 
     def join(self, request: RowRequest) -> int:

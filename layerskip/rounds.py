@@ -41,8 +41,9 @@ from layerskip.stopping import Choice
 from layerskip.verification import count_matches
 
 # A round of up to so many drafted tokens more runs in the place of one that is not recorded. Each
-# takes some 0.35 of a plain token on an H200, and a recording about ten (bench/LOG.md, 2026-11-26):
-# so it has to come up so many times as often as where the host would start it.
+# takes some 0.35 of a plain token on an H200 (bench/LOG.md, 2026-11-26), and a recording, not
+# measured yet, perhaps ten: so it has to come up so many times as often as where the host would
+# start it.
 MOST_MORE, WAITS = 3, 8
 
 

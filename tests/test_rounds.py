@@ -686,6 +686,20 @@ def test_a_controller_comes_with_recordings_where_they_are_dear(
         assert lm._bench._idle is idle
 
 
+def test_a_controller_that_finds_no_memory_for_recordings_decides_without(tokenizer, caplog):
+    model = make_model()
+    pack_model(model)
+    lm = SelfSpeculativeLM(model, tokenizer, plan=EXIT, num_draft_tokens="auto", packed=True)
+
+    def record_ahead(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore of it")
+
+    lm._bench.record_ahead = record_ahead
+    assert len(lm.generate("a", max_new_tokens=8, ignore_eos=True).token_ids) == 8
+    warned = [r.message for r in caplog.records if "recorded ahead" in r.message]
+    assert warned == ["no round is recorded ahead: CUDA out of memory. Tried to allocate 2 GiB."]
+
+
 def test_recording_ahead_ends_with_its_seconds(stack):
     """The shortest texts' rounds come first, greedy and sampled of each number."""
     bench = Workbench(stack, EXIT, RepeatingRecorder)
