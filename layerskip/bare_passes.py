@@ -1,8 +1,9 @@
 """A decoder's passes, bare: which sizes are measured, in which order, and how one is timed."""
 
+import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,6 +117,7 @@ class Passes:
         self.draft_layers = stack.draft_layers(plan) if plan is not None else ()
         self.drafts_in_a_row, self.led_in = DRAFTS_IN_A_ROW, True
         self.last_draft: Timing = (0.0, 0.0)
+        self._ran = "", 0  # the last pass: its kind, its context
         self.cache = stack.new_cache(num_rows=1, num_slots=sum(largest))
         self.many = stack.new_cache(num_rows=NUM_SEQUENCES, num_slots=NUM_SEQUENCES)
         self.samplers = {
@@ -134,8 +136,8 @@ class Passes:
         """One timing of one pass.
 
         A verify pass is run after what it follows in decoding, as that leaves some weights in the
-        processor's caches: plain passes follow each other, others a draft. What drafts and sampled
-        tokens follow, ``shuffled`` sees to.
+        processor's caches: plain passes follow one of all layers, others a draft. What drafts and
+        sampled tokens follow, ``shuffled`` and ``rounds`` see to.
         """
         kind, rows, context = point
         kind, _, of = kind.partition(" ")
@@ -143,10 +145,10 @@ class Passes:
         if of == "sequences":
             segments = [Segment(i, 0, 1) for i in range(rows)]
         if kind == "verify":
-            if self.led_in:
-                alone = [Segment(0, context, 1)]
-                drafts = bool(self.draft_layers) and rows > 1
-                (self._draft if drafts else self._verify)(1, alone)
+            before = "draft" if self.draft_layers and rows > 1 else "verify"
+            if self.led_in and self._ran != (before, context):
+                run = self._draft if before == "draft" else self._verify
+                run(1, [Segment(0, context, 1)])
             return self._timed(lambda: self._verify(rows, segments))
         if kind == "draft":
             if of == "behind":
@@ -175,12 +177,14 @@ class Passes:
         cache = self.cache if len(segments) == 1 else self.many
         hidden = stack.embed(self.ids[:rows])
         stack.logits(stack.run_layers(hidden, range(stack.num_layers), cache, segments))
+        self._ran = "verify", segments[0].start
 
     def _draft(self, rows: int, segments: Sequence[Segment]) -> None:
         cache = self.cache if len(segments) == 1 else self.many
         hidden = self.stack.embed(self.ids[:rows])
         hidden = self.stack.run_layers(hidden, self.draft_layers, cache, segments)
         self._draft_head(hidden, rows)
+        self._ran = "draft", segments[0].start
 
     def _draft_head(self, hidden: Tensor, rows: int) -> None:
         self.head(hidden)[:rows].float().softmax(-1).amax(-1).tolist()
@@ -222,3 +226,23 @@ def shuffled(points: Sequence[Point], order: random.Random) -> list[Point]:
     if BEHIND in mixed:
         found.insert(found.index(DRAFT) + 1, BEHIND)
     return found
+
+
+def rounds(points: Sequence[Point], near: int) -> Iterator[list[Point]]:
+    """Of these points what rounds are made of, round by round without end: a draft, which is timed
+    each second time, a verify pass of one size after another, and a plain one. What they take
+    beside each other decides what is drafted; so close they mostly find the machine at one speed.
+    After so many ``near`` ones each is followed by one at the long context. Rows of a batch attend
+    each for itself: an error of what one takes there counts as often as there are rows.
+    """
+    contexts = sorted({context for _, _, context in points})
+    sizes = sorted({rows for kind, rows, _ in points if kind == "verify" and rows > 1}) or [1]
+    drafting = 1, 0, 1, 0, sizes[-1], 0  # tokens; many at once are a batch's
+    for number in itertools.count():
+        size, drafted = sizes[number % len(sizes)], drafting[number % len(drafting)]
+        found = []
+        for context in contexts[: 1 if number < near else None]:
+            draft = ("draft", drafted, context)
+            found += [draft, BEHIND] if draft == DRAFT else [draft]
+            found += [("verify", size, context), ("verify", 1, context)]
+        yield list(dict.fromkeys(point for point in found if point in points))

@@ -7,7 +7,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ from layerskip.bare_passes import (
     Point,
     Timing,
     grids,
+    rounds,
     shuffled,
 )
 from layerskip.cost import DRAFTS_IN_A_ROW, NUM_SEQUENCES, CostTable, Curve
@@ -44,11 +45,11 @@ from layerskip.recorded_passes import RecordedPasses
 logger = logging.getLogger(__name__)
 
 QUICK_SECONDS, QUICK_MOST = 0.45, 1.5  # in all, and for the first sweeps of a slow model
-MAX_SWEEPS, QUICK_SWEEPS = 40, 5  # at least, of what decides, of a quick table if time allows
+MAX_SWEEPS = 40
+# At least, of what decides, of a quick table if time allows. With five sweeps in a random order a
+# pass of eight tokens took 1.07 of a plain one, give or take 0.09 (bench/LOG.md, 2026-11-26).
+QUICK_ROUNDS = 10
 LARGE_EVERY = 4  # sweeps: passes of many rows are rarely run, and take long to measure
-# After so many sweeps, if there is time, those of a quick table at a long context. Rows of a batch
-# attend each for itself: an error of what one of them takes counts as often as there are rows.
-FAR_FROM = 4
 LARGE_ROWS, DECIDING_ROWS = 16, 8  # are those of more rows; most of a round that decides
 RESERVE = 0.85  # of the time, for passes; the rest is for what comes before and after them
 SKETCH_SHARE = 0.2  # of the time for a table's first sweeps
@@ -136,26 +137,43 @@ def _swept(
     if grid is not least:
         points = grid.points(drafts=drafts, sequences=True)
         first = _warmed(passes, shuffled(points, order), began + bearable)
-        if quick and first:
-            points = [p for p in points if _decides(p)]
     if not first:  # of a huge model, or because the machine has become slower
         grid, passes.drafts_in_a_row, passes.led_in = least, 1, False
         points = least.points(drafts=drafts, sequences=False)
     sweeps: list[dict[Point, Timing]] = [first]
-    for sweep in range(MAX_SWEEPS):
-        due = [p for p in points if p[1] <= LARGE_ROWS or sweep % LARGE_EVERY == 0]
-        if quick and (sweep < FAR_FROM or time.perf_counter() > ends):
-            due = [p for p in due if p[2] == 0]
+    dues, sizes = _dues(points, order), 1
+    if quick:
+        dues, sizes = _quick_dues(points, order, first), sum(map(_is_long, points))
+    most = MAX_SWEEPS * sizes
+    for sweep, due in enumerate(itertools.islice(dues, most)):
         sweeps.append({})
-        for point in shuffled(due, order):
+        for point in due:
             now = time.perf_counter()
+            if quick and point[2] > 0 and now > ends:
+                continue
             # One timing each, the plain pass's in a fast moment, made all else 1.7 times as dear.
-            late = now > (latest if sweep < QUICK_SWEEPS else ends)
+            late = now > (latest if sweep < QUICK_ROUNDS else ends)
             if late and (sweep or first) and point != BEHIND:  # which has run
-                break
-            on_progress(min(1.0, max((now - began) / (ends - began), sweep / MAX_SWEEPS)))
+                return grid, sweeps
+            on_progress(min(1.0, max((now - began) / (ends - began), sweep / most)))
             sweeps[-1][point] = passes.timing(point)
     return grid, sweeps
+
+
+def _dues(points: Sequence[Point], order: random.Random) -> Iterator[list[Point]]:
+    """What each sweep goes over: passes of many rows not each time."""
+    for sweep in itertools.count():
+        due = [p for p in points if p[1] <= LARGE_ROWS or sweep % LARGE_EVERY == 0]
+        yield shuffled(due, order)
+
+
+def _quick_dues(
+    points: Sequence[Point], order: random.Random, first: Mapping[Point, Timing]
+) -> Iterator[list[Point]]:
+    """What a quick table has more than one timing of, behind all that it can't do without."""
+    if not first:
+        yield shuffled(points, order)
+    yield from rounds([p for p in points if _decides(p)], QUICK_ROUNDS)
 
 
 def _passes(
@@ -166,6 +184,12 @@ def _passes(
     if isinstance(stack, PackedStack) and prices_recorded(stack, plan):
         return RecordedPasses(stack, plan, head, largest, GraphRecorder(stack.device))
     return Passes(stack, plan, head, largest)
+
+
+def _is_long(point: Point) -> bool:
+    """Whether it is a verify pass, at a short context, whose price beside a plain one's decides."""
+    kind, rows, context = point
+    return kind == "verify" and 1 < rows <= DECIDING_ROWS and context == 0
 
 
 def _decides(point: Point) -> bool:
