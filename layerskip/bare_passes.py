@@ -25,6 +25,7 @@ JUDGED = 8  # tokens of one sequence
 KINDS = ("sampling", "greedy")  # of sampling
 DRAFT, BEHIND = ("draft", 1, 0), ("draft behind", 1, 0)  # the last one of those in a row
 DRAFTED = tuple(f"{kind} drafting" for kind in KINDS)
+BATCH_EVERY = 3  # rounds: one is of what batches run
 Point = tuple[str, int, int]  # kind of pass, rows, context
 Timing = tuple[float, float]  # seconds that went by, and that this thread was at work
 
@@ -34,32 +35,51 @@ class Grid:
     """What is measured: sizes of passes, and slots that they attend to.
 
     Attributes:
-        sketched: rows of which only the full-depth passes are; ``sketch`` has the rest from the
-            next larger size.
+        sketched: rows of which only the full-depth passes are; ``fill`` has the rest from the next
+            larger size.
+        drafted: rows of which draft passes are, at a short context alone; ``fill`` reckons the
+            others. Empty: of all rows and contexts.
     """
 
     rows: tuple[int, ...]
     contexts: tuple[int, ...]
     sketched: tuple[int, ...] = ()
+    drafted: tuple[int, ...] = ()
 
     def points(self, *, drafts: bool, sequences: bool) -> list[Point]:
         """Every pass of a sweep."""
-        kinds = ("verify", "draft") if drafts else ("verify",)
         whole = [r for r in self.rows if r not in self.sketched]
-        points = [(kind, r, c) for kind in kinds for r in whole for c in self.contexts]
-        points += [("verify", r, c) for r in self.sketched for c in self.contexts]
+        points = [("verify", r, c) for r in self.rows for c in self.contexts]
         if drafts:
+            contexts = self.contexts[:1] if self.drafted else self.contexts
+            points += [("draft", r, c) for r in self.drafted or whole for c in contexts]
             points += [("head", r, 0) for r in whole]
         if sequences:
             if max(self.rows) >= NUM_SEQUENCES:  # else one sequence has no room for so many
+                kinds = ("verify", "draft") if drafts else ("verify",)
                 points += [(f"{kind} sequences", NUM_SEQUENCES, 0) for kind in kinds]
                 points += [(kind, NUM_SEQUENCES, 0) for kind in kinds]
             points += [DRAFT, BEHIND] if drafts else []
         sampled = [*KINDS, *(f"{kind} judging" for kind in KINDS), *(DRAFTED if drafts else ())]
         return list(dict.fromkeys([*points, *((kind, 1, 0) for kind in sampled)]))
 
-    def sketch(self, typical: dict[Point, float]) -> None:
-        """Fill in what was not measured: as much as of the next larger size."""
+    def fill(self, typical: dict[Point, float], share: float) -> None:
+        """Put in what was not measured.
+
+        Args:
+            share: of the layers, that a draft runs: its passes grow by as much of what full-depth
+                ones do, heads apart.
+        """
+        for rows in self.rows if self.drafted and DRAFT in typical else ():
+            if rows not in self.sketched:
+                known = max(r for r in self.drafted if r <= rows)
+                more, head = (
+                    typical[kind, rows, 0] - typical[kind, known, 0] for kind in ("verify", "head")
+                )
+                near = typical["draft", known, 0] + share * more + (1.0 - share) * head
+                for context in self.contexts:
+                    far = typical["verify", rows, context] - typical["verify", rows, 0]
+                    typical.setdefault(("draft", rows, context), max(0.0, near + share * far))
         for rows in self.sketched:
             larger = next(r for r in self.rows if r > rows)
             for (kind, r, context), seconds in list(typical.items()):
@@ -90,8 +110,8 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     if quick:  # what three drafted tokens take less than seven decides how many are drafted
         between = min(quantum, few, max(coarse))  # of few positions there is no larger size
         half = tuple(t for t in exactness.tiles if 1 < t < between)[-1:]
-        finest = Grid(tuple(sorted({*coarse, *half})), ends, half)
-    return [finest, Grid(coarse, ends), Grid(coarse[:2], (0,))]
+        finest = Grid(tuple(sorted({*coarse, *half})), ends, half, coarse[:2])
+    return [finest, Grid(coarse, ends, (), finest.drafted), Grid(coarse[:2], (0,))]
 
 
 class Passes:
@@ -230,19 +250,25 @@ def shuffled(points: Sequence[Point], order: random.Random) -> list[Point]:
 
 def rounds(points: Sequence[Point], near: int) -> Iterator[list[Point]]:
     """Of these points what rounds are made of, round by round without end: a draft, which is timed
-    each second time, a verify pass of one size after another, and a plain one. What they take
-    beside each other decides what is drafted; so close they mostly find the machine at one speed.
+    in some, a verify pass of one size after another, and a plain one. What they take beside each
+    other decides what is drafted; so close they mostly find the machine at one speed.
     After so many ``near`` ones each is followed by one at the long context. Rows of a batch attend
     each for itself: an error of what one takes there counts as often as there are rows.
     """
     contexts = sorted({context for _, _, context in points})
-    sizes = sorted({rows for kind, rows, _ in points if kind == "verify" and rows > 1}) or [1]
-    drafting = 1, 0, 1, 0, sizes[-1], 0  # tokens; many at once are a batch's
+    longer = sorted({rows for kind, rows, _ in points if kind == "verify" and rows > 1}) or [1]
+    sizes = longer[:-1] or longer  # the largest is what passes of batches are reckoned from
+    of_batches = (
+        [(f"{kind} sequences", NUM_SEQUENCES, 0) for kind in ("draft", "verify")],
+        [("draft", sizes[-1], 0), ("verify", longer[-1], 0)],
+    )
     for number in itertools.count():
-        size, drafted = sizes[number % len(sizes)], drafting[number % len(drafting)]
-        found = []
-        for context in contexts[: 1 if number < near else None]:
-            draft = ("draft", drafted, context)
-            found += [draft, BEHIND] if draft == DRAFT else [draft]
-            found += [("verify", size, context), ("verify", 1, context)]
+        turn, place = divmod(number, BATCH_EVERY)
+        found = [DRAFT, BEHIND] if place == 0 else []
+        found += [("verify", sizes[number % len(sizes)], 0)]
+        if place == BATCH_EVERY - 1:
+            found = of_batches[turn % 2]
+        found = [*found, ("verify", 1, 0)]
+        for context in contexts[1:] if number >= near else ():
+            found += [("verify", sizes[number % len(sizes)], context), ("verify", 1, context)]
         yield list(dict.fromkeys(point for point in found if point in points))

@@ -1,6 +1,6 @@
 """What a cost table has wrong, learnt from the rounds themselves.
 
-A table is measured once, in half a second of a machine that may do other things. Three kinds
+A table is measured once, in less than a second of a machine that may do other things. Three kinds
 of error are told apart, as logarithms of measured over tabled seconds: how fast the machine is at
 the moment, which all passes share and which wanders; what drafts take beside that; and what
 verifying drafted tokens takes beside a plain pass, by the size of the pass. The last two are facts

@@ -45,12 +45,12 @@ from layerskip.recorded_passes import RecordedPasses
 logger = logging.getLogger(__name__)
 
 QUICK_SECONDS, QUICK_MOST = 0.45, 1.5  # in all, and for the first sweeps of a slow model
-MAX_SWEEPS = 40
+MAX_SWEEPS, MAX_ROUNDS = 40, 120
 # At least, of what decides, of a quick table if time allows. With five sweeps in a random order a
 # pass of eight tokens took 1.07 of a plain one, give or take 0.09 (bench/LOG.md, 2026-11-26).
-QUICK_ROUNDS = 10
+QUICK_ROUNDS = 15
 LARGE_EVERY = 4  # sweeps: passes of many rows are rarely run, and take long to measure
-LARGE_ROWS, DECIDING_ROWS = 16, 8  # are those of more rows; most of a round that decides
+LARGE_ROWS = 16  # are those of more rows
 RESERVE = 0.85  # of the time, for passes; the rest is for what comes before and after them
 SKETCH_SHARE = 0.2  # of the time for a table's first sweeps
 UNDISTURBED, BUSY = 0.95, 0.7
@@ -85,7 +85,7 @@ def measure_cost(
         draft_vocabulary: ids that the draft's head knows, None for all; goes into the key.
         head: the draft's, over its vocabulary; None: the model's own.
         seconds: upper bound, unless the few passes that a table needs at least take longer.
-        quick: a coarse table in about half a second, or from a handful of passes.
+        quick: a coarse table in less than a second, or from a handful of passes.
         on_progress: called with the share done, 0 to 1.
 
     Returns:
@@ -115,7 +115,8 @@ def measure_cost(
     if not sweeps:  # only here: the error held what was recorded, and its memory
         grid, sweeps = sweep(Passes(*asked), time.perf_counter())
     _say_if_busy(stack, sweeps, logging.INFO if quick else logging.WARNING)
-    return _table(stack, key, grid, sweeps)
+    share = len(stack.draft_layers(plan)) / stack.num_layers if plan else 0.0
+    return _table(stack, key, grid, sweeps, share)
 
 
 def _swept(
@@ -141,10 +142,8 @@ def _swept(
         grid, passes.drafts_in_a_row, passes.led_in = least, 1, False
         points = least.points(drafts=drafts, sequences=False)
     sweeps: list[dict[Point, Timing]] = [first]
-    dues, sizes = _dues(points, order), 1
-    if quick:
-        dues, sizes = _quick_dues(points, order, first), sum(map(_is_long, points))
-    most = MAX_SWEEPS * sizes
+    dues = _quick_dues(points, order, first) if quick else _dues(points, order)
+    most = MAX_ROUNDS if quick else MAX_SWEEPS
     for sweep, due in enumerate(itertools.islice(dues, most)):
         sweeps.append({})
         for point in due:
@@ -173,7 +172,7 @@ def _quick_dues(
     """What a quick table has more than one timing of, behind all that it can't do without."""
     if not first:
         yield shuffled(points, order)
-    yield from rounds([p for p in points if _decides(p)], QUICK_ROUNDS)
+    yield from rounds(points, QUICK_ROUNDS)
 
 
 def _passes(
@@ -184,18 +183,6 @@ def _passes(
     if isinstance(stack, PackedStack) and prices_recorded(stack, plan):
         return RecordedPasses(stack, plan, head, largest, GraphRecorder(stack.device))
     return Passes(stack, plan, head, largest)
-
-
-def _is_long(point: Point) -> bool:
-    """Whether it is a verify pass, at a short context, whose price beside a plain one's decides."""
-    kind, rows, context = point
-    return kind == "verify" and 1 < rows <= DECIDING_ROWS and context == 0
-
-
-def _decides(point: Point) -> bool:
-    """Whether its price decides most choices: what a quick table has more than one timing of."""
-    kind, rows, _ = point
-    return rows <= DECIDING_ROWS and kind in ("verify", "draft", BEHIND[0])
 
 
 def _warmed(passes: Passes, points: Sequence[Point], ends: float) -> dict[Point, Timing]:
@@ -246,13 +233,18 @@ def _say_if_busy(stack: DecoderStack, sweeps: Sequence[Sweep], level: int) -> No
 
 
 def _table(
-    stack: DecoderStack, key: dict[str, str | int], grid: Grid, sweeps: Sequence[Sweep]
+    stack: DecoderStack,
+    key: dict[str, str | int],
+    grid: Grid,
+    sweeps: Sequence[Sweep],
+    share: float,
 ) -> CostTable:
+    """Of sweeps over a grid, with drafts of a ``share`` of the layers, if of any."""
     clock = _clock(stack, [timing for sweep in sweeps for timing in sweep.values()])
     typical = _typical([{p: timing[clock] for p, timing in sweep.items()} for sweep in sweeps])
-    grid.sketch(typical)
+    drafts = DRAFT in typical
+    grid.fill(typical, share)
     heads = {r: typical.get(("head", r, 0), 0.0) for r in grid.rows}
-    drafts = ("draft", grid.rows[0], grid.contexts[0]) in typical
 
     def curve(kind: str, less: dict[int, float]) -> Curve:
         near = [typical[kind, r, grid.contexts[0]] for r in grid.rows]
