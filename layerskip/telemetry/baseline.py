@@ -63,7 +63,7 @@ class BinnedDraft(NamedTuple):
     ) -> "BinnedDraft":
         """Of a draft with known confidences, 0 to 1."""
         first = looked_up * CONFIDENCE_BINS // 2
-        return cls(accepted, bytes(first + bisect_right(EDGES, told) for told in confidences))
+        return cls(accepted, bytes([first + bisect_right(EDGES, told) for told in confidences]))
 
 
 class Repeats:

@@ -81,6 +81,10 @@ class Cusum:
         self._since: dict[Direction, tuple[int, float]] = {d: (0, 0.0) for d, _ in SIGNS}
         tolerance = baseline.tolerance(shift, errors)
         self._gain, self._middle = shift - tolerance, (shift + tolerance) / 2
+        self._most_heard = MOST_HEARD * self.threshold
+        # Of every draft: they take longer to work out than to use.
+        self._mean, self._deviation = baseline.mean, baseline.deviation
+        self._correlation = baseline.assumed_correlation
 
     @property
     def expected_delay(self) -> float:
@@ -97,15 +101,16 @@ class Cusum:
         """
         request.add(value)
         self.num_drafts += 1
-        n, base = request.count, self.baseline
-        total = (request.total - n * base.mean) / base.deviation
-        weight = self._gain / (1.0 + (n - 1) * base.assumed_correlation)
+        n = request.count
+        total = (request.total - n * self._mean) / self._deviation
+        weight = self._gain / (1.0 + (n - 1) * self._correlation)
         found = None
         for direction, sign in SIGNS:
             said = weight * (sign * total - n * self._middle)
-            if request.said[direction] >= MOST_HEARD * self.threshold:
-                said = request.said[direction]
-            step, request.said[direction] = said - request.said[direction], said
+            before = request.said[direction]
+            if before >= self._most_heard:
+                said = before
+            step, request.said[direction] = said - before, said
             found = self._step(direction, step, value) or found
         return found
 

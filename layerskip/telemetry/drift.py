@@ -148,7 +148,9 @@ class DriftMonitor:
     def _bucket(self, name: str) -> Bucket:
         if name not in self._buckets and len(self._buckets) >= MOST_BUCKETS:
             name = OTHER_BUCKET
-        return self._buckets.setdefault(name, Bucket(name))
+        if name not in self._buckets:
+            self._buckets[name] = Bucket(name)
+        return self._buckets[name]
 
     def _tests(self, baseline: Baseline) -> dict[Watched, Cusum]:
         """Of all that is known of a bucket.

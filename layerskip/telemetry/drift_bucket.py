@@ -199,7 +199,7 @@ class Bucket:
         return self._tests["accepted"].num_drafts if self._tests else 0
 
     def _height(self, direction: Direction) -> float:
-        heights = (test.sums[direction] / test.threshold for test in self._tests.values())
+        heights = [test.sums[direction] / test.threshold for test in self._tests.values()]
         return max(heights, default=0.0)
 
     def state(self) -> DriftState:
