@@ -163,6 +163,7 @@ def test_only_a_whole_run_of_workloads_becomes_the_record(
     if interrupted:
         monkeypatch.setattr(scripts.workloads, "speed_table", lambda _: 1 / 0)
     *given, _, _ = workload_arguments(arguments, record)
+    given += ["--workloads", "code", "--limit", "1", "--tokens", "3"]
     with pytest.raises(ZeroDivisionError) if interrupted else contextlib.nullcontext():
         run(scripts.workloads, given, monkeypatch)
     (found,) = tmp_path.glob("2026*.json")
@@ -221,7 +222,8 @@ def test_workloads_measures_tables_among_the_prompts(
         scripts.paired, "measure_cost", lambda *_, seconds, **__: asked.append(seconds) or COST
     )
     given = [*workload_arguments(arguments, tmp_path / "out.json"), "--profile-seconds", "8"]
-    run(scripts.workloads, [*given, "--workloads", "code", "--limit", "4"], monkeypatch)
+    given += ["--workloads", "code", "--limit", "4", "--tokens", "2"]
+    run(scripts.workloads, given, monkeypatch)
     assert asked == [4.0, 4.0, 2.0]  # drafts, look-ups; and after the third of four prompts
 
 
@@ -276,8 +278,9 @@ def test_tables_are_measured_over_the_plan_s_draft_vocabulary(
     for script in (scripts.paired, scripts.workloads, scripts.guesses):
         monkeypatch.setattr(script, "measure_cost", measured, raising=False)
     given = [*workload_arguments(arguments, tmp_path / "out.json"), "--profile-seconds", "8"]
-    run(scripts.workloads, [*given, "--workloads", "code", "--limit", "3"], monkeypatch)
-    size = ["--limit", "1", "--tokens", "4", "--temperatures", "0.8"]
+    given += ["--workloads", "code", "--limit", "3", "--tokens", "2"]
+    run(scripts.workloads, given, monkeypatch)
+    size = ["--limit", "1", "--tokens", "2", "--temperatures", "0.8"]
     out = ["--prompts", prompts, "--out", str(tmp_path / "guesses.json")]
     run(scripts.guesses, ["--model", folder, *size, *out], monkeypatch)
     whole, trimmed = (None, None, None), (PLANS["exit"], TRIMMED, TRIMMED)
@@ -356,10 +359,11 @@ def test_workloads_stops_at_another_token_and_keeps_what_it_had(
         return found
 
     monkeypatch.setattr(scripts.workloads, "decode_together", wrong)
+    given = [*workload_arguments(arguments, out), "--limit", "1", "--tokens", "4"]
     with pytest.raises(AssertionError, match="adversarial, k=3: other tokens"):
-        run(scripts.workloads, workload_arguments(arguments, out), monkeypatch)
+        run(scripts.workloads, given, monkeypatch)
     (code,) = json.loads(out.read_text(encoding="utf-8"))["workloads"]
-    assert (code["workload"], code["prompts"]) == ("code", 2)
+    assert (code["workload"], code["prompts"]) == ("code", 1)
 
 
 def test_never_slower_measures_every_bound(
@@ -371,7 +375,9 @@ def test_never_slower_measures_every_bound(
     out = tmp_path / "out.json"
     # The table is made up, and passes are counted by it: what the toy's really take says nothing.
     monkeypatch.setattr(Clocks, "observe", lambda *_: None)
-    size = ["--turns", "4", "--ramp-turns", "1", "--rows", "3", "--tokens", "14"]
+    for name, few in (("BATCH", 3), ("FIRSTS", 2), ("SHORT", 6)):
+        monkeypatch.setattr(scripts.never_slower, name, few)
+    size = ["--turns", "3", "--ramp-turns", "1", "--rows", "3", "--tokens", "14"]
     run(scripts.never_slower, [*arguments, *size, "--out", str(out)], monkeypatch)
     cases = json.loads(out.read_text(encoding="utf-8"))["cases"]
     assert set(cases) == set(scripts.never_slower.BOUNDS)
