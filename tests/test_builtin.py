@@ -44,6 +44,12 @@ def builtin() -> SelfSpeculativeLM:
 
 
 @pytest.fixture(scope="module")
+def in_float32() -> SelfSpeculativeLM:
+    """Quick enough on every processor."""
+    return SelfSpeculativeLM.from_pretrained(dtype="float32")
+
+
+@pytest.fixture(scope="module")
 def corpus() -> ModuleType:
     """The recipe's module, from the checkout."""
     path = Path(__file__).parents[1] / "recipes" / "corpus.py"
@@ -132,16 +138,15 @@ def test_the_card_lists_what_was_held_out() -> None:
     assert "What it cannot do" in card
 
 
-def test_float32_tokens_are_those_of_transformers() -> None:
+def test_float32_tokens_are_those_of_transformers(in_float32: SelfSpeculativeLM) -> None:
     model = load(torch.float32)
-    lm = SelfSpeculativeLM(model, TOKENIZER, known_plan(FOLDER))
     for example in EXAMPLES[:2]:
         prompt = torch.tensor([TOKENIZER(example.prompt)["input_ids"]])
         out = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=False
         )
         expected = tuple(out[0, prompt.shape[1] :].tolist())
-        assert lm.generate(example.prompt, max_new_tokens=40).token_ids == expected
+        assert in_float32.generate(example.prompt, max_new_tokens=40).token_ids == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -159,11 +164,10 @@ def test_speculation_changes_no_token(
     assert ours.stats.num_accepted_tokens > 0 == plain.stats.num_draft_tokens
 
 
-def test_the_scores_on_the_card_are_what_it_does() -> None:
+def test_the_scores_on_the_card_are_what_it_does(in_float32: SelfSpeculativeLM) -> None:
     exits = [1, 2, 3, 4]
-    lm = SelfSpeculativeLM.from_pretrained(dtype="float32")  # quick enough on every processor
     document = teacher_forced(
-        lm, EXAMPLES, sampling=SamplingParams(), exits=exits, max_new_tokens=128
+        in_float32, EXAMPLES, sampling=SamplingParams(), exits=exits, max_new_tokens=128
     )
     assert document["positions"] > 1000
     for e in exits:
