@@ -272,6 +272,7 @@ def conclude(
         max_new_tokens=settings.max_new_tokens,
         max_tokens=settings.final_tokens,
         seed=settings.seed,
+        cost_seconds=adapter_measure.COST_SECONDS,
         on_progress=lambda what: console.print(f"before: {what}"),
     )
     after, file = adapter_measure.measure_adapter(
