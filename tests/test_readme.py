@@ -36,19 +36,19 @@ ELSEWHERE = r"pip install |make "
 BRIEF = {
     "info": "",
     "generate": "--max-new-tokens 4",
-    "compare": "--limit 2 --max-new-tokens 8 --repeats 1",
-    "profile": "--seconds 1",
-    "search": "--limit 4 --max-new-tokens 8 --refinements 1",
+    "compare": "--limit 1 --max-new-tokens 4 --repeats 1",
+    "profile": "--seconds 0.2",
+    "search": "--limit 2 --max-new-tokens 4 --refinements 1",
     "measure": "--max-new-tokens 24",  # of fewer, a dear draft may never be tried
     "report": "",
-    "ab": "--max-new-tokens 6",
-    "simulate": "--requests 20",
+    "ab": "--limit 4 --max-new-tokens 6",
+    "simulate": "--requests 8 --new-tokens 6",
     "recipes/exit_adapter.py": "steps=3 batch_size=2 seq_len=32 exit_layer=2 continuations=8 "
     "continuation_length=8 rollout_every=2 rollout_starts=2 rollout_tokens=2 save_every=3 "
-    "eval_every=3 eval_tokens=64 calibration_tokens=64 max_new_tokens=6 final_tokens=60 "
+    "eval_every=3 eval_tokens=64 calibration_tokens=64 max_new_tokens=4 final_tokens=60 "
     "final_prompts=2 draft_vocabulary=128 held_out_share=0.3 mixed_precision=no",
     "recipes/lora_early_exit.py": "steps=2 batch_size=2 seq_len=32 rank=2 exits=[1,2] "
-    "save_every=2 eval_every=2 eval_tokens=60 final_tokens=60 final_prompts=2 max_new_tokens=6 "
+    "save_every=2 eval_every=2 eval_tokens=60 final_tokens=60 final_prompts=2 max_new_tokens=4 "
     "cost_seconds=0.2 held_out_share=0.3 mixed_precision=no",
 }
 # Numbers in the text that nobody measured: settings, rules and limits, each with its place.
@@ -92,7 +92,8 @@ def answered(line: str) -> str:
         else:
             AcceleratorState._reset_state(reset_partial_state=True)
             name = Path(words[0]).stem
-            with imported([name]) as modules:
+            with imported([name, "adapter_measure"]) as modules:
+                modules.adapter_measure.COST_SECONDS = 0.2
                 getattr(modules, name).main(words[1:])
     return printed.getvalue()
 
