@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from paired import Clock, by_turns, collected, total
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
@@ -276,11 +276,9 @@ def peak_memory(device: torch.device) -> Iterator[list[int]]:
         yield found
         found.append(torch.cuda.max_memory_allocated(device) - before)
         return
-    # Events of one cycle alone: without the argument torch 2.11 warns that no others are kept.
-    cpu = [ProfilerActivity.CPU]
-    with profile(activities=cpu, profile_memory=True, acc_events=True) as recorded:
+    with profile(profile_memory=True) as recorded:  # torch.profiler's works all events out
         yield found
-    events = recorded.profiler.kineto_results.events()
+    events = recorded.kineto_results.events()
     held = most = 0
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         held += event.nbytes()
