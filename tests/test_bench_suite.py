@@ -79,6 +79,7 @@ def lab(bench: SimpleNamespace, folder: Path) -> Iterator[Any]:
     """Passes are not timed, and transformers' modes are tried with one setting only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "fitting_cost", lambda *_, **__: COST)
+        patch.setattr(bench.paired, "measure_cost", lambda *_, **__: COST)
         one = [EarlyExitSettings(2, 3, 0.0)]
         patch.setattr(bench.modes.Theirs, "grid", lambda self, mode: one)
         yield bench.lab.Lab(
@@ -287,6 +288,8 @@ def test_what_settings_are_tuned_on_is_not_timed(
         source.prepare()
         return [ids for group in source.groups for ids in group]
 
+    ways = lab.ours()
+    monkeypatch.setattr(lab, "ours", lambda: ways)  # nothing is decoded
     (spare,) = lab.spares
     for cell in (bench.cells.Cell("prompts", "sampled"), bench.cells.Cell("prompts", "greedy")):
         assert set(timed(cell)) == {p.ids for p in lab.prompts(cell)} - {spare}
@@ -322,10 +325,16 @@ def test_a_known_text_is_followed_with_the_drafts_that_were_counted(
 
 
 def test_what_was_measured_before_an_interruption_is_not_measured_again(
-    bench: SimpleNamespace, lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: SimpleNamespace,
+    lab: Any,
+    greedy: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path, cell = tmp_path / "journal.jsonl", bench.cells.Cell("prompts", "forced")
+    monkeypatch.setattr(bench.measuring, "measure", lambda *_: greedy)
     first = bench.measuring.Results(Journal(path, lab.subject()).once).of(lab, cell)
+    assert first == greedy
     monkeypatch.setattr(bench.measuring, "measure", lambda *_: refuse())
     again = bench.measuring.Results(Journal(path, lab.subject()).once)
     assert again.of(lab, cell) == first
@@ -335,25 +344,36 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
         Journal(path, lab.subject() | {"threads": 99})
 
 
+@pytest.fixture(scope="module")
+def resumed(
+    bench: SimpleNamespace, lab: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Path]:
+    """Options with files of their own, and the journal of a run that went on with them."""
+    base = tmp_path_factory.mktemp("resumed")
+    for name in ("checkpoint", "draft"):
+        shutil.copytree(folder, base / name)
+    options = replace(
+        lab.options,
+        model=str(base / "checkpoint"),
+        prompts=base / "checkpoint" / "prompts.jsonl",
+        draft_model=str(base / "draft"),
+    )
+    for _ in range(2):
+        Journal(base / "journal.jsonl", bench.lab.Lab(options).subject()).once("a cell", dict, dict)
+    return options, base / "journal.jsonl"
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [("prompts", "prompts"), ("model", "fingerprint"), ("plan", "plan file"), ("draft", "draft")],
 )
 def test_a_resumed_run_knows_its_files_by_what_they_hold(
-    bench: SimpleNamespace, lab: Any, folder: Path, tmp_path: Path, changed: str, said: str
+    bench: SimpleNamespace, resumed: tuple[Any, Path], folder: Path, changed: str, said: str
 ) -> None:
-    checkpoint, draft = tmp_path / "checkpoint", tmp_path / "draft"
-    shutil.copytree(folder, checkpoint)
-    shutil.copytree(folder, draft)
-    options = replace(
-        lab.options,
-        model=str(checkpoint),
-        prompts=checkpoint / "prompts.jsonl",
-        draft_model=str(draft),
-    )
-    path = tmp_path / "journal.jsonl"
-    for _ in range(2):
-        Journal(path, bench.lab.Lab(options).subject()).once("a cell", dict, dict)
+    options, path = resumed
+    checkpoint, draft = Path(options.model), Path(options.draft_model)
+    for one in (checkpoint, draft):  # as they were
+        shutil.copytree(folder, one, dirs_exist_ok=True)
     if changed == "prompts":
         options.prompts.write_text('{"prompt": "as it was"}\n', encoding="utf-8")
     elif changed == "plan":
@@ -863,7 +883,7 @@ def test_the_operator_s_commands_in_a_row(
     prompts, out = tmp_path / "traffic.jsonl", tmp_path / "2026-01-01-traffic.json"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     size = ["--max-new-tokens", "6", "--pairs", "6", "--users", "1,2", "--fixed", "2"]
-    size += ["--profile-seconds", "0.5"]
+    size += ["--profile-seconds", "0.2"]
     own = ["--model", str(folder), "--prompts", str(prompts), "--label", "kind"]
     files = ["--runs", str(tmp_path / "runs"), "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["traffic.py", *own, *size, *files])
