@@ -1,14 +1,15 @@
 """The pretraining recipe at smoke size: stop, go on, export, decode."""
 
 import importlib
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -78,24 +79,38 @@ def run(argv: list[str]) -> str:
     return done.stdout
 
 
-def run_until(argv: list[str], out: Path, steps: int) -> str:
-    """Start the recipe, and send SIGTERM once it has logged ``steps`` steps."""
-    with subprocess.Popen(
-        argv, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        deadline = time.monotonic() + 200
-        while len(read_log(out)) < steps and process.poll() is None:
-            if time.monotonic() > deadline:
-                process.kill()
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        stdout = process.communicate(timeout=60)[0]
-    assert process.returncode == 0, stdout
-    return stdout
+def in_process(recipes: dict[str, ModuleType], argv: list[str]) -> str:
+    """What the recipe prints."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+        patch.setenv("COLUMNS", "120")
+        recipes["pretrain_small"].main(argv[2:])
+    return printed.getvalue()
+
+
+def terminated(recipes: dict[str, ModuleType], argv: list[str], *, step: int) -> str:
+    """The same, of a run that gets SIGTERM in this step."""
+    trainer, before = recipes["trainer"].Trainer, signal.getsignal(signal.SIGTERM)
+    right = trainer.step
+
+    def terminating(self: Any, corpus: Any) -> dict[str, Any]:
+        record = right(self, corpus)
+        if record["step"] == step:
+            signal.raise_signal(signal.SIGTERM)
+        return record
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # one that nobody notes fails here
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer, "step", terminating)
+            return in_process(recipes, argv)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def trained(
+    recipes: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """A run on the user's own text and questions: terminated midway, then finished."""
     base = tmp_path_factory.mktemp("recipe")
     out, text = base / "run", write_texts(base / "text", 6)
@@ -103,10 +118,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     row = json.dumps({"question": "How many?", "answer": "3 + 4 = 7"}) + "\n"
     questions.write_text(row * 40, encoding="utf-8")
     options = ("--text", text, "--math", questions, "--math-held-out", questions, "--minutes", 99)
-    first = run_until(command(out, *options), out, steps=3)
+    first = terminated(recipes, command(out, *options), step=3)
     stopped_at = len(read_log(out))
     files = {p.name for p in out.iterdir()}
-    second = run(command(out, *options, "--max-steps", stopped_at + 3))
+    second = in_process(recipes, command(out, *options, "--max-steps", stopped_at + 3))
     return {
         "out": out,
         "first": first,
@@ -117,7 +132,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_a_signal_stops_it_with_everything_saved(trained: dict[str, Any]) -> None:
-    assert trained["stopped_at"] >= 3
+    assert trained["stopped_at"] == 3
     assert f"stopped at step {trained['stopped_at']}" in trained["first"]
     assert trained["files_when_stopped"] == {"state.pt", "log.jsonl", "tokenizer.json"}
 
