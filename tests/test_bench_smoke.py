@@ -717,6 +717,7 @@ def test_recorded_drafts_decode_as_the_decoder_does(scripts, toy, temperature):
 def test_replayed_drafts_are_judged_under_every_table(
     scripts, arguments, monkeypatch, tmp_path, capsys
 ):
+    monkeypatch.setattr(scripts.replayed, "STREAMS", 3)
     file, out = tmp_path / "drafts.jsonl", tmp_path / "replayed.json"
     size = ["--limit", "2", "--tokens", "12", "--drafts", str(file), "--out", str(out)]
     for _ in range(2):  # the second time the file is there
