@@ -500,7 +500,7 @@ def command_line(folder: Path, out: str, **changes: Any) -> list[str]:
 @pytest.fixture(scope="module")
 def finished(recipe: SimpleNamespace, folder: Path) -> Path:
     patch = pytest.MonkeyPatch()
-    patch.setattr(recipe.adapter_measure, "COST_SECONDS", 0.2)
+    patch.setattr(recipe.adapter_measure, "COST_SECONDS", 0.05)
     try:
         recipe.exit_adapter.main(command_line(folder, "run"))
     finally:

@@ -513,7 +513,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 def arguments(sources: SimpleNamespace, out: Path, *overrides: str) -> list[str]:
     small = "steps=6 batch_size=4 seq_len=32 rank=4 exits=[1,2] save_every=2 eval_every=3"
-    brief = "eval_tokens=60 final_tokens=90 final_prompts=2 max_new_tokens=8 cost_seconds=0.2"
+    brief = "eval_tokens=60 final_tokens=90 final_prompts=2 max_new_tokens=6 cost_seconds=0.05"
     given = (f"model={sources.model}", f"data={sources.data}", f"out={out}", "mixed_precision=no")
     return [*given, *small.split(), *brief.split(), *overrides]
 
