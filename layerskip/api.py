@@ -18,6 +18,7 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip import hf
+from layerskip.ambient import Decoding
 from layerskip.batch import Batch, StreamStep
 from layerskip.cache import CachedText
 from layerskip.checkpoint import BUILTIN, trained_exits
@@ -70,6 +71,9 @@ class SelfSpeculativeLM:
     optimiser's steps, a loaded state dict, adapters trained on or merged. It does not see new
     modules or settings: adapters added, switched or disabled, hooks, ``train()``, the config. A
     model that was moved, cast or resized has to be wrapped again; decoding says so.
+
+    Passes run in the model's own dtype: while one decodes, ``torch.autocast`` is off, for logits
+    processors, too.
 
     Args:
         model: a loaded transformers causal LM of a supported family, on one device. Of a PEFT model
@@ -281,13 +285,14 @@ class SelfSpeculativeLM:
         with self._lock:
             if self._controller is None:
                 self.stack.pass_sizes.prove_ahead(PROOF_SECONDS)
-                cost = fitting_cost(
-                    self.stack,
-                    self.plan,
-                    self._known.cost,
-                    draft_vocabulary=self._known.draft_vocabulary,
-                    head=self._head,
-                )
+                with Decoding():
+                    cost = fitting_cost(
+                        self.stack,
+                        self.plan,
+                        self._known.cost,
+                        draft_vocabulary=self._known.draft_vocabulary,
+                        head=self._head,
+                    )
                 self._controller = Controller(cost, self._known.acceptance, self._known.calibration)
                 self._record_ahead()
             return self._controller

@@ -17,6 +17,7 @@ from itertools import accumulate, zip_longest
 import torch
 from torch import Tensor
 
+from layerskip.ambient import Decoding
 from layerskip.api import SelfSpeculativeLM
 from layerskip.cache import Segment
 from layerskip.model import DecoderStack
@@ -207,7 +208,7 @@ class _Group:
         states: by depth from 1 on, ``(samples, hidden)``.
     """
 
-    @torch.inference_mode()
+    @Decoding()
     def __init__(
         self, stack: DecoderStack, texts: Sequence[Text], sampling: SamplingParams, samples: int
     ) -> None:
@@ -246,13 +247,13 @@ class _Group:
             agreements.append([a == b for a, b in zip(picked, target, strict=True)])
         return states
 
-    @torch.inference_mode()
+    @Decoding()
     def restore(self) -> None:
         """Full-depth keys and values again in every slot."""
         for row, text in enumerate(self._whole):
             self.cache.restore(row, text, len(text.token_ids))
 
-    @torch.inference_mode()
+    @Decoding()
     def chains(
         self, plan: DraftPlan, most: int, kept: Tensor | None = None
     ) -> list[tuple[int, ...]]:
@@ -295,7 +296,7 @@ class _Group:
             known[i, list(self.texts[row].ids[: slot + 1])] = True
         return known
 
-    @torch.inference_mode()
+    @Decoding()
     def run_layer(self, layer: int, drafts: Sequence[Tensor]) -> list[Tensor]:
         """As of ``Calibration``. All drafts of one turn before the next: a turn's slots lie after
         those that later turns attend to."""

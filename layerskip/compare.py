@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from layerskip.ambient import Decoding
 from layerskip.api import SelfSpeculativeLM
 from layerskip.bootstrap import bootstrap_interval
 from layerskip.cache import Segment
@@ -193,7 +194,7 @@ class Comparison:
                 torch.cuda.synchronize(stack.device)
             return time.perf_counter() - began
 
-        with torch.inference_mode():
+        with Decoding():
             times = [
                 (bare(draft_layers, 1, draft_head), bare(everything, rows), bare(everything, 1))
                 for _ in range(repeats + 3)

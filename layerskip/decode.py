@@ -10,9 +10,9 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
+from layerskip.ambient import Decoding
 from layerskip.cache import CachedText
 from layerskip.controller import Controller
 from layerskip.draft_head import DraftHead
@@ -124,13 +124,13 @@ class Decoder:
         """A row's committed keys and values, for a later one; it asked for them when it joined."""
         states, drafter = row.exit_states, self.speculator.drafter
         if states is not None and drafter is not None:
-            with torch.inference_mode():
+            with Decoding():
                 drafter.catch_up(states, self.cache, row.slot_row, row.length)
             self.cache.adapter_lengths[row.slot_row] = row.length
             states.clear()
         return self.cache.copied(row.slot_row, row.context[: row.length], self.stack)
 
-    @torch.inference_mode()
+    @Decoding()
     def step(self) -> list[Round]:
         """One round for every unfinished row: its prefill if it is new, else draft and verify.
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from layerskip.ambient import Decoding
 from layerskip.blocks import blocked, multiplied, stamp, why_not
 from layerskip.cache import Segment
 
@@ -182,7 +183,7 @@ def why_whole(stack: "DecoderStack") -> str | None:
     return None if _columns_agree(stack) else "what follows its head depends on all columns"
 
 
-@torch.inference_mode()
+@Decoding()
 def _columns_agree(stack: "DecoderStack") -> bool:
     """Whether every other column, of one token after one layer of each kind, is that of all."""
     cache = stack.new_cache(num_rows=1, num_slots=1)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from layerskip.admission import check_model, decoder_layers, unwrapped
+from layerskip.ambient import Decoding
 from layerskip.blocks import Copies
 from layerskip.cache import KVCache, Segment
 from layerskip.dense import COPIES, DenseModel, fits
@@ -77,7 +78,7 @@ class DecoderStack:
         self.pass_sizes = PassSizes(self, divides_products=forward.divides_products)
         self.adapter: ExitAdapter | None = None
         self.exactness: Exactness
-        with torch.inference_mode():
+        with Decoding():
             self.exactness = self._settle(exact)
         self.pass_sizes.note_probe()
         if adapter is not None:

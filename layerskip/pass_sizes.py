@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from layerskip.ambient import Decoding
 from layerskip.cache import Segment
 from layerskip.exactness import MAX_PASS_ROWS, ROW_QUANTA, attention_agrees, rows_agree
 
@@ -48,7 +49,7 @@ class PassSizes:
         exactness = self._stack.exactness
         self._proven[torch.get_num_threads(), exactness.row_quantum] = exactness.holds
 
-    @torch.inference_mode()
+    @Decoding()
     def prove_ahead(self, seconds: float) -> None:
         """Prove the sizes that passes may have, the smallest first, until ``seconds`` are over. The
         others are proven when they are met, in a round that somebody waits for."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from layerskip.ambient import Decoding
 from layerskip.cache import KVCache
 from layerskip.device_round import DeviceRound
 from layerskip.draft_head import DraftHead
@@ -120,7 +121,7 @@ class Rounds:
         self.seats = seats
         self.recordings.clear()
 
-    @torch.inference_mode()
+    @Decoding()
     def record_ahead(self, counts: Sequence[int], *, seconds: float = math.inf) -> int:
         """Record the rounds that this cache's rows may have, with so many drafted tokens, while
         there are none: of every number of rows and slots, greedy and sampled, until memory is full

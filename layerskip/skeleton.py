@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from layerskip.admission import decoder_layers
+from layerskip.ambient import Decoding
 from layerskip.draft_head import Projection
 from layerskip.errors import UnsupportedModelError
 from layerskip.guest import NAME, RUN, CacheGuest, Call, LearntMask, Lesson, Places, Run
@@ -163,7 +164,7 @@ class Skeleton:
         lesson, places = Lesson(2), decoder_layers(self._model)
         places[0] = FirstLayer(self._layers[0], self._run, stand_ins)
         positions = torch.arange(2, device=self._blank.device)[None]
-        with torch.inference_mode(), self._running(lesson):
+        with Decoding(), self._running(lesson):
             calls = self._calls(self._blank.expand(1, 2, -1), positions, lesson, None)
         places[0] = stand_ins[0]
         return lesson, calls

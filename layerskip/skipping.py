@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from layerskip.ambient import Decoding
 from layerskip.calibration import Calibration
 from layerskip.plan import DraftPlan
 
@@ -22,7 +22,7 @@ class _Path:
     skipped: tuple[int, ...] = ()
 
 
-@torch.inference_mode()
+@Decoding()
 def closest_skip_sets(calibration: Calibration, *, max_skipped: int) -> dict[int, DraftPlan]:
     """For each number of skipped layers from 1 on, a plan that keeps hidden states close.
 

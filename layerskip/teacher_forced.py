@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from layerskip.ambient import Decoding
 from layerskip.api import SelfSpeculativeLM
 from layerskip.params import SamplingParams
 from layerskip.prompts import Example
 from layerskip.sampling import Sampler
 
 
-@torch.inference_mode()
+@Decoding()
 def teacher_forced(
     lm: SelfSpeculativeLM,
     examples: Sequence[Example],

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
-from toys import PLANS, make_model, make_tokenizer
+from adapters import make_adapter
+from toys import PLANS, make_model, make_tokenizer, random_ids
+from zoo import NUM_LAYERS, make_toy
 
-from layerskip import Grammar, SamplingParams, SelfSpeculativeLM, ops
+from layerskip import DraftPlan, Grammar, SamplingParams, SelfSpeculativeLM, ops
+from layerskip.calibration import Calibration, Text
 from layerskip.model import DecoderStack, pack_model
 from layerskip.packed_forward import PackedModel
 from layerskip.seats import Ring
@@ -40,3 +43,72 @@ def test_the_default_device_is_nothing_to_a_decoder():
     assert before[:2] == after[:2]
     assert len(after[2]) == 6
     assert ring._host[0].device.type == "cpu"
+
+
+def wrapped(kind):
+    """With each of what runs passes."""
+    if kind == "skeleton":
+        plan = DraftPlan.exiting(num_layers=NUM_LAYERS, exit_layer=2)
+        return SelfSpeculativeLM(make_toy("gpt_neox"), None, plan, num_draft_tokens=2)
+    model, plan = make_model(), PLANS["exit"]
+    if kind == "packed":
+        pack_model(model)
+    adapter = make_adapter(model) if kind == "adapter" else None
+    return SelfSpeculativeLM(
+        model, None, plan, num_draft_tokens=2, packed=kind == "packed", exit_adapter=adapter
+    )
+
+
+def decoded(lm):
+    """Tokens and log-probabilities with drafts and without, alone, together, streamed, and from a
+    cache that is kept."""
+    ask, (one, two) = {"max_new_tokens": 6, "logprobs": 1}, (random_ids(9), random_ids(5))
+    kept = lm.generate(one, **ask, return_cache=True)
+    rounds = [record for out in (kept, *lm.generate([one, two], **ask)) for record in out.rounds]
+    rounds += lm.generate(one, **ask, num_draft_tokens=0).rounds
+    rounds += lm.generate([*one, *kept.token_ids, 3], **ask, cache=kept.cache).rounds
+    rounds += [step.round for step in lm.stream(two, **ask)]
+    return [(r.token_ids, r.logprobs) for r in rounds]
+
+
+@pytest.mark.parametrize("kind", ["dense", "skeleton", "packed", "adapter"])
+def test_autocast_is_nothing_to_a_decoder(kind):
+    lm = wrapped(kind)
+    before = decoded(lm)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert decoded(lm) == before
+        within = wrapped(kind)
+        assert torch.is_autocast_enabled("cpu")
+    assert within.exactness == lm.exactness
+    assert decoded(within) == before
+
+
+def test_autocast_is_nothing_to_a_guest_of_transformers():
+    model = make_model()
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=2)
+    ask = {
+        "max_new_tokens": 6,
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "custom_generate": lm.custom_generate,
+    }
+    ids = torch.tensor([random_ids(9), random_ids(9, seed=1)])
+    before = model.generate(ids, **ask)
+    with torch.autocast("cpu", torch.bfloat16):
+        after = model.generate(ids, **ask)
+    assert torch.equal(before.sequences, after.sequences)
+    assert torch.equal(torch.stack(before.logits), torch.stack(after.logits))
+
+
+def test_autocast_is_nothing_to_measurements():
+    """Costs are measured and plans tried as they decode."""
+    with torch.autocast("cpu", torch.bfloat16):
+        lm = SelfSpeculativeLM(make_model(), None, PLANS["exit"])
+        assert lm.controller.cost.key["dtype"] == "float32"
+        text = Text(tuple(random_ids(12)), 4, 0)
+        tried = Calibration(lm.stack, [text], sampling=SamplingParams())
+        chains = tried.chains(PLANS["skipping"], 2)
+    without = Calibration(lm.stack, [text], sampling=SamplingParams())
+    assert chains == without.chains(PLANS["skipping"], 2)
+    assert torch.equal(tried.states(NUM_LAYERS - 1), without.states(NUM_LAYERS - 1))

@@ -13,6 +13,7 @@ import layerskip
 PACKAGE = Path(layerskip.__file__).parent
 VALUES = {
     "adapter_shape",
+    "ambient",
     "clocks",
     "cost",
     "errors",
