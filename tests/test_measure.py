@@ -287,8 +287,11 @@ def test_a_folder_that_holds_something_else_is_left_alone(lm, traffic, tmp_path)
 
 def test_two_processes_do_not_write_one_folder(lm, traffic, tmp_path) -> None:
     run = {"cost": {"key": {}}}
-    with RunsFolder(tmp_path, run), pytest.raises(ValueError, match="by another process"):
-        measure(lm, traffic, tmp_path, settings=SETTINGS)
+    with RunsFolder(tmp_path, run):
+        (tmp_path / "requests.jsonl").write_bytes(b'{"half')  # what the other one is writing
+        with pytest.raises(ValueError, match="by another process"):
+            measure(lm, traffic, tmp_path, settings=SETTINGS)
+        assert (tmp_path / "requests.jsonl").read_bytes() == b'{"half'
     with RunsFolder(tmp_path, run):
         pass
 

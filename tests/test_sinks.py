@@ -3,6 +3,7 @@
 import errno
 import json
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,87 @@ def test_a_line_that_another_process_adds_meanwhile_stays(
     file.append([{"n": 3}])
     file.close()
     assert [entry["n"] for entry in read_lines(path)] == [1, 2, 3]
+
+
+def test_two_that_open_a_file_with_a_cut_off_line_lose_none_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, whole_lines = tmp_path / "rounds.jsonl", runs._whole_lines
+    path.write_bytes(b'{"n": 1}\n{"n')
+    looked, done = threading.Event(), threading.Event()
+
+    def slowly(of: Path) -> int:
+        size = whole_lines(of)
+        if not looked.is_set():
+            looked.set()
+            done.wait(0.2)  # the other one goes on meanwhile, if nothing keeps it
+        return size
+
+    def other() -> None:
+        looked.wait()
+        file = JsonLines(path)
+        file.append([{"n": 2}])
+        file.close()
+        done.set()
+
+    monkeypatch.setattr(runs, "_whole_lines", slowly)
+    thread = threading.Thread(target=other)
+    thread.start()
+    file = JsonLines(path)
+    thread.join()
+    file.append([{"n": 3}])
+    file.close()
+    assert [entry["n"] for entry in read_lines(path)] == [1, 2, 3]
+
+
+def test_a_line_that_another_process_is_writing_is_not_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rounds.jsonl"
+    file = JsonLines(path)
+    raw, half, opened = file._file, threading.Event(), threading.Event()
+
+    def write(data: memoryview) -> int:
+        count = raw.write(data[:5])
+        if not half.is_set():
+            half.set()
+            opened.wait(0.2)
+        return count
+
+    def other() -> None:
+        half.wait()
+        JsonLines(path).close()
+        opened.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    monkeypatch.setattr(file, "_file", SimpleNamespace(write=write, fileno=raw.fileno))
+    file.append([{"n": 1, "long": "x" * 20}])
+    monkeypatch.undo()
+    thread.join()
+    file.close()
+    assert [entry["n"] for entry in read_lines(path)] == [1]
+
+
+def test_an_interruption_leaves_no_half_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rounds.jsonl"
+    file = JsonLines(path)
+    raw, room = file._file, [5]
+
+    def write(data: memoryview) -> int:
+        if not room:
+            raise KeyboardInterrupt
+        return raw.write(data[: room.pop()])
+
+    monkeypatch.setattr(file, "_file", SimpleNamespace(write=write, fileno=raw.fileno))
+    with pytest.raises(KeyboardInterrupt):
+        file.append([{"n": 1}])
+    monkeypatch.undo()
+    file.append([{"n": 2}])
+    file.close()
+    assert [entry["n"] for entry in read_lines(path)] == [2]
 
 
 @pytest.mark.parametrize("size", [10, 200_000])

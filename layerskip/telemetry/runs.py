@@ -6,8 +6,9 @@ finished request, ``samples.jsonl`` the text of a few. A request counts once its
 
 import json
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -24,40 +25,52 @@ class JsonLines:
 
     Lines go to the operating system in one write each: a killed process loses none. ``sync``
     brings them to the disk, which a loss of power leaves. A last line that was cut off is dropped
-    when the file is opened.
+    when the file is opened. Threads and processes may share the file: whoever changes it has it
+    locked. Windows and some network disks know no such lock: one process at a time, there.
 
     Args:
         path: of the file; made if there is none.
+        alone: no other process may write the file until it is closed.
 
     Raises:
-        ValueError: it cannot be written, now or later.
+        ValueError: it cannot be written, now or later, or another process has it alone.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        try:
-            self._file = self.path.open("ab", buffering=0)
-            size = self.path.stat().st_size
-            whole = _whole_lines(self.path)
-            if whole < size:  # others may have added whole lines since
-                self.cut(whole)
-        except OSError as error:
-            raise self._unwritable(error) from None
+    def __init__(self, path: str | Path, *, alone: bool = False) -> None:
+        self.path, self._alone, self._turn = Path(path), alone, threading.Lock()
+        with ExitStack() as opened:
+            try:
+                self._file = opened.enter_context(self.path.open("ab", buffering=0))
+                if alone and not _locked(self._file, wait=False):
+                    raise ValueError(
+                        f"{path} is being written by another process; wait for its end"
+                    )
+                with self._to_itself():
+                    size = self.path.stat().st_size
+                    whole = _whole_lines(self.path)
+                    if whole < size:  # without locks others may have added whole lines since
+                        self.cut(whole)
+            except OSError as error:
+                raise self._unwritable(error) from None
+            opened.pop_all()
 
     def append(self, entries: Iterable[Mapping[str, Any]]) -> None:
         """Add a line for each entry; none of them if there is no room for all."""
         left = memoryview(
             b"".join(json.dumps(e, allow_nan=False).encode() + b"\n" for e in entries)
         )
-        before, whole = os.fstat(self._file.fileno()).st_size, len(left)
-        try:
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError as error:
-            end = before + whole - len(left)
-            if os.fstat(self._file.fileno()).st_size == end:  # nobody else has added any since
-                self.cut(before)
-            raise self._unwritable(error) from None
+        with self._to_itself():
+            before = os.fstat(self._file.fileno()).st_size
+            end = before + len(left)
+            try:
+                while left:
+                    left = left[self._file.write(left) :]
+            except BaseException as error:  # Ctrl-C leaves no half line either
+                if os.fstat(self._file.fileno()).st_size < end:
+                    self.cut(before)
+                if not isinstance(error, OSError):
+                    raise
+                raise self._unwritable(error) from None
 
     def cut(self, size: int) -> None:
         """Drop what stands behind the first ``size`` bytes."""
@@ -71,23 +84,45 @@ class JsonLines:
         except OSError as error:
             raise self._unwritable(error) from None
 
-    def lock(self) -> bool:
-        """Whether no other process holds the file; it is this one's until it is closed."""
-        try:
-            import fcntl
-        except ImportError:  # Windows: nothing keeps a second process away
-            return True
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+    @contextmanager
+    def _to_itself(self) -> Iterator[None]:
+        """While nobody else changes the file: a line that is being written looks cut off."""
+        with self._turn:
+            try:
+                if not self._alone:
+                    _locked(self._file)
+                yield
+            finally:
+                if not self._alone:
+                    _unlocked(self._file)
 
     def close(self) -> None:
         self._file.close()
 
     def _unwritable(self, error: OSError) -> ValueError:
         return ValueError(f"{self.path} cannot be written: {error.strerror}")
+
+
+def _locked(file: BinaryIO, *, wait: bool = True) -> bool:
+    """Whether no other process holds the file; it is this one's until it is closed or unlocked."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: nothing keeps a second process away
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:  # a disk without locks: as there
+        return True
+    return True
+
+
+def _unlocked(file: BinaryIO) -> None:
+    with suppress(ImportError, OSError):
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
@@ -149,14 +184,11 @@ class RunsFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"{folder} cannot be made: {error.strerror}") from None
-        before = read_run(self.path) if (self.path / RUN).exists() else None
-        files = [self.path / name for name in (ROUNDS, REQUESTS, SAMPLES)]
-        if before is None and any(f.exists() and f.stat().st_size for f in files):
-            raise ValueError(f"{folder} holds records but no {RUN}; give another folder")
+        self._before()  # a folder that holds something else is left alone
         with ExitStack() as opened:
-            self._requests = opened.enter_context(closing(JsonLines(self.path / REQUESTS)))
-            if not self._requests.lock():
-                raise ValueError(f"{folder} is being written by another process; wait for its end")
+            requests = JsonLines(self.path / REQUESTS, alone=True)
+            self._requests = opened.enter_context(closing(requests))
+            before = self._before()  # another process may have begun and ended since
             last = _last_entry(self._requests.path)
             if last is None or before is None:
                 write_json(self.path / RUN, {"version": RUNS_VERSION, **run}, indent=1)
@@ -166,6 +198,15 @@ class RunsFolder:
             self._rounds.cut(_end_of(self._rounds.path, last))
             self._samples = opened.enter_context(closing(JsonLines(self.path / SAMPLES)))
             self._files = opened.pop_all()
+
+    def _before(self) -> dict[str, Any] | None:
+        """What ``run.json`` says; None if the folder is new."""
+        if (self.path / RUN).exists():
+            return read_run(self.path)
+        files = [self.path / name for name in (ROUNDS, REQUESTS, SAMPLES)]
+        if any(f.exists() and f.stat().st_size for f in files):
+            raise ValueError(f"{self.path} holds records but no {RUN}; give another folder")
+        return None
 
     def finished(self) -> Iterator[dict[str, Any]]:
         """Lines of the requests that were finished before, in their order."""

@@ -43,7 +43,7 @@ class JsonlSink:
     """Appends each round to a file as a line of ``Round.to_dict()``: no text, no token ids.
 
     A killed process loses no line; one that was cut off is dropped at the next start. Threads and
-    processes may share the file.
+    processes may share the file (on Windows, threads alone).
 
     Args:
         path: of the file.
