@@ -122,6 +122,8 @@ def load_checkpoint(
             trust_remote_code=False,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            # Else an adapter's config is looked for on the network, and in another cache.
+            adapter_kwargs={"cache_dir": cache_dir, "local_files_only": local_files_only},
             **hub,
         )
     except Exception as error:  # noqa: BLE001  as above

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -214,6 +215,23 @@ def test_a_damaged_tokenizer(folder, content):
     (folder / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=r"^the tokenizer of '.*checkpoint' cannot be loaded: "):
         SelfSpeculativeLM.from_pretrained(folder)
+
+
+def cached(folder, tmp_path):
+    """Where transformers keeps what it has of a hub id."""
+    kept, commit = tmp_path / "models--some--toy", "0" * 40
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text(commit)
+    return shutil.copytree(folder, kept / "snapshots" / commit)
+
+
+def test_a_hub_id_without_a_tokenizer_has_none(folder, tmp_path, monkeypatch):
+    """And with ``local_files_only`` the network is asked nothing."""
+    monkeypatch.setattr("socket.getaddrinfo", mock.Mock(side_effect=AssertionError("asked")))
+    for path in cached(folder, tmp_path).glob("tokenizer*"):
+        path.unlink()
+    ask = {"cache_dir": tmp_path, "local_files_only": True, "num_draft_tokens": 0}
+    assert SelfSpeculativeLM.from_pretrained("some/toy", **ask).tokenizer is None
 
 
 def test_a_tokenizer_that_is_not_there_is_none(folder):
