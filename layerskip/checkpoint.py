@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils.hub import has_file
 
 from layerskip.admission import refusal
 from layerskip.errors import UnsupportedModelError
@@ -148,7 +149,7 @@ def _load_tokenizer(folder: str | Path, **hub: Any) -> Any:
         try:
             return AutoTokenizer.from_pretrained(where, trust_remote_code=False, **hub)
         except Exception as error:  # noqa: BLE001  tokenizers has no other kind
-            if any((Path(where) / name).is_file() for name in TOKENIZER_FILES):
+            if any(has_file(where, name, **hub) for name in TOKENIZER_FILES):
                 raise ValueError(
                     f"the tokenizer of {str(where)!r} cannot be loaded: {_sentence(error)}"
                 ) from None

@@ -225,6 +225,13 @@ def cached(folder, tmp_path):
     return shutil.copytree(folder, kept / "snapshots" / commit)
 
 
+def test_a_damaged_tokenizer_of_a_hub_id(folder, tmp_path):
+    (cached(folder, tmp_path) / "tokenizer.json").write_text("not JSON")
+    ask = {"cache_dir": tmp_path, "local_files_only": True}
+    with pytest.raises(ValueError, match=r"^the tokenizer of 'some/toy' cannot be loaded: "):
+        SelfSpeculativeLM.from_pretrained("some/toy", **ask)
+
+
 def test_a_hub_id_without_a_tokenizer_has_none(folder, tmp_path, monkeypatch):
     """And with ``local_files_only`` the network is asked nothing."""
     monkeypatch.setattr("socket.getaddrinfo", mock.Mock(side_effect=AssertionError("asked")))
