@@ -220,9 +220,10 @@ class Controller:
         least = PAYING * pace.least
         lines = [a.state.survivals(most, least) for a, most in zip(asks, mosts, strict=True)]
         resting = not any(a.state.last for a in asks)
-        found = Split([0] * len(asks), [0] * len(asks), 0.0)
+        found, may_lose = Split([0] * len(asks), [0] * len(asks), 0.0), 0.0
         if any(lines) or any(a.num_guessed for a in asks):
-            found = _weighed(asks, pace, lines, fixed, resting=resting)
+            may_lose = _may_lose(asks, pace)
+            found = _weighed(asks, pace, lines, fixed, may_lose, resting=resting)
         idle = resting and not any(found.drafted)
         left = 0.0 if longest else stake
         plain = idle and not any(found.looked_up)
@@ -232,9 +233,10 @@ class Controller:
         if probing:
             mosts = [min(1, a.most) for a in asks]
             found = Split(mosts, [0] * len(asks), found.rate)
+            may_lose = _may_lose(asks, pace)  # with what was claimed for it
         counts, lookups = found.drafted, found.looked_up
         pace = pace.settled(sum((*counts, *lookups, *fixed)), sum(n > 0 for n in (*counts, *fixed)))
-        choices, may_lose = [], _may_lose(asks, pace)
+        choices = []
         for a, n, most, looked_up in zip(asks, counts, mosts, lookups, strict=True):
             a.state.probing = probing
             if looked_up or (n and not probing):
@@ -385,12 +387,12 @@ def _weighed(
     pace: Pace,
     lines: Sequence[Sequence[float]],
     fixed: Sequence[int],
+    may_lose: float,
     *,
     resting: bool,
 ) -> Split:
     """What rows do whose drafts survive so, or who have looked something up."""
-    loss = _may_lose(asks, pace)
-    offers = [_offered(a, pace, line, loss) for a, line in zip(asks, lines, strict=True)]
+    offers = [_offered(a, pace, line, may_lose) for a, line in zip(asks, lines, strict=True)]
     bias = 1.0 + HYSTERESIS if resting else 1.0 - HYSTERESIS
     return split(pace, lines, offers, fixed, bias=bias)
 

@@ -6,10 +6,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from unittest import mock
 
 import pytest
 from controlling import CONTEXT, Paper, Request, paper, steady, table
 
+import layerskip.controller
 from layerskip.controller import Ask, Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.estimates import (
@@ -1058,3 +1060,12 @@ def test_rows_probe_together_only_if_each_kind_of_request_can_pay():
     assert [c.num_draft_tokens for c in controller.choose(asks, drafts=True)] == [0, 0]
     states[1].shared.credit = 1.0
     assert [c.num_draft_tokens for c in controller.choose(asks, drafts=True)] == [1, 1]
+
+
+def test_what_a_round_may_lose_is_reckoned_once(monkeypatch):
+    known = mock.Mock(wraps=layerskip.controller._may_lose)
+    monkeypatch.setattr(layerskip.controller, "_may_lose", known)
+    controller = Controller(table(0.1), prior=(0.9,), follows_clock=False)
+    asks = [Ask(controller.row("greedy", 64), CONTEXT, 60) for _ in range(2)]
+    assert all(c.num_draft_tokens for c in controller.choose(asks, drafts=True))
+    assert known.call_count == 1
