@@ -25,7 +25,7 @@ from layerskip.ops.reference import (
     DRAFT_STREAM,
     TARGET_STREAM,
     UNIFORM_BITS,
-    uniform_bits,
+    Philox,
 )
 from layerskip.sampling import Drawn, Sampler
 from layerskip.verification import (
@@ -355,7 +355,7 @@ def test_streams_are_distinct():
         for stream in (0, 1, 2)
         for start in (0, 3, 4)
     ]
-    numbers = [uniform_bits(7, p, 1000, stream=stream, start=start) for p, stream, start in keys]
+    numbers = [Philox(7).bits(p, 1000, stream=stream, start=start) for p, stream, start in keys]
     for i, a in enumerate(numbers):
         for j, b in enumerate(numbers[:i]):
             assert (a == b).sum() < 3, (keys[i], keys[j])
@@ -371,7 +371,7 @@ def test_draft_and_accept_numbers_are_of_their_round():
     only the stream tells a round's numbers from the target's."""
     sampler, flat = sampler_of("token"), torch.zeros(1, 331)
     assert sampler.draft(flat, 30, 0).token != sampler.pick(flat, 30)[0]
-    others = [uniform_bits(7, 0, 4, stream=stream) for stream in (TARGET_STREAM, DRAFT_STREAM)]
+    others = [Philox(7).bits(0, 4, stream=stream) for stream in (TARGET_STREAM, DRAFT_STREAM)]
     assert all((uniforms_as_bits(sampler.uniforms(0, 4)) != other).all() for other in others)
     drafted = {start: sampler.draft(flat, 30, start).token for start in range(20, 31)}
     assert len(set(drafted.values())) > 8

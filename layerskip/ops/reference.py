@@ -150,7 +150,21 @@ class Philox:
         self._counter = self._begun["state"]["counter"]
 
     def bits(self, position: int, count: int, *, stream: int = 0, start: int = 0) -> np.ndarray:
-        """As ``uniform_bits``, of this seed."""
+        """24-bit integers, one for every token id, from Philox4x64-10.
+
+        Key ``(seed, 0)``, counter ``(1 + block, position, start, stream)``. Number ``t`` takes
+        64-bit word ``t // 2`` of the stream (four words a block), its low half if t is even, its
+        high half if odd, and of that half the upper 24 bits.
+
+        Args:
+            position: absolute position that the numbers are for.
+            count: how many: the size of the vocabulary.
+            stream: 0 is the target's; others are independent of it and of each other.
+            start: position of the round's first token, where each round needs numbers of its own.
+
+        Returns:
+            ``(count,)`` uint32, each below 2**24.
+        """
         self._counter[:] = 0, position, start, stream
         self._generator.state = self._begun
         words = np.asarray(self._generator.random_raw((count + 1) // 2))
@@ -165,28 +179,6 @@ class Philox:
         """As ``gumbel_noise``, of this seed."""
         bits = self.bits(position, count, stream=stream, start=start)
         return torch.from_numpy(gumbel_from_bits(bits))
-
-
-def uniform_bits(
-    seed: int, position: int, count: int, *, stream: int = 0, start: int = 0
-) -> np.ndarray:
-    """24-bit integers, one for every token id, from Philox4x64-10 (Salmon et al. 2011).
-
-    Key ``(seed, 0)``, counter ``(1 + block, position, start, stream)``. Number ``t`` takes 64-bit
-    word ``t // 2`` of the stream (four words a block), its low half if t is even, its high half
-    if odd, and of that half the upper 24 bits.
-
-    Args:
-        seed: of the request.
-        position: absolute position that the numbers are for.
-        count: how many: the size of the vocabulary.
-        stream: 0 is the target's; others are independent of it and of each other.
-        start: position of the round's first token, where each round needs numbers of its own.
-
-    Returns:
-        ``(count,)`` uint32, each below 2**24.
-    """
-    return Philox(seed).bits(position, count, stream=stream, start=start)
 
 
 def gumbel_from_bits(bits: np.ndarray) -> np.ndarray:
