@@ -473,9 +473,9 @@ def test_a_temperature_needs_tokens() -> None:
 
 
 def test_calibration_error_by_hand() -> None:
-    confidence = torch.tensor([0.95, 1.0, 0.12, 0.18])
+    confidence = torch.tensor([0.95, 1.0, 0.14, 0.18])
     right = torch.tensor([1.0, 0.0, 0.0, 1.0])
-    # Two bins of two tokens: |0.975 - 0.5| and |0.15 - 0.5|, half of the tokens each.
-    expected = 0.5 * 0.475 + 0.5 * 0.35
-    assert calibration_error(confidence, right, num_bins=10) == pytest.approx(expected)
+    # Two bins of two tokens: |0.975 - 0.5| and |0.16 - 0.5|, half of the tokens each.
+    expected = 0.5 * 0.475 + 0.5 * 0.34
+    assert calibration_error(confidence, right) == pytest.approx(expected)
     assert calibration_error(right, right) == 0.0

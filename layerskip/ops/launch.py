@@ -44,8 +44,6 @@ class Launcher(Protocol):
         block: Dim3,
         smem: int,
         args: Sequence[Argument],
-        *,
-        cooperative: bool = False,
     ) -> None:
         """Start one kernel.
 
@@ -56,7 +54,6 @@ class Launcher(Protocol):
             smem: bytes of dynamic shared memory.
             args: one per parameter of the kernel, in order. Tensors must be contiguous, or the
                 kernel must be given their strides; they are kept alive by the caller.
-            cooperative: all blocks are resident at once, so that they can wait for each other.
         """
         ...
 
@@ -139,7 +136,7 @@ class DriverLauncher:
         is waited for all the same. One of torch's after ours is launched the usual way: it starts
         when ours has ended, and by then all before it have. So do copies, fills and events.
         A CUDA graph keeps its loose edges (``CUgraphEdgeData`` in the driver's reference) in every
-        replay; one that is captured without gets none. Cooperative launches stay as they are.
+        replay; one that is captured without gets none.
 
         It is the launcher's, for all threads.
 
@@ -161,8 +158,6 @@ class DriverLauncher:
         block: Dim3,
         smem: int,
         args: Sequence[Argument],
-        *,
-        cooperative: bool = False,
     ) -> None:
         """Start one kernel; see ``Launcher``."""
         params = pack_arguments(args)
@@ -173,9 +168,7 @@ class DriverLauncher:
             self._allow_smem(kernel, smem)
             stream = torch.cuda.current_stream().cuda_stream
             sizes, place = (*grid, *block, smem, stream), ctypes.addressof(params)
-            if cooperative:
-                self._call("cuLaunchCooperativeKernel", function, *sizes, place)
-            elif self._overlap:
+            if self._overlap:
                 config = early_config(self._driver, grid, block, smem, stream)
                 self._call("cuLaunchKernelEx", config, function, place, 0)
             else:

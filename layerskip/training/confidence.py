@@ -56,21 +56,20 @@ def _lowest(at: Tensor, values: Tensor) -> float:
     return 2.0 ** (float(at[i]) + moved * float(at[1] - at[0]))
 
 
-def calibration_error(confidence: Tensor, right: Tensor, *, num_bins: int = NUM_BINS) -> float:
+def calibration_error(confidence: Tensor, right: Tensor) -> float:
     """Expected calibration error: how far confidence is from being right, on average.
 
-    Tokens are put into bins of equal width by confidence; the gaps between each bin's mean
+    Tokens are put into 15 bins of equal width by confidence; the gaps between each bin's mean
     confidence and its share of right ones are averaged over tokens.
 
     Args:
         confidence: ``(tokens,)`` in [0, 1], the draft's probability of its likeliest token.
         right: ``(tokens,)`` in [0, 1], the target's probability of that token, or 0 and 1.
-        num_bins: of [0, 1].
 
     References:
         Guo et al. 2017 (arXiv 1706.04599), equation 5.
     """
-    bins = (confidence.double() * num_bins).long().clamp(max=num_bins - 1)
-    gaps = torch.zeros(num_bins, dtype=torch.float64, device=bins.device)
+    bins = (confidence.double() * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+    gaps = torch.zeros(NUM_BINS, dtype=torch.float64, device=bins.device)
     gaps.index_add_(0, bins, confidence.double() - right.double())
     return float(gaps.abs().sum() / len(confidence))

@@ -96,13 +96,6 @@ def test_a_launch_is_culaunchkernel_on_the_current_stream(driver, launcher):
     assert driver.calls.index(("cuCtxSetCurrent", CONTEXT)) == len(driver.calls) - 2
 
 
-def test_a_cooperative_launch(driver, launcher):
-    launcher.launch("sum", (3, 1, 1), (64, 1, 1), 0, [], cooperative=True)
-    assert driver.named("cuLaunchKernel") == []
-    ((_, *sizes, _smem, stream, _params),) = driver.named("cuLaunchCooperativeKernel")
-    assert (sizes, stream) == ([3, 1, 1, 64, 1, 1], STREAM)
-
-
 @pytest.fixture
 def early(driver) -> FakeDriver:
     """The same driver with the real structures of a launch."""
@@ -117,8 +110,8 @@ def early(driver) -> FakeDriver:
     return driver
 
 
-def start(launcher, **options):
-    launcher.launch("sum", (3, 2, 1), (64, 4, 1), 256, [1], **options)
+def start(launcher):
+    launcher.launch("sum", (3, 2, 1), (64, 4, 1), 256, [1])
 
 
 @pytest.fixture
@@ -158,12 +151,6 @@ def test_an_early_start_is_an_attribute_of_the_launch(early, overlapping):
     assert attribute.value.programmaticStreamSerializationAllowed == 1
     assert isinstance(params, int)
     assert extra == 0
-
-
-def test_a_cooperative_launch_never_starts_early(early, overlapping):
-    start(overlapping, cooperative=True)
-    assert early.named("cuLaunchKernelEx") == []
-    assert len(early.named("cuLaunchCooperativeKernel")) == 1
 
 
 def test_an_error_leaves_early_starts_as_they_were(early, overlapping):
