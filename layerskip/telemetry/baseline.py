@@ -147,11 +147,6 @@ class Baseline:
         """One standard error above the estimate."""
         return min(MOST_CORRELATION, self.correlation + self.correlation_error)
 
-    @property
-    def design_effect(self) -> float:
-        """The D of ``cusum``."""
-        return 1.0 + (self.drafts_per_request - 1.0) * self.assumed_correlation
-
     def tolerance(self, shift: float, errors: float = 1.0) -> float:
         """Standard deviations that the true mean may lie off: so many standard errors."""
         return min(errors * self.mean_error / self.deviation, shift / 2)

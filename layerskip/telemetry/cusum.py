@@ -23,8 +23,7 @@ for requests of n drafts. No test of the same number gets round D: levels of req
 ``sqrt(rho)``, and a shift cannot be told from that before enough requests have come. For a shift of
 0.5 and a false alarm in 300,000 drafts, both directions together, this gives 82 drafts for rho = 0,
 and 200 drafts at D = 2.4. There an alarm within 200 drafts ends: for requests of 40 drafts at
-rho = 0.036, of 80 at 0.018, less what a baseline's errors take. ``Cusum.expected_delay`` says it
-for a bucket.
+rho = 0.036, of 80 at 0.018, less what a baseline's errors take.
 
 Simulated (bench/LOG.md), baselines learnt from 100 requests of 40 drafts each: a median delay of
 121 drafts at rho = 0, 164 at 0.017, 199 at 0.03, 269 at 0.05, 476 at 0.1, and 0.03 to 0.14 false
@@ -85,12 +84,6 @@ class Cusum:
         # Of every draft: they take longer to work out than to use.
         self._mean, self._deviation = baseline.mean, baseline.deviation
         self._correlation = baseline.assumed_correlation
-
-    @property
-    def expected_delay(self) -> float:
-        """Drafts from the shift to its alarm, on the average."""
-        b = self.threshold + OVERSHOOT * self._shift
-        return (b + math.exp(-b) - 1.0) / (self._gain**2 / 2 / self.baseline.design_effect)
 
     def observe(self, request: OpenRequest, value: float) -> tuple[Direction, int, float] | None:
         """Count one more draft of a request, and add it to the request.
