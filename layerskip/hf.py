@@ -219,10 +219,11 @@ def generate(
         follows_policy: whether the batch's policy may change ``num_draft_tokens``.
         prompts: of ``call``, checked.
         seed: of the first row; the i-th uses ``seed + i``. None draws one from torch's generator,
-            so that ``torch.manual_seed`` makes sampling repeatable.
+            so that ``torch.manual_seed`` makes sampling repeatable; greedy search draws nothing.
     """
     if seed is None:
-        seed = int(torch.randint(2**62, (1,)))
+        drawn = call.generation_config.do_sample
+        seed = int(torch.randint(2**62, (1,), device="cpu")) if drawn else 0
     rows = [HostedRow(call, i, tuple(prompt)) for i, prompt in enumerate(prompts)]
     requests = [
         batch.check(
@@ -246,7 +247,7 @@ def _decode(batch: Batch, requests: list[RowRequest], streamer: Any) -> list[Gen
     while batch.unfinished:
         for record in batch.step():
             for token in record.token_ids:
-                streamer.put(torch.tensor([token]))
+                streamer.put(torch.tensor([token], device="cpu"))
     streamer.end()
     return [batch.remove(row)]
 
@@ -298,8 +299,9 @@ def _as_dynamic_cache(
     shape = (num_layers, len(held), width + new, *held[0].keys.shape[2:])
     keys, values = held[0].keys.new_zeros(shape), held[0].values.new_zeros(shape)
     for i, (text, length) in enumerate(zip(held, prompts, strict=True)):
-        slots = torch.arange(width) if mask is None else mask[i].nonzero()[:, 0].cpu()
-        slots = torch.cat([slots, torch.arange(width, width + len(text.token_ids) - length)])
+        kept = torch.ones(width, device="cpu") if mask is None else mask[i].cpu()
+        ends = width + len(text.token_ids) - length
+        slots = torch.cat([kept.nonzero()[:, 0], torch.arange(width, ends, device="cpu")])
         keys[:, i, slots] = text.keys[:num_layers]
         values[:, i, slots] = text.values[:num_layers]
     keys, values = (

@@ -45,6 +45,20 @@ def test_the_default_device_is_nothing_to_a_decoder():
     assert ring._host[0].device.type == "cpu"
 
 
+def test_the_default_device_is_nothing_to_a_guest_of_transformers():
+    model, ids = make_model(), torch.tensor([random_ids(9)])
+    custom = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=2).custom_generate
+    ask = {"max_new_tokens": 6, "pad_token_id": 0, "return_dict_in_generate": True}
+    sampled = ask | {"do_sample": True, "custom_generate": custom}
+    before = model.generate(ids, **ask, custom_generate=custom)
+    with torch.device("meta"):
+        after = model.generate(ids, **ask, custom_generate=custom)
+        assert model.generate(ids, **sampled).sequences.shape == (1, 15)
+    assert torch.equal(before.sequences, after.sequences)
+    for one, other in zip(before.past_key_values, after.past_key_values, strict=True):
+        assert torch.equal(one[0], other[0])
+
+
 def wrapped(kind):
     """With each of what runs passes."""
     if kind == "skeleton":

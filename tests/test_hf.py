@@ -427,3 +427,9 @@ def test_token_types_that_count_are_refused():
         other.generate(
             ids, token_type_ids=ids, max_new_tokens=2, custom_generate=lm.custom_generate
         )
+
+
+def test_greedy_search_draws_no_random_number(model, exit_lm):
+    before = torch.get_rng_state()
+    model.generate(**one(), **GREEDY, custom_generate=exit_lm.custom_generate)
+    assert torch.equal(torch.get_rng_state(), before)
