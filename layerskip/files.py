@@ -17,7 +17,7 @@ def read_json(path: str | Path, what: str) -> Any:
         ValueError: it cannot be read, or is not JSON.
     """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"{what} {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

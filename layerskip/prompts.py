@@ -22,9 +22,10 @@ class Example:
 
 
 def read_text(path: str | Path) -> str:
-    """A UTF-8 file's text; one clear sentence if it cannot be read as such."""
+    """A UTF-8 file's text, without the mark that Windows begins some with; one clear sentence if it
+    cannot be read as such."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 (byte {error.start}); convert it first") from None
     except OSError as error:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from layerskip.files import check_writable, write_text
+from layerskip.files import check_writable, read_json, write_text
 
 
 def test_a_device_is_not_replaced():
@@ -39,3 +39,8 @@ def test_a_name_that_cannot_be_looked_at_is_one_sentence(tmp_path):
     (tmp_path / "ring").symlink_to(tmp_path / "ring")
     with pytest.raises(ValueError, match="ring cannot be written: "):
         check_writable(tmp_path / "ring")
+
+
+def test_json_may_begin_with_a_mark_of_byte_order(tmp_path):
+    (tmp_path / "plan.json").write_bytes(b"\xef\xbb\xbf[1]")
+    assert read_json(tmp_path / "plan.json", "plan file") == [1]

@@ -23,6 +23,12 @@ def test_text_is_read_as_it_is(tmp_path: Path) -> None:
     assert read_text(path) == "é\n\n  def f():\n"
 
 
+def test_a_mark_of_byte_order_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n')
+    assert read_text(tmp_path / "text") == '{"prompt": "a"}\n'
+    assert read_prompts(tmp_path / "text") == [Example("a")]
+
+
 def test_what_is_not_utf8_is_named_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_bytes(b"abc\xff")
