@@ -4,6 +4,7 @@ Heavy imports happen inside the commands, so that ``--help`` is quick.
 """
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -50,6 +51,8 @@ def parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; bad input is one sentence on stderr and exit code 2."""
     args = parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write what a terminal cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         document = args.run(args, Console(stderr=args.json, emoji=False))
     except (ValueError, TypeError) as error:

@@ -1,5 +1,6 @@
 """The command line, in this process; the start-up and the error stream also as a user runs them."""
 
+import contextlib
 import io
 import json
 import re
@@ -26,7 +27,7 @@ from layerskip import (
     __version__,
     prompts,
 )
-from layerskip.cli import parser
+from layerskip.cli import main, parser
 from layerskip.commands.facts import _facts_table
 from layerskip.commands.options import print_round, sampling_of
 from layerskip.params import Verification
@@ -115,6 +116,14 @@ def test_generate_prints_text_for_people(folder: Path, lm: SelfSpeculativeLM) ->
     assert result.out.startswith(PROMPTS[1])
     assert f"{NEW} tokens" in result.out
     assert f"{expected.stats.mean_accepted_length:.2f}" in result.out
+
+
+def test_text_that_the_terminal_cannot_show_is_spelt_out(folder: Path) -> None:
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "ascii")) as out:
+        code = main(["generate", str(folder), "--prompt", "é", "--max-new-tokens", "1"])
+        out.flush()
+    assert code == 0
+    assert out.buffer.getvalue().startswith(rb"\xe9")
 
 
 def test_text_that_looks_like_markup_is_printed_as_it_is(folder: Path) -> None:
