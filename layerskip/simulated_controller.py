@@ -374,7 +374,8 @@ class Automatic:
             return np.where(up_to <= count, gains - rate[:, None] * (seconds - spent), 0.0)
 
         gains = np.cumsum(np.take_along_axis(np.where(going, gain, 0.0), ranked, 1), 1)
-        first = profits(gains, draft + self._costs.verify(verified + up_to, num_rows, context))
+        growing = verified + np.minimum(up_to, count)
+        first = profits(gains, draft + self._costs.verify(growing, num_rows, context))
         before = self._costs.draft(count, context)
         later = gains[:, -1:] + np.cumsum(-np.sort(-np.where(going, after, 0.0), axis=1), 1)
         both = np.minimum(verified + count + up_to, num_rows * (DEPTH + 1))

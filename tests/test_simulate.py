@@ -421,6 +421,14 @@ def both(cost, stream, rows):
     return speeds
 
 
+def test_a_row_that_drafts_while_all_others_prefill():
+    """Costs are known for no more tokens of a row than it can draft."""
+    known = [Text(64, n, np.ones(n, dtype=np.int8), np.full(n, np.nan), 1.0) for n in (1, 60)]
+    cell = one_cell(table(0.1), Recorded([*60 * known[:1], known[1]]), "auto", 40, 120)
+    assert 1.0 < cell.rows < 10.0
+    assert cell.mean_draft_tokens > 1.0
+
+
 @pytest.mark.parametrize(("tile", "step", "acceptance"), [(4, 0.3, 0.9), (2, 0.4, 0.97)])
 def test_it_fills_the_tiles_of_a_verify_pass_as_the_real_one_does(tile, step, acceptance):
     """One more token costs a tile, and those after it nothing there."""
