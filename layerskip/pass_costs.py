@@ -87,7 +87,7 @@ class PassCosts:
             ratio=self.overhead.verify_ratio,
         )
         self.draft_start = self.overhead.draft_ratio * table.draft_start
-        self._draft = _Passes(
+        draft = _Passes(
             partial(table.draft_pass, late=True),
             contexts,
             most_tokens=rows,
@@ -99,6 +99,12 @@ class PassCosts:
             another=table.drawing,
             ratio=self.overhead.draft_ratio,
         )
+        self._buckets = np.arange(count)
+        sizes, one = np.arange(rows + 1)[:, None], np.array(1)
+        self._draft = draft.seconds(sizes, sizes, self._buckets).ravel()
+        self._plain = self._verify.seconds(sizes, sizes, self._buckets).ravel()
+        up_to = np.arange(1, most_drafted + 2)
+        self._alone = np.diff(self._verify.seconds(up_to, one, self._buckets[:, None]), axis=1)
 
     def verify(self, tokens: Ints, rows: Ints, context: Ints) -> Floats:
         """One full-depth pass over ``tokens`` of ``rows`` sequences.
@@ -108,9 +114,17 @@ class PassCosts:
         """
         return self._verify.seconds(tokens, rows, context // self._step)
 
+    def plain(self, rows: Ints, context: Ints) -> Floats:
+        """One full-depth pass over a token of each of ``rows`` sequences."""
+        return self._plain.take(rows * len(self._buckets) + context // self._step)
+
+    def alone(self, context: Ints) -> Floats:
+        """What a pass of one sequence grows by for its first, second, ... drafted token."""
+        return self._alone[context // self._step]
+
     def draft(self, rows: Ints, context: Ints) -> Floats:
         """One draft pass over a token of each of ``rows`` sequences, behind others."""
-        return self._draft.seconds(rows, rows, context // self._step)
+        return self._draft.take(rows * len(self._buckets) + context // self._step)
 
     def drafts(self, drafted: Ints, context: Ints) -> Floats:
         """All draft passes of a round.
@@ -167,37 +181,31 @@ class _Passes:
         another: float,
         ratio: float,
     ) -> None:
-        self._products = ratio * np.array(
-            [single(n, 0) if n else 0.0 for n in range(most_tokens + 1)]
-        )
+        products = ratio * np.array([single(n, 0) if n else 0.0 for n in range(most_tokens + 1)])
         lines = [
             [single(n, c) - single(n, 0) if n else 0.0 for c in contexts]
             for n in range(longest + 1)
         ]
-        attention = ratio * np.array(lines)
+        far = ratio * np.array(lines)
         near, alone = (
             ratio * np.array([0.0, *(of(n) for n in range(1, most + 1))])
             for of, most in zip(attending, (longest, most_tokens), strict=True)
         )
-        self._near, self._shared = near, np.maximum(0.0, self._products - alone)
-        self._attention, self._buckets = attention.ravel(), len(contexts)
-        self._is_noisy = bool((attention < 0.0).any())
-        self._another = ratio * another
+        shared = np.maximum(0.0, products - alone)
+        # As CostTable has it: noise must not make further sequences cheaper than none.
+        several = near[:, None] + np.maximum(0.0, far) + ratio * another
+        own = np.stack([far + (products - shared)[: longest + 1, None], several])
+        more = np.diff(own, axis=1, append=own[:, -1:])
+        self._shared = np.concatenate([shared, shared - ratio * another])
+        self._own, self._more, self._buckets = own.ravel(), more.ravel(), len(contexts)
 
     def seconds(self, tokens: Ints, rows: Ints, bucket: Ints) -> Floats:
-        drafting = np.minimum(rows, tokens - rows)
-        each, more = np.divmod(tokens - rows, np.maximum(1, drafting))
-        shares = (more, np.minimum(each + 2, len(self._near) - 1)), (drafting - more, each + 1)
-        attention = near = np.zeros(1)
-        for count, several in (*shares, (rows - drafting, np.ones_like(rows))):
-            far = self._attention.take(several * self._buckets + bucket)
-            if self._is_noisy:
-                # As CostTable has it: noise must not make further sequences cheaper than none.
-                far = np.where(rows == 1, far, np.maximum(0.0, far))
-            attention = attention + count * far
-            near = near + count * self._near.take(several)
-        passes = np.where(rows > 1, self._shared.take(tokens) + near, self._products.take(tokens))
-        return passes + attention + np.maximum(0, rows - 1) * self._another
+        # What is of one sequence, and behind it of several. Simulations spend their time here.
+        behind = rows > 1
+        each = ((tokens + 0.5) / np.maximum(1, rows)).astype(np.int64)  # quicker than //
+        place = each * self._buckets + (bucket + behind * (len(self._own) // 2))
+        own = rows * self._own.take(place) + (tokens - each * rows) * self._more.take(place)
+        return self._shared.take(tokens + behind * (len(self._shared) // 2)) + own
 
 
 def prefill_seconds(table: CostTable, num_tokens: int) -> float:

@@ -270,6 +270,11 @@ def test_cost_of_passes_is_the_table_s():
             assert costs.verify(*arrays) == pytest.approx([wanted])
             wanted = cost.draft_pass(rows, context, sequences=rows, late=True)
             assert costs.draft(*arrays[1:]) == pytest.approx([wanted])
+            wanted = cost.verify_pass(rows, context, sequences=rows)
+            assert costs.plain(*arrays[1:]) == pytest.approx([wanted])
+    for context in (np.array([0, 150]), np.array([299, 300])):
+        up_to = [costs.verify(np.full(2, n), np.ones(2, int), context) for n in range(1, 7)]
+        assert costs.alone(context) == pytest.approx(np.diff(np.stack(up_to, 1), axis=1))
 
 
 def test_more_tokens_than_a_pass_takes_go_through_several():
