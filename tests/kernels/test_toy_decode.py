@@ -13,9 +13,9 @@ from layerskip.drafting import EarlyExitDrafter
 from layerskip.row import RowSpec
 from layerskip.sampling import Sampler
 
-NUM_TOKENS = 60
+NUM_TOKENS = 36
 FEWER = 24
-PROMPT = [5, 400, 17, 3, 77, 250]
+PROMPT = [5, 400, 17, 3, 77, 250, *range(100, 130)]  # the text ends in a second block of slots
 PLANS = {
     "exit": DraftPlan.exiting(num_layers=NUM_LAYERS, exit_layer=2),
     "skipping": DraftPlan(NUM_LAYERS, (0, 1, 3)),
