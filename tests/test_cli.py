@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from command_line import assert_refused, run, run_apart
@@ -30,6 +32,7 @@ from layerskip import (
 from layerskip.cli import main, parser
 from layerskip.commands.facts import _facts_table
 from layerskip.commands.options import print_round, sampling_of
+from layerskip.hf_modes import EarlyExitSettings
 from layerskip.params import Verification
 from layerskip.prompts import Example
 from layerskip.text import TextStream
@@ -81,7 +84,14 @@ def compared(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS), encoding="utf-8")
     argv = ("compare", folder, "--prompts", path, "--max-new-tokens", NEW, "--repeats", 1, "--json")
-    return run(*argv, "--no-lookup").document
+    with few_settings():
+        return run(*argv, "--no-lookup").document
+
+
+def few_settings() -> AbstractContextManager[object]:
+    """Transformers' early exit is tuned on two settings; test_compare.py sees all of them tried."""
+    tried = [EarlyExitSettings(2, 2, 0.0), EarlyExitSettings(2, 4, 0.4)]
+    return mock.patch("layerskip.compare.settings_to_try", return_value=tried)
 
 
 def test_generate_prints_one_document(folder: Path, lm: SelfSpeculativeLM) -> None:
@@ -273,10 +283,10 @@ def test_bad_rules_are_refused(folder: Path, option: str, value: str, words: str
 
 
 def test_builtin_is_the_default_model() -> None:
-    argv = ("generate", "--prompt", "import os\n", "--max-new-tokens", 8, "--json")
-    document = run(*argv).document
-    assert len(document["token_ids"]) == 8
-    assert document["text"] == run("generate", "builtin", *argv[1:]).document["text"]
+    argv = ("generate", "--prompt", "import os\n", "--max-new-tokens", "8", "--json")
+    assert len(run(*argv).document["token_ids"]) == 8
+    parsed = [parser().parse_args(list(a)) for a in (argv, ("generate", "builtin", *argv[1:]))]
+    assert parsed[0] == parsed[1]
 
 
 def test_compare_prints_the_documented_keys(compared: dict[str, Any], folder: Path) -> None:
@@ -330,9 +340,13 @@ def test_compare_counts_positions_and_bytes(
     assert sizes["hf-early-exit"] > sizes["hf"]  # a second cache
 
 
-def test_compare_runs_the_modes_it_is_given() -> None:
-    argv = ("compare", "--modes", "layerskip", "--limit", 1, "--max-new-tokens", 8, "--repeats", 1)
-    document = run(*argv, "--temperature", 0.8, "--json").document
+def test_compare_runs_the_modes_it_is_given(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS), "utf-8")
+    argv = ("compare", folder, "--prompts", path, "--modes", "layerskip", "--limit", 1)
+    settings = ("--max-new-tokens", 8, "--repeats", 1, "--temperature", 0.8)
+    document = run(*argv, *settings, "--json").document
+    assert document["prompts"] == 1
     assert tuple(document["modes"]) == ("plain", "layerskip")
     assert document["temperature"] == 0.8
     assert document["modes"]["layerskip"]["identical_to_plain"] == 1.0
@@ -353,7 +367,8 @@ def test_demo_decodes_as_much_as_it_is_told(folder: Path, monkeypatch: pytest.Mo
         return [Example(prompt) for prompt in PROMPTS[:limit]]
 
     monkeypatch.setattr(prompts, "held_out_code", short_code)
-    document = run("demo", folder, "--limit", 1, "--max-new-tokens", 4, "--json").document
+    with few_settings():
+        document = run("demo", folder, "--limit", 1, "--max-new-tokens", 4, "--json").document
     assert (document["prompts"], document["new_tokens"]) == (1, 4)
     assert set(document["modes"]) == {"plain", "layerskip", "hf", "hf-early-exit"}
     assert document["modes"]["layerskip"]["identical_to_plain"] == 1.0
