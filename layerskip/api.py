@@ -18,7 +18,6 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip import hf
-from layerskip.ambient import Decoding
 from layerskip.batch import Batch, StreamStep
 from layerskip.cache import CachedText
 from layerskip.checkpoint import BUILTIN, trained_exits
@@ -285,14 +284,13 @@ class SelfSpeculativeLM:
         with self._lock:
             if self._controller is None:
                 self.stack.pass_sizes.prove_ahead(PROOF_SECONDS)
-                with Decoding():
-                    cost = fitting_cost(
-                        self.stack,
-                        self.plan,
-                        self._known.cost,
-                        draft_vocabulary=self._known.draft_vocabulary,
-                        head=self._head,
-                    )
+                cost = fitting_cost(
+                    self.stack,
+                    self.plan,
+                    self._known.cost,
+                    draft_vocabulary=self._known.draft_vocabulary,
+                    head=self._head,
+                )
                 self._controller = Controller(cost, self._known.acceptance, self._known.calibration)
                 self._record_ahead()
             return self._controller

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-import torch
-
+from layerskip.ambient import Decoding
 from layerskip.bare_passes import (
     BEHIND,
     DRAFT,
@@ -60,7 +59,7 @@ FREE = Curve((1,), (0,), ((0.0,),))
 Sweep = Mapping[Point, Timing]
 
 
-@torch.inference_mode()
+@Decoding()
 def measure_cost(
     stack: DecoderStack,
     plan: DraftPlan | None,
