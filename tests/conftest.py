@@ -7,12 +7,16 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import transformers
 from hypothesis import settings
 from toys import PLANS, make_model, make_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+import layerskip.model
 from layerskip import SelfSpeculativeLM
+from layerskip.exactness import Exactness, probe
+from layerskip.model import DecoderStack
 
 transformers.logging.set_verbosity_error()
 # Examples are the same in every run: a test that fails here fails at the next desk too.
@@ -26,6 +30,37 @@ def processor() -> Iterator[None]:
     the tests that say so (tests/test_bits.py)."""
     with mock.patch("layerskip.exactness.emulates", return_value=False):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def probed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Bits of a model are probed for its first wrapper and known for the others, which are many.
+    Not in the tests of the probe, which run with all threads."""
+    if request.module.__name__ in ("test_bits", "test_model", "test_parity"):
+        yield
+        return
+    with mock.patch.object(layerskip.model, "probe", probed_once):
+        yield
+
+
+def probed_once(stack: DecoderStack) -> Exactness:
+    """What ``probe`` says, kept with the weights, until they or what surrounds them change."""
+    modules = list(stack.twin.modules())
+    hooks = [m._forward_hooks.keys() | m._forward_pre_hooks.keys() for m in modules]
+    weights = list(stack.twin.parameters())
+    now = (
+        type(stack),
+        type(stack._forward),
+        torch.get_num_threads(),
+        tuple(map(type, modules)),
+        tuple(map(len, hooks)),
+        tuple((id(w), w._version, w.dtype) for w in weights),
+    )
+    known = weights[0].__dict__.setdefault("probed", {})
+    if now not in known:
+        known[now] = probe(stack)
+    stack.exactness = known[now]
+    return known[now]
 
 
 @pytest.fixture(scope="session")
