@@ -25,7 +25,6 @@ JUDGED = 8  # tokens of one sequence
 KINDS = ("sampling", "greedy")  # of sampling
 DRAFT, BEHIND = ("draft", 1, 0), ("draft behind", 1, 0)  # the last one of those in a row
 DRAFTED = tuple(f"{kind} drafting" for kind in KINDS)
-BATCH_EVERY = 3  # rounds: one is of what batches run
 Point = tuple[str, int, int]  # kind of pass, rows, context
 Timing = tuple[float, float]  # seconds that went by, and that this thread was at work
 
@@ -248,27 +247,23 @@ def shuffled(points: Sequence[Point], order: random.Random) -> list[Point]:
     return found
 
 
-def rounds(points: Sequence[Point], near: int) -> Iterator[list[Point]]:
+def rounds(points: Sequence[Point]) -> Iterator[list[Point]]:
     """Of these points what rounds are made of, round by round without end: a draft, which is timed
     in some, a verify pass of one size after another, and a plain one. What they take beside each
     other decides what is drafted; so close they mostly find the machine at one speed.
-    After so many ``near`` ones each is followed by one at the long context. Rows of a batch attend
-    each for itself: an error of what one takes there counts as often as there are rows.
+    Some are at the long context, as rows of a batch attend each for itself: an error of what one
+    takes there counts as often as there are rows. Some are of what batches run.
     """
     contexts = sorted({context for _, _, context in points})
     longer = sorted({rows for kind, rows, _ in points if kind == "verify" and rows > 1}) or [1]
     sizes = longer[:-1] or longer  # the largest is what passes of batches are reckoned from
-    of_batches = (
-        [(f"{kind} sequences", NUM_SEQUENCES, 0) for kind in ("draft", "verify")],
-        [("draft", sizes[-1], 0), ("verify", longer[-1], 0)],
-    )
-    for number in itertools.count():
-        turn, place = divmod(number, BATCH_EVERY)
-        found = [DRAFT, BEHIND] if place == 0 else []
-        found += [("verify", sizes[number % len(sizes)], 0)]
-        if place == BATCH_EVERY - 1:
-            found = of_batches[turn % 2]
-        found = [*found, ("verify", 1, 0)]
-        for context in contexts[1:] if number >= near else ():
-            found += [("verify", sizes[number % len(sizes)], context), ("verify", 1, context)]
-        yield list(dict.fromkeys(point for point in found if point in points))
+    size, far_size = itertools.cycle(sizes), itertools.cycle(sizes)
+    together = [(f"{kind} sequences", NUM_SEQUENCES, 0) for kind in ("draft", "verify")]
+    many: list[Point] = [("draft", sizes[-1], 0), ("verify", longer[-1], 0)]
+    while True:
+        near: list[list[Point]] = [[("verify", next(size), 0)] for _ in range(3)]
+        far = [("verify", rows, contexts[-1]) for rows in (next(far_size), 1)]
+        drafted = [DRAFT, BEHIND, *near[0]], [DRAFT, BEHIND, *near[2]]
+        for found in (drafted[0], near[1], far, drafted[1], together, many):
+            plain = [] if found is far else [("verify", 1, 0)]
+            yield list(dict.fromkeys(point for point in [*found, *plain] if point in points))

@@ -47,12 +47,13 @@ QUICK_SECONDS, QUICK_MOST = 0.45, 1.5  # in all, and for the first sweeps of a s
 MAX_SWEEPS, MAX_ROUNDS = 40, 120
 # At least, of what decides, of a quick table if time allows. With five sweeps in a random order a
 # pass of eight tokens took 1.07 of a plain one, give or take 0.09 (bench/LOG.md, 2026-11-26).
-QUICK_ROUNDS = 15
+QUICK_ROUNDS = 18
 LARGE_EVERY = 4  # sweeps: passes of many rows are rarely run, and take long to measure
 LARGE_ROWS = 16  # are those of more rows
 RESERVE = 0.85  # of the time, for passes; the rest is for what comes before and after them
 SKETCH_SHARE = 0.2  # of the time for a table's first sweeps
 UNDISTURBED, BUSY = 0.95, 0.7
+MANY = 6  # timings of a sweep; a round has two to four
 PLAIN = ("verify", 1, 0)
 FREE = Curve((1,), (0,), ((0.0,),))
 
@@ -147,8 +148,6 @@ def _swept(
         sweeps.append({})
         for point in due:
             now = time.perf_counter()
-            if quick and point[2] > 0 and now > ends:
-                continue
             # One timing each, the plain pass's in a fast moment, made all else 1.7 times as dear.
             late = now > (latest if sweep < QUICK_ROUNDS else ends)
             if late and (sweep or first) and point != BEHIND:  # which has run
@@ -171,7 +170,7 @@ def _quick_dues(
     """What a quick table has more than one timing of, behind all that it can't do without."""
     if not first:
         yield shuffled(points, order)
-    yield from rounds(points, QUICK_ROUNDS)
+    yield from rounds(points)
 
 
 def _passes(
@@ -325,7 +324,9 @@ def _typical(sweeps: Sequence[Mapping[Point, float]]) -> dict[Point, float]:
     paced: dict[Point, list[float]] = {point: [] for point in times}
     for sweep in sweeps:
         ratios = [seconds / usual[p] for p, seconds in sweep.items() if usual[p] > 0.0]
-        pace = (statistics.median(ratios) if ratios else 0.0) or 1.0
+        # Of few, of which half were disturbed, those that were not.
+        middle = statistics.median_low if len(ratios) < MANY else statistics.median
+        pace = (middle(ratios) if ratios else 0.0) or 1.0
         for point, seconds in sweep.items():
             paced[point].append(seconds / pace)
     return {point: sorted(found)[len(found) // 3] for point, found in paced.items()}

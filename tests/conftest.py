@@ -13,6 +13,7 @@ from hypothesis import settings
 from toys import PLANS, make_model, make_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+import layerskip.exactness
 import layerskip.model
 from layerskip import SelfSpeculativeLM
 from layerskip.exactness import Exactness, probe
@@ -29,6 +30,16 @@ def processor() -> Iterator[None]:
     """What a test finds must not hang on the machine: 16-bit products are never emulated, but for
     the tests that say so (tests/test_bits.py)."""
     with mock.patch("layerskip.exactness.emulates", return_value=False):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def brief(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Quick cost tables of toys take as few rounds as they may: hundreds of tests make one."""
+    if request.module.__name__ == "test_profiling":
+        yield
+        return
+    with mock.patch("layerskip.profiling.QUICK_SECONDS", 0.02):
         yield
 
 
@@ -52,6 +63,7 @@ def probed_once(stack: DecoderStack) -> Exactness:
         type(stack),
         type(stack._forward),
         torch.get_num_threads(),
+        layerskip.exactness.emulates(stack.device, stack.dtype),
         tuple(map(type, modules)),
         tuple(map(len, hooks)),
         tuple((id(w), w._version, w.dtype) for w in weights),
