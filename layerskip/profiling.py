@@ -47,7 +47,7 @@ QUICK_SECONDS, QUICK_MOST = 0.45, 1.5  # in all, and for the first sweeps of a s
 MAX_SWEEPS, MAX_ROUNDS = 40, 120
 # At least, of what decides, of a quick table if time allows. With five sweeps in a random order a
 # pass of eight tokens took 1.07 of a plain one, give or take 0.09 (bench/LOG.md, 2026-11-26).
-QUICK_ROUNDS = 18
+QUICK_ROUNDS = 11
 LARGE_EVERY = 4  # sweeps: passes of many rows are rarely run, and take long to measure
 LARGE_ROWS = 16  # are those of more rows
 RESERVE = 0.85  # of the time, for passes; the rest is for what comes before and after them

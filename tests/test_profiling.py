@@ -435,10 +435,10 @@ def test_what_decides_is_timed_side_by_side(stack, machine, monkeypatch):
     assert len(plain) >= profiling.QUICK_ROUNDS - 1
     assert longer.count(("verify", 8, 0)) >= profiling.QUICK_ROUNDS // 2
     for seldom in (("verify", 8, 512), ("verify", 32, 0), ("verify sequences", 8, 0)):
-        assert longer.count(seldom) >= 3
+        assert longer.count(seldom) >= profiling.QUICK_ROUNDS // 6
     # A plain pass is what the verify pass left behind: none is run only to lead it in.
     full = [p for p in machine.passes if p[0] == NUM_LAYERS]
-    assert [p[1] for p in full[-2:]] == [32, 1]
+    assert [p[1] for p in full[-2:]] == [longer[-1][1], 1]
 
 
 def test_a_quick_table_of_a_restless_machine_prices_a_second_token(stack, machine):
@@ -479,10 +479,10 @@ def test_a_first_sweep_that_takes_all_the_time_is_not_the_only_one(stack, machin
     measure_cost(stack, PLAN, quick=True)
     plain = [p for p in machine.passes if p == (NUM_LAYERS, 1, 0, 1)]
     assert len(plain) >= 2 * (1 + 5)  # each after another one
-    assert machine.now < first + 0.7
+    assert machine.now < first + 0.5
 
 
-@pytest.mark.parametrize(("speed", "seconds"), [(0.1, 0.5), (1.0, 0.7), (10.0, 2.0)])
+@pytest.mark.parametrize(("speed", "seconds"), [(0.1, 0.5), (1.0, 0.5), (10.0, 2.0)])
 def test_a_quick_table_takes_no_longer(stack, machine, speed, seconds):
     machine.speed = speed
     table = measure_cost(stack, PLAN, quick=True)
