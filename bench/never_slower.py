@@ -6,7 +6,7 @@
 Each turn decodes the same work plainly and otherwise, round by round in alternation, whichever has
 emitted less; a figure is the median of the turns' ratios less one, with a bootstrap 95 % interval,
 by the wall and by the process's own CPU time; "counted" are the passes after the first token times
-the cost table, summed over all turns.
+the cost table, summed over all turns; those of a batch's rows are one.
 Every mode must emit plain decoding's tokens, or the script stops.
 
 - adversarial, random: no drafted token is right, or hardly any, yet the model is as sure of them as
@@ -118,13 +118,21 @@ def pair(got: tuple[Decoded, Decoded], cost: CostTable, kind: str = "") -> Pair:
 
 
 def counted(decoded: Decoded, cost: CostTable) -> float:
-    """Seconds by the table, of greedy decoding as the cases are."""
-    rounds, cost = [r for r in decoded.rounds if r.index > 0], cost.of(greedy=True)
-    return sum(
-        cost.drafting(r.num_draft_passes, 1, CONTEXT)
-        + cost.verify_pass(r.num_draft_tokens + 1, CONTEXT)
-        for r in rounds
-    )
+    """Seconds by the table, of greedy decoding of one text."""
+    return sum(counted_step([r], cost.of(greedy=True)) for r in decoded.rounds)
+
+
+def counted_step(rounds: Sequence[Round], cost: CostTable) -> float:
+    """The same of a step of a batch; prefills are not counted."""
+    rows = [r for r in rounds if r.index > 0]
+    if not rows:
+        return 0.0
+    tokens = sum(r.num_draft_tokens + 1 for r in rows)
+    passes = [r.num_draft_passes for r in rows]
+    drafting = [sum(n > i for n in passes) for i in range(max(passes))]
+    seconds = cost.verify_pass(tokens, CONTEXT, sequences=len(rows))
+    seconds += sum(cost.draft_pass(n, CONTEXT, sequences=n, late=True) for n in drafting)
+    return seconds + (cost.draft_start if drafting else 0.0)
 
 
 def bad(accuracies: Sequence[float] | None, *, cold: bool = False) -> Case:
@@ -269,6 +277,7 @@ def together(
 ) -> Pair:
     """A batch plainly and automatically, by turns; see ``batched``."""
     texts: dict[str, dict[int, tuple[int, ...]]] = {"plain": {}, "auto": {}}
+    steps: dict[str, list[list[Round]]] = {"plain": [], "auto": []}
     works = {}
     for name in texts:
         batch = lm.open_batch(
@@ -279,20 +288,23 @@ def together(
         )
         joining = [lab.tokens // 2 * n // len(prompts) * joins for n in range(len(prompts))]
         some = list(zip(joining, prompts, strict=True))
-        works[name] = batched(batch, some, texts[name], at_once=name == "plain")
+        works[name] = batched(batch, some, texts[name], steps[name], at_once=name == "plain")
     spent = {name: total(laps) for name, laps in by_turns(works, chance).items()}
     same(texts["auto"], texts["plain"])
-    return Pair(spent["plain"], spent["auto"])
+    cost = lab.cost.of(greedy=sampling.greedy)
+    plain, auto = (sum(counted_step(s, cost) for s in steps[n]) for n in ("plain", "auto"))
+    return Pair(spent["plain"], spent["auto"], counted=(plain, auto))
 
 
 def batched(
     batch: Any,
     prompts: Sequence[tuple[int, list[int]]],
     texts: dict[int, tuple[int, ...]],
+    steps: list[list[Round]],
     *,
     at_once: bool,
 ) -> Iterator[int]:
-    """Tokens that all rows have emitted, step by step; ``texts`` gets theirs.
+    """Tokens that all rows have emitted, step by step; ``texts`` gets theirs, ``steps`` the rounds.
 
     Each joins once the first one has emitted so many tokens; in the ramp the last by the time that
     it has half of its text, and then they end one after another. Drafts may end one before that:
@@ -304,7 +316,8 @@ def batched(
         while waiting and waiting[-1][0] <= first:
             batch.add(waiting.pop()[1])
         most = max(most, len(batch.unfinished))
-        for record in batch.step():
+        steps.append(batch.step())
+        for record in steps[-1]:
             emitted += len(record.token_ids)
             first += len(record.token_ids) if record.row == 0 else 0
             if record.finish_reason is not None:

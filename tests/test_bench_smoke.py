@@ -393,6 +393,21 @@ def test_never_slower_measures_every_bound(
     ):  # by passes, so no clock can fail it
         assert 0.0 <= cases[name]["counted"] <= cases[name]["bound"]
     assert cases["bimodal at 0.95"]["counted"] < cases["bimodal at 0.05"]["counted"]
+    uncounted = {name for name, case in cases.items() if case["counted"] is None}
+    assert uncounted == {"switching", "short to the first token"}
+
+
+def test_the_rows_of_a_step_are_counted_as_one_pass(scripts: SimpleNamespace) -> None:
+    plain, two, one = record(0, 0), record(2, 1), record(1, 1)
+    looked_up = replace(two, num_draft_passes=0)
+    cost = replace(COST, draft_start=0.01, draft_sequence=0.02, verify_sequence=0.03, row_quantum=8)
+    count, context = scripts.never_slower.counted_step, scripts.never_slower.CONTEXT
+    assert count([], cost) == count([replace(plain, index=0)], cost) == 0.0
+    assert count([plain] * 3, cost) == cost.verify_pass(3, context, sequences=3)
+    wanted = cost.draft_start + cost.verify_pass(8, context, sequences=3)
+    wanted += cost.draft_pass(2, context, sequences=2, late=True)
+    wanted += cost.draft_pass(1, context, late=True)
+    assert count([two, one, looked_up], cost) == pytest.approx(wanted)
 
 
 def test_structured_counts_schemas_and_compares_speed(
