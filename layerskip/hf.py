@@ -69,6 +69,8 @@ class Call:
         unknown = sorted(set(self.model_kwargs) - MODEL_KWARGS)
         if unknown:
             raise ValueError(f"custom_generate does not take {', '.join(unknown)}")
+        if len(self.input_ids) == 0:
+            raise ValueError("custom_generate got input_ids of no rows; give it one row or more")
         self._check_inputs()
         for name, allowed in UNSUPPORTED.items():
             value = getattr(self.generation_config, name, None)

@@ -381,6 +381,8 @@ def test_prompts_are_checked(model, exit_lm):
         model.generate(**one(700), **custom)
     with pytest.raises(ValueError, match="the prompt is empty"):
         model.generate(**padded((0, 4)), **custom)
+    with pytest.raises(ValueError, match="input_ids of no rows; give it one row or more"):
+        model.generate(torch.empty(0, 4, dtype=torch.long), **custom)
 
 
 def test_a_streamer_of_several_rows_is_refused(model, exit_lm):
