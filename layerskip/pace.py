@@ -12,7 +12,10 @@ from layerskip.pass_times import PassTimes
 NO_OFFER = 0, 0.0
 BET = 2 / 3  # of a stake, in one draft
 UNTOLD = 1.3  # a draft gains by its confidence, and by what is looked up in its passes
-CLEARLY = 1.06  # beside the rate without look-ups: what they cost in Python included
+# Beside the rate without look-ups. Finding, weighing and judging them takes 3.7 % of a plain round
+# of eight rows, and a batch that nobody joins ends with its slowest row, so that what the others
+# gain is worth less than its tokens (bench/LOG.md, 2026-11-27).
+CLEARLY = 1.15
 # What is charged of a plain round for finding, weighing and judging a look-up of a row by itself,
 # beside its passes (1.2 to 1.6 % of 9 ms: bench/LOG.md, 2026-11-26).
 LOOKING = 0.02

@@ -564,7 +564,7 @@ def test_a_pass_grows_for_look_ups_only_if_all_rows_gain(guessing, looks_up):
     assert alone[0].source == "lookup"
 
 
-@pytest.mark.parametrize(("margin", "looks_up"), [(1.04, False), (1.08, True)])
+@pytest.mark.parametrize(("margin", "looks_up"), [(1.13, False), (1.17, True)])
 def test_look_ups_of_several_rows_have_to_pay_clearly(margin, looks_up):
     pace = Pace(PassTimes(table(quantum=8, slope=0.05)), CONTEXT, 8)
     gain = margin * pace.verify(16) / pace.verify(8) - 1.0
