@@ -10,7 +10,9 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from accelerate.state import AcceleratorState
@@ -19,6 +21,7 @@ from toys import PLANS, make_model, make_tokenizer
 
 from layerskip.cli import main
 from layerskip.plan import PlanFile
+from layerskip.search import SearchSettings
 
 REPO = Path(__file__).parent.parent
 README = (REPO / "README.md").read_text(encoding="utf-8")
@@ -77,7 +80,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     for name in ("prompts", "mine", "traffic", "train"):
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    with contextlib.chdir(folder):
+    brief = partial(SearchSettings, cost_seconds=0.3)  # no option says so
+    with contextlib.chdir(folder), mock.patch("layerskip.search.SearchSettings", brief):
         yield {line: answered(line) for line in COMMANDS}
 
 
