@@ -22,12 +22,14 @@ demo: $(RUNTIME)  ## complete real code prompts with the built-in checkpoint, an
 	@$(BIN)/layerskip demo
 
 # On numbers this small, tests are quicker side by side with a thread each than one by one with
-# more. Bits are looked at with all threads, as users have them.
+# more. Bits are looked at with all threads, as users have them; those wait asleep, so that two
+# workers need not take turns at the cores.
 BITS := tests/test_bits.py tests/test_model.py tests/test_parity.py
 test: $(TOOLS)  ## the tests, but for the slow ones
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile \
 		$(addprefix --ignore ,$(BITS))
-	@$(BIN)/python -m pytest -q $(BITS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --maxprocesses 4 \
+		--dist worksteal $(BITS)
 
 test-slow: $(TOOLS)  ## the slow tests alone
 	@$(BIN)/python -m pytest -q -m slow
