@@ -25,6 +25,8 @@ demo: $(RUNTIME)  ## complete real code prompts with the built-in checkpoint, an
 # more. Bits are looked at with all threads, as users have them; those wait asleep, so that two
 # workers need not take turns at the cores.
 BITS := tests/test_bits.py tests/test_model.py tests/test_parity.py
+# Where the environment forbids bytecode, each of dozens of processes compiles all modules anew.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: $(TOOLS)  ## the tests, but for the slow ones
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile \
 		$(addprefix --ignore ,$(BITS))
