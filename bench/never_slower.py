@@ -119,7 +119,8 @@ def pair(got: tuple[Decoded, Decoded], cost: CostTable, kind: str = "") -> Pair:
 
 def counted(decoded: Decoded, cost: CostTable) -> float:
     """Seconds by the table, of greedy decoding of one text."""
-    return sum(counted_step([r], cost.of(greedy=True)) for r in decoded.rounds)
+    cost = cost.of(greedy=True)
+    return sum(counted_step([r], cost) for r in decoded.rounds)
 
 
 def counted_step(rounds: Sequence[Round], cost: CostTable) -> float:
