@@ -33,8 +33,9 @@ from tasks import examples_from, spread
 
 import layerskip.speculation
 from layerskip import SelfSpeculativeLM
+from layerskip.asks import Ask
 from layerskip.compare import repeated_share
-from layerskip.controller import Ask, Controller
+from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.files import write_text
 from layerskip.plan import PlanFile

@@ -8,70 +8,30 @@ never depends on any of this; for token-level and block verification a drafted t
 in the draft, so that its length depends only on what was drawn before (DESIGN 3.5).
 """
 
-import math
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
-from layerskip.cost import DRAFTS_IN_A_ROW, CostTable
-from layerskip.estimates import (
-    DEFAULT_ACCEPTANCE,
-    Calibration,
-    Experience,
-    RowState,
-    lookup_confidence,
+from layerskip.asks import (
+    HYSTERESIS,
+    PAYING,
+    PROBE_SHARE,
+    STAKE_SHARE,
+    Ask,
+    loss_allowed,
+    may_probe,
+    offered,
+    put_to_rest,
+    weighed,
 )
-from layerskip.lookup import FORCED_MATCH
-from layerskip.pace import LOOKING, NO_OFFER, Pace, Split, affordable, bet, offer, split
+from layerskip.cost import DRAFTS_IN_A_ROW, CostTable
+from layerskip.estimates import RowState
+from layerskip.experience import DEFAULT_ACCEPTANCE, Calibration, Experience
+from layerskip.pace import LOOKING, Pace, Split, affordable
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import CONTEXT_STEP, PassTimes
 from layerskip.stopping import Choice, Stopper, another
 
-HYSTERESIS = 0.03
-# Of its plain time, what a request may lose: to drafts that it stakes, and to probes. Deciding
-# takes some, too, and all together has to stay below 3 %. The first one that ends long before its
-# limit loses more: nobody can know that it will.
-STAKE_SHARE, PROBE_SHARE = 0.015, 0.01
 STAKE_TOKENS = 64  # of so many tokens at most: few requests are as long as they may be
-MOST_CREDIT = 1.0  # plain passes
 GUESS_SHARE = 0.2  # of a draft pass: looked-up tokens in it save another one more often
-MOST_AT_REST = 32  # rounds in which no row is asked again whether to draft
-# Looking up takes 1 % of a round of eight rows. Hardly any look-up pays where a token more in the
-# verify pass costs so much of a row's plain round, nor where one rest has followed another.
-DEAR, AWAKE_ONE_IN = 1 / 3, 4
-LEAST_MATCH = 2  # tokens
-PAYING = 0.4  # of what a drafted token costs at least: one that gains less is not looked at
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A row that wants to know how far to draft.
-
-    Attributes:
-        state: of its request.
-        context: committed slots.
-        room: most tokens that the row takes.
-        num_guessed: tokens that a look-up offers.
-        match_length: of the look-up.
-        stored: whether it is from a store.
-    """
-
-    state: RowState
-    context: int
-    room: int
-    num_guessed: int = 0
-    match_length: int = 0
-    stored: bool = False
-
-    @property
-    def confidence(self) -> float:
-        """What speaks for the first looked-up token; 0 of none."""
-        return lookup_confidence(self.match_length, self.stored) if self.num_guessed else 0.0
-
-    @property
-    def most(self) -> int:
-        """Tokens that the controller lets a row draft."""
-        return min(self.room, MAX_AUTO_DRAFT_TOKENS)
 
 
 class Controller:
@@ -222,18 +182,18 @@ class Controller:
         resting = not any(a.state.last for a in asks)
         found, may_lose = Split([0] * len(asks), [0] * len(asks), 0.0), 0.0
         if any(lines) or any(a.num_guessed for a in asks):
-            may_lose = _may_lose(asks, pace)
-            found = _weighed(asks, pace, lines, fixed, may_lose, resting=resting)
+            may_lose = loss_allowed(asks, pace)
+            found = weighed(asks, pace, lines, fixed, may_lose, resting=resting)
         idle = resting and not any(found.drafted)
         left = 0.0 if longest else stake
         plain = idle and not any(found.looked_up)
-        probing = idle and drafts and _may_probe(asks, pace, left, claims=plain)
+        probing = idle and drafts and may_probe(asks, pace, left, claims=plain)
         if plain and not probing:
-            _rest(asks, pace, left, drafts=drafts)
+            put_to_rest(asks, pace, left, drafts=drafts)
         if probing:
             mosts = [min(1, a.most) for a in asks]
             found = Split(mosts, [0] * len(asks), found.rate)
-            may_lose = _may_lose(asks, pace)  # with what was claimed for it
+            may_lose = loss_allowed(asks, pace)  # with what was claimed for it
         counts, lookups = found.drafted, found.looked_up
         pace = pace.settled(sum((*counts, *lookups, *fixed)), sum(n > 0 for n in (*counts, *fixed)))
         choices = []
@@ -259,8 +219,8 @@ class Controller:
         pace = self._pace(ask.context, 1, greedy=state.greedy)
         most = min(affordable(pace.token * state.stake, pace), ask.most)
         line = state.survivals(most, PAYING * pace.least)
-        may_lose = _may_lose([ask], pace)
-        looked_up, gain = _offered(ask, pace, line, may_lose)
+        may_lose = loss_allowed([ask], pace)
+        looked_up, gain = offered(ask, pace, line, may_lose)
         if looked_up:
             state.wakes(drafts=False)
             state.probing = False
@@ -380,105 +340,3 @@ def _looking_up(count: int, rate: float, pace: Pace) -> Choice:
         plain_seconds=pace.token,
         charged_seconds=pace.charged.steps,
     )
-
-
-def _weighed(
-    asks: Sequence[Ask],
-    pace: Pace,
-    lines: Sequence[Sequence[float]],
-    fixed: Sequence[int],
-    may_lose: float,
-    *,
-    resting: bool,
-) -> Split:
-    """What rows do whose drafts survive so, or who have looked something up."""
-    offers = [_offered(a, pace, line, may_lose) for a, line in zip(asks, lines, strict=True)]
-    bias = 1.0 + HYSTERESIS if resting else 1.0 - HYSTERESIS
-    return split(pace, lines, offers, fixed, bias=bias)
-
-
-def _may_lose(asks: Sequence[Ask], pace: Pace) -> float:
-    """Seconds that a row's look-up may take in vain, by itself or with the draft before it: of its
-    stake, as a draft may, and of what rounds earned. Whether look-ups are right is known without
-    taking any, so they need no probes.
-    """
-    stake = sum(a.state.stake for a in asks) / len(asks)
-    credit = min(MOST_CREDIT, *(a.state.shared.credit for a in asks)) / len(asks)
-    return bet(pace) * max(0.0, stake) * pace.token + max(0.0, credit) * pace.plain
-
-
-def _offered(ask: Ask, pace: Pace, line: Sequence[float], may_lose: float) -> tuple[int, float]:
-    """Looked-up tokens of a row whose drafts survive so, as in ``offer``. What one token matched is
-    no offer where there are drafts: those that were taken were right too seldom to be worth it.
-    What a grammar forces is right: it may take what it takes.
-    """
-    if not ask.num_guessed or (line and ask.match_length < LEAST_MATCH):
-        return NO_OFFER
-    most = min(ask.num_guessed, ask.most)
-    if ask.match_length < FORCED_MATCH:
-        most = min(most, bisect_right(pace.lookup_risks, may_lose))
-    return offer(pace, line, ask.state.lookup_survivals(ask.match_length, ask.stored, most))
-
-
-def _rest(asks: Sequence[Ask], pace: Pace, left: float, *, drafts: bool) -> None:
-    """Rounds at rest should cost nothing: a few of them are not thought about, unless what they
-    earn comes to pay for a probe, if there is something to try."""
-    awaited = math.inf
-    if drafts:
-        trying = sum(a.room > 0 for a in asks)
-        paid = max(0.0, left) if _promising(asks, pace) else 0.0
-        awaited = _probe_cost(asks, pace) - paid * trying / pace.plain
-    one_in = 1
-    if pace.steps[0] > DEAR * pace.token:
-        one_in = AWAKE_ONE_IN
-    elif len(asks) > 1:
-        rested = min(AWAKE_ONE_IN, *(a.state.num_rests for a in asks))
-        one_in = min(AWAKE_ONE_IN, 2**rested)
-    # What did not pay for one does not for its neighbours, who would ask in turn.
-    declined = max(a.confidence for a in asks)
-    for a in asks:
-        a.state.rest_for(
-            MOST_AT_REST,
-            awaited,
-            pace.token,
-            beside=pace.num_rows,
-            declined=declined,
-            awake_one_in=one_in,
-        )
-
-
-def _probe_cost(asks: Sequence[Ask], pace: Pace) -> float:
-    """Of a token drafted by each row that has room for it, in plain rounds."""
-    rows = sum(a.room > 0 for a in asks)
-    verify = pace.verify(pace.num_rows + rows) - pace.verify(pace.num_rows)
-    return (pace.start + pace.draft(rows) + verify) / pace.plain
-
-
-def _may_probe(asks: Sequence[Ask], pace: Pace, left: float, *, claims: bool) -> bool:
-    """Whether what rounds earned pays for trying the early exit, which the rows gave up, once more:
-    all rows together, since they share its pass.
-
-    Args:
-        left: seconds of each row's stake, if they are too few for a draft. They are added where by
-            what is known a draft would pay: or one bad draft would end all for a long time.
-        claims: whether rows have what they will earn in advance: not while they look up, since a
-            probe would take the place of that.
-    """
-    trying = [a for a in asks if a.room > 0]
-    rows = len(trying)
-    if rows == 0 or any(a.state.probing for a in asks):  # a round ahead, one is not judged yet
-        return False
-    for a in trying if claims else ():
-        a.state.claim(PROBE_SHARE * pace.token / pace.plain)
-    cost = _probe_cost(asks, pace)
-    for shared in (a.state.shared for a in asks):  # of each kind of request, once or more
-        shared.credit = min(shared.credit, max(MOST_CREDIT, cost))  # a long rest buys no long run
-    missing = cost - min(a.state.shared.credit for a in asks)
-    if missing <= 0.0 or left * rows < missing * pace.plain:
-        return missing <= 0.0
-    return _promising(asks, pace)
-
-
-def _promising(asks: Sequence[Ask], pace: Pace) -> bool:
-    """Whether by what is known a draft of some row would pay."""
-    return any(a.state.survivals(1, PAYING * pace.least) for a in asks)

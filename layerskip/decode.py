@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from layerskip.ambient import Decoding
+from layerskip.attempt import Attempt, Landing
 from layerskip.cache import CachedText
 from layerskip.controller import Controller
 from layerskip.draft_head import DraftHead
@@ -25,7 +26,7 @@ from layerskip.params import most_draft_tokens
 from layerskip.plan import DraftPlan
 from layerskip.rounds import Workbench
 from layerskip.row import ExitStates, Row, RowSpec
-from layerskip.speculation import Attempt, Landing, Speculator
+from layerskip.speculation import Speculator
 from layerskip.verification import Verdict, judge
 from layerskip.verify import Verifier
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from layerskip.attempt import Attempt, Landing
 from layerskip.drafting import NO_DRAFT
 from layerskip.outputs import Origin, Round
 from layerskip.row import Emission, Row
 from layerskip.sampling import token_logprobs
-from layerskip.speculation import Attempt, Landing
 from layerskip.verification import Verdict
 
 NO_LOGITS = torch.empty(0)

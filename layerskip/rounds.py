@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from layerskip.ambient import Decoding
+from layerskip.attempt import Landing
 from layerskip.cache import KVCache
 from layerskip.device_round import DeviceRound
 from layerskip.draft_head import DraftHead
@@ -37,7 +38,7 @@ from layerskip.seats import (
     Shape,
     rounded_up,
 )
-from layerskip.speculation import Landing, Speculator
+from layerskip.speculation import Speculator
 from layerskip.stopping import Choice
 from layerskip.verification import count_matches
 

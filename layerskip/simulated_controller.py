@@ -14,20 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip.controller import (
-    HYSTERESIS,
-    MOST_CREDIT,
-    PAYING,
-    PROBE_SHARE,
-    STAKE_SHARE,
-    STAKE_TOKENS,
-)
-from layerskip.estimates import (
-    LARGEST,
-    LEAST_SURVIVAL,
-    ROW_DISCOUNT,
-    ROW_WEIGHT,
-)
+from layerskip.asks import HYSTERESIS, MOST_CREDIT, PAYING, PROBE_SHARE, STAKE_SHARE
+from layerskip.controller import STAKE_TOKENS
+from layerskip.estimates import LEAST_SURVIVAL, ROW_DISCOUNT, ROW_WEIGHT
+from layerskip.experience import LARGEST
 from layerskip.pace import BET
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_costs import PassCosts

@@ -1,94 +1,23 @@
 """What each row drafts in a round, and what is learnt from how it went."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
+from layerskip.asks import Ask
+from layerskip.attempt import Attempt, Landing, expected_seconds, learn, num_tokens
 from layerskip.cache import KVCache
-from layerskip.controller import Ask, Controller
+from layerskip.controller import Controller
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
-from layerskip.estimates import RowState, lookup_confidence
+from layerskip.experience import lookup_confidence
 from layerskip.fingerprint import RECORDED
 from layerskip.guessing import NO_GUESS, Lookahead, guess_for, judged, lookahead, room
 from layerskip.lookup import FORCED_MATCH, Guess, LookupStore
-from layerskip.outputs import Drafter, StopReason
 from layerskip.params import AUTO, most_draft_tokens
 from layerskip.row import Row
 from layerskip.stopping import PLAIN, Choice, Stopper
-
-
-@dataclass(frozen=True, eq=False)
-class Attempt:
-    """One row's draft of a round, and how it came about.
-
-    Attributes:
-        request: what was asked of the drafter; also what verification needs to know of the row.
-        choice: where the draft came from.
-        draft: the tokens.
-        guess: what was looked up before the round.
-        stopper: what the draft's confidence was held against.
-        probing: whether the controller tried what it had given up.
-        behind: what was looked up behind an early exit's draft.
-    """
-
-    request: DraftRequest
-    choice: Choice
-    draft: Draft
-    guess: Guess
-    stopper: Stopper | None
-    probing: bool = False
-    behind: Guess = NO_GUESS
-
-    @property
-    def source(self) -> Drafter:
-        """Where the drafted tokens came from."""
-        return self.choice.source if self.draft.tokens else "none"
-
-    @property
-    def confidences(self) -> tuple[float, ...]:
-        """What spoke for each drafted token; none where nobody asked."""
-        if self.source == "lookup":
-            return _told(self.guess, len(self.draft.tokens))
-        if not self.draft.confidences:
-            return ()
-        return *self.draft.confidences, *_told(self.behind, self.draft.num_looked_up)
-
-    @property
-    def stopped(self) -> StopReason:
-        """Why the draft went no further."""
-        if not self.draft.tokens:
-            return ""
-        if len(self.draft.tokens) - self.draft.num_looked_up >= self.choice.num_draft_tokens:
-            return "number"
-        told = self.stopper.stopped if self.stopper is not None else ""
-        return told or "end"
-
-
-@dataclass(frozen=True, eq=False)
-class Landing:
-    """What a round did for one row, as the host reads it.
-
-    Attributes:
-        row: that it was launched for; a round further on, if another was in flight before it.
-        choice: that asked for the draft.
-        draft: drafted tokens.
-        tokens: confirmed ones and the one after them, before any cut.
-        num_sent: tokens that the device emitted, after its own cut.
-        probing: whether the draft was the controller's probe.
-        seconds: that the round took on the device; 0 where it ran while it was launched.
-        num_rows: that emitted in it.
-    """
-
-    row: Row
-    choice: Choice
-    draft: tuple[int, ...]
-    tokens: list[int]
-    num_sent: int
-    probing: bool
-    seconds: float
-    num_rows: int
 
 
 class Speculator:
@@ -373,8 +302,8 @@ class Speculator:
             return
         if not self.controller.times.due(drafted=any(a.draft.tokens for a in attempts)):
             return
-        expected = self._expected(attempts, self.controller)
-        size = _num_tokens(attempts), len(attempts)
+        expected = expected_seconds(attempts, self.controller.times)
+        size = num_tokens(attempts), len(attempts)
         self.controller.times.observe_phases(draft_seconds, verify_seconds, *expected, *size)
 
     def observe_round_seconds(
@@ -394,29 +323,11 @@ class Speculator:
             plan = self.drafter.plan if self.drafter is not None else None
             run = longest * len(plan.layers) if plan is not None else 0
             return seconds * run / (run + plan.num_layers) if plan is not None else 0.0
-        draft, verify = self._expected(attempts, self.controller)
+        draft, verify = expected_seconds(attempts, self.controller.times)
         if learns:
-            size = _num_tokens(attempts), len(attempts)
+            size = num_tokens(attempts), len(attempts)
             self.controller.times.observe_round(seconds, draft, verify, *size)
         return seconds * draft / (draft + verify)
-
-    def _expected(self, attempts: Sequence[Attempt], controller: Controller) -> tuple[float, float]:
-        """Seconds of a round's draft and verify passes by the cost table."""
-        context = sum(a.request.length for a in attempts) // len(attempts)
-        passes = [a.draft.num_passes for a in attempts]
-        greedy = all(a.request.sampler.is_argmax for a in attempts)
-        positions = sum(a.draft.num_positions for a in attempts)
-        each = max(1, round(positions / max(1, sum(passes))))
-        draft = sum(
-            controller.times.draft(sum(n > i for n in passes), context, each=each, greedy=greedy)
-            for i in range(max(passes))
-        )
-        draft += controller.times.draft_start() if any(passes) else 0.0
-        verify = controller.times.verify(
-            _num_tokens(attempts), context, rows=len(attempts), greedy=greedy
-        )
-        looked_up = sum(len(a.draft.tokens) for a in attempts if a.source == "lookup")
-        return draft, verify + looked_up * controller.times.drawing(greedy=greedy)
 
     def began(self, row: Row) -> None:
         """After a row's prefill: its draft may take the tokens of its prompt, and the first one."""
@@ -446,7 +357,7 @@ class Speculator:
         if guess.tokens:
             right = judged(guess.tokens, emitted)
             row.state.add_lookup(guess.match_length, right, stored=guess.stored)
-        self._learn(row, row.state, attempt, emitted, num_matches, self.controller)
+        learn(self.controller, row.state, attempt, row.length, emitted, num_matches)
         if row.finish_reason is not None:
             row.state.end(len(row.token_ids))
 
@@ -454,48 +365,6 @@ class Speculator:
         """A row was taken out before its end, or after it."""
         if row.state is not None:
             row.state.end(len(row.token_ids))
-
-    def _learn(
-        self,
-        row: Row,
-        state: RowState,
-        attempt: Attempt,
-        emitted: Sequence[int],
-        num_matches: int,
-        controller: Controller,
-    ) -> None:
-        """As ``observe``, of a row that leaves the number of draft tokens to the controller."""
-        # Each emitted token but one saved a plain round; a text that ended within its draft had no
-        # token after the accepted ones.
-        saved, looked_up = len(emitted) - 1, attempt.draft.num_looked_up
-        drafted = len(attempt.draft.tokens) - looked_up
-        if attempt.source != "early_exit" and not attempt.draft.num_passes:
-            plain = state, attempt.choice, row.length
-            if attempt.source == "lookup":
-                controller.observe_lookup(*plain, saved, drafted)
-            else:
-                controller.observe_plain(*plain)
-            return
-        num_matches = min(num_matches, drafted)
-        # Behind the text's end nobody knows what is right.
-        known, wrong = min(num_matches, len(emitted)), num_matches < min(drafted, len(emitted))
-        accepted = [True] * known + [False] * wrong
-        # A round that is on its way already may be of another kind than the one that is judged.
-        latest, state.probing = state.probing, attempt.probing
-        controller.observe_draft(
-            state,
-            attempt.choice,
-            row.length,
-            accepted,
-            attempt.draft.confidences,
-            attempt.stopper.chances if attempt.stopper is not None else (),
-            num_passes=attempt.draft.num_passes,
-            num_drafted=drafted,
-            num_positions=attempt.draft.num_positions,
-            num_behind=looked_up,
-            num_saved=saved,
-        )
-        state.probing = latest
 
 
 def _with_more(
@@ -514,16 +383,6 @@ def _sleeps(row: Row, beside: int) -> bool:
     """Whether nothing is looked up for it; what a grammar forces pays in any batch."""
     free = row.spec.sampler.constraint is None
     return free and row.state is not None and row.state.sleeps(beside)
-
-
-def _told(found: Guess, count: int) -> tuple[float, ...]:
-    """What speaks for the first looked-up tokens."""
-    return tuple(lookup_confidence(found.match_length, found.stored, ahead=i) for i in range(count))
-
-
-def _num_tokens(attempts: Sequence[Attempt]) -> int:
-    """That a round's verify pass takes."""
-    return sum(len(a.draft.tokens) + 1 for a in attempts)
 
 
 def _looked_up(request: DraftRequest, tokens: tuple[int, ...]) -> Draft:

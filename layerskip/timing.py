@@ -9,7 +9,7 @@ from layerskip.calibration import Text
 from layerskip.decode import Decoder
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
-from layerskip.estimates import Calibration
+from layerskip.experience import Calibration
 from layerskip.model import DecoderStack
 from layerskip.params import SamplingParams
 from layerskip.plan import DraftPlan

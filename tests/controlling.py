@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from layerskip.controller import Ask, Controller
+from layerskip.asks import Ask
+from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.estimates import RowState
 from layerskip.stopping import Choice, Stopper

@@ -12,16 +12,11 @@ import pytest
 from controlling import CONTEXT, Paper, Request, paper, steady, table
 
 import layerskip.controller
-from layerskip.controller import Ask, Controller
+from layerskip.asks import Ask
+from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
-from layerskip.estimates import (
-    LARGEST,
-    Calibration,
-    Experience,
-    RowState,
-    ToldChances,
-    lookup_confidence,
-)
+from layerskip.estimates import RowState
+from layerskip.experience import LARGEST, Calibration, Experience, ToldChances, lookup_confidence
 from layerskip.lookup import FORCED_MATCH, LONGEST_MATCH
 from layerskip.pace import LOOKING, Pace, affordable, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
@@ -1064,8 +1059,8 @@ def test_rows_probe_together_only_if_each_kind_of_request_can_pay():
 
 
 def test_what_a_round_may_lose_is_reckoned_once(monkeypatch):
-    known = mock.Mock(wraps=layerskip.controller._may_lose)
-    monkeypatch.setattr(layerskip.controller, "_may_lose", known)
+    known = mock.Mock(wraps=layerskip.controller.loss_allowed)
+    monkeypatch.setattr(layerskip.controller, "loss_allowed", known)
     controller = Controller(table(0.1), prior=(0.9,), follows_clock=False)
     asks = [Ask(controller.row("greedy", 64), CONTEXT, 60) for _ in range(2)]
     assert all(c.num_draft_tokens for c in controller.choose(asks, drafts=True))

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from controlling import CONTEXT, table
 
-from layerskip.controller import AWAKE_ONE_IN, MOST_AT_REST, Ask, Controller
-from layerskip.estimates import RowState, lookup_confidence
+from layerskip.asks import AWAKE_ONE_IN, MOST_AT_REST, Ask
+from layerskip.controller import Controller
+from layerskip.estimates import RowState
+from layerskip.experience import lookup_confidence
 from layerskip.pace import LOOKING
 from layerskip.stopping import Choice
 

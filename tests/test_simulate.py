@@ -9,7 +9,8 @@ import pytest
 from controlling import table
 from simulating import POLICIES, flat, loop_of, one_cell
 
-from layerskip.controller import Ask, Controller
+from layerskip.asks import Ask
+from layerskip.controller import Controller
 from layerskip.cost import Curve
 from layerskip.machine_time import MachineTime
 from layerskip.model import PREFILL_CHUNK

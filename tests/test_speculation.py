@@ -19,8 +19,8 @@ from layerskip.controller import Controller
 from layerskip.cost import DRAFTS_IN_A_ROW, CostTable, Curve
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
-from layerskip.estimates import lookup_confidence
 from layerskip.exactness import MAX_PASS_ROWS
+from layerskip.experience import lookup_confidence
 from layerskip.guessing import Lookahead, guess_for, judged, lookahead
 from layerskip.lookup import FORCED_MATCH, Guess, TokenIndex
 from layerskip.pass_times import FIRST_PLAIN, PLAIN_ONE_IN, PassTimes

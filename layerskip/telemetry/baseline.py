@@ -28,7 +28,7 @@ from functools import cached_property
 from itertools import chain, count
 from typing import Any, Literal, NamedTuple
 
-from layerskip.estimates import EDGES
+from layerskip.experience import EDGES
 from layerskip.params import check_integer, check_number
 
 Direction = Literal["down", "up"]
@@ -176,7 +176,7 @@ class Surprise:
     """How much more of a draft is accepted than its confidences speak for.
 
     Attributes:
-        shares: accepted, of judged tokens with a confidence up to each of ``estimates.EDGES``, and
+        shares: accepted, of judged tokens with a confidence up to each of ``experience.EDGES``, and
             above the last; first of an early exit's, then of looked-up ones; both again for tokens
             that were right in a draft which looked the same, and once more for those that were not.
         deviation: of the weighted sum of a draft, if the shares are right.

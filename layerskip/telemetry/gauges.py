@@ -1,7 +1,7 @@
 """What gauges show of rounds: whether drafting pays of late, and whether confidence is right."""
 
 from layerskip.cost import CostTable
-from layerskip.estimates import ToldChances
+from layerskip.experience import ToldChances
 from layerskip.outputs import Round
 from layerskip.params import MAX_NUM_DRAFT_TOKENS
 
