@@ -45,9 +45,9 @@ from layerskip.plan import DraftPlan, PlanFile
 from layerskip.policy import Policy
 from layerskip.profiling import fitting_cost, warn_of_another_checkpoint
 from layerskip.request import RowSettings, as_grammar, seeded, stops_of
-from layerskip.rounds import open_bench
 from layerskip.sampling import Processor
 from layerskip.vocabulary import CoverageMeter
+from layerskip.workbench import open_bench
 
 logger = logging.getLogger(__name__)
 

@@ -32,11 +32,11 @@ from layerskip.plan import DraftPlan
 from layerskip.policy import Policy
 from layerskip.processors import processors_of
 from layerskip.request import RowRequest, RowSettings, as_grammar, seeded
-from layerskip.rounds import Workbench
 from layerskip.row import Row, RowSpec
 from layerskip.sampling import Sampler
 from layerskip.text import TextStream
 from layerskip.vocabulary import CoverageMeter
+from layerskip.workbench import Workbench
 
 logger = logging.getLogger(__name__)
 
@@ -221,6 +221,7 @@ class Batch:
 
     def stream(self, request: RowRequest) -> Iterator[StreamStep]:
         """Decode one request, round by round."""
+        self._reserve([request])
         with self._giving_up():
             self.join(request)
             while self.unfinished:
@@ -265,7 +266,15 @@ class Batch:
             vocab_size=self._stack.vocab_size,
         )
 
-    def _reserve(self, requests: Sequence[RowRequest]) -> None:
+    def _reserve(self, requests: Sequence[RowRequest], *, grows: bool = False) -> None:
+        """Make the decoder.
+
+        Args:
+            requests: the first ones.
+            grows: whether others may join beside them.
+        """
+        if any(r.settings.num_draft_tokens == AUTO for r in requests):
+            self._controller()  # whose rounds, recorded when it is made, this decoder is to have
         self._rows = Decoder(
             self._stack,
             self._drafter,
@@ -276,6 +285,7 @@ class Batch:
             bench=self._bench,
             num_rows=len(requests),
             num_slots=max(r.num_slots for r in requests),
+            grows=grows,
         )
         # Who lets go of a batch need not have removed its rows.
         weakref.finalize(self, self._rows.give_up).atexit = False
@@ -283,7 +293,7 @@ class Batch:
     def join(self, request: RowRequest) -> int:
         """Add a checked request; its id."""
         if self._rows is None:
-            self._reserve([request])
+            self._reserve([request], grows=True)
         assert self._rows is not None
         if request.settings.num_draft_tokens == AUTO:
             self._rows.speculator.controller = self._controller()

@@ -24,11 +24,11 @@ from layerskip.outcome import NO_LOGITS, Judged, Outcome, Times, record_of
 from layerskip.outputs import Round
 from layerskip.params import most_draft_tokens
 from layerskip.plan import DraftPlan
-from layerskip.rounds import Workbench
 from layerskip.row import ExitStates, Row, RowSpec
 from layerskip.speculation import Speculator
 from layerskip.verification import Verdict, judge
 from layerskip.verify import Verifier
+from layerskip.workbench import Workbench
 
 
 class Decoder:
@@ -51,6 +51,7 @@ class Decoder:
         bench: Workbench | None = None,
         num_rows: int = 1,
         num_slots: int = 1,
+        grows: bool = False,
     ) -> None:
         self.stack = stack
         self.speculator = Speculator(
@@ -65,11 +66,11 @@ class Decoder:
         self._has_block = drafter is not None and stack.has_block_at(plan)
         shared_depth = plan.shared_depth if plan is not None else 0
         self.verifier = Verifier(stack, shared_depth, has_block=self._has_block)
-        self.rounds = None
+        self.rounds, self._bench = None, bench
         if bench is None:
             self.cache = stack.new_cache(num_rows=num_rows, num_slots=num_slots)
         else:
-            self.rounds = bench.take(num_rows=num_rows, num_slots=num_slots)
+            self.rounds = bench.take(num_rows=num_rows, num_slots=num_slots, grows=grows)
             self.cache = self.rounds.cache
             weakref.finalize(self, bench.give_back, self.rounds).atexit = False
         self.rows: dict[int, Row] = {}
@@ -86,8 +87,8 @@ class Decoder:
         slots = len(spec.prompt) + spec.limit + most_draft_tokens(spec.num_draft_tokens)
         if slot_row >= self.cache.num_rows or slots > self.cache.num_slots:
             grown = self.cache.grown(num_rows=slot_row + 1, num_slots=slots)
-            if self.rounds is not None:
-                self.rounds.move(grown)
+            if self._bench is not None and self.rounds is not None:
+                self._bench.move(self.rounds, grown)
             self.cache = grown
         row = Row(self._next_id, slot_row, spec, spec.stream)
         if self._has_block and (spec.may_draft or spec.returns_cache):

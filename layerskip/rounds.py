@@ -8,7 +8,6 @@ the device did with it since is not counted, and forgotten.
 
 import itertools
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,9 +20,7 @@ from layerskip.ambient import Decoding
 from layerskip.attempt import Landing
 from layerskip.cache import KVCache
 from layerskip.device_round import DeviceRound
-from layerskip.draft_head import DraftHead
-from layerskip.graphs import GraphRecorder, Recorder, Recordings, RepeatingRecorder
-from layerskip.model import DecoderStack
+from layerskip.graphs import Recordings
 from layerskip.packed import PackedStack
 from layerskip.params import most_draft_tokens
 from layerskip.plan import DraftPlan
@@ -78,7 +75,9 @@ class Rounds:
     Args:
         stack: runs layers and chooses tokens by what the device knows.
         plan: of the drafts; None decodes plainly.
-        recorder: makes recordings.
+        recordings: of rounds over the cache and the seats; or none yet.
+        cache: that nobody else decodes with.
+        seats: that were recorded with it; None makes new ones.
         vocab_ids: ids that drafts may have, ``(kept,)`` int32 ascending on the device; None: all.
 
     Attributes:
@@ -92,43 +91,41 @@ class Rounds:
         self,
         stack: PackedStack,
         plan: DraftPlan | None,
-        recorder: Recorder,
+        recordings: Recordings,
         *,
+        cache: KVCache,
+        seats: Seats | None = None,
         vocab_ids: Tensor | None = None,
-        num_rows: int,
-        num_slots: int,
     ) -> None:
         self.stack = stack
         self._function = DeviceRound(stack, plan, vocab_ids)
-        self.recordings, self.reason = Recordings(recorder), ""
+        self.recordings, self.reason = recordings, ""
         self.usual = True
         self._flights: deque[Flight] = deque()
         self._seated: dict[int, Row] = {}
         self._most: dict[int, int] = {}
         self._eos_ids: frozenset[int] = frozenset()
-        self._settle_in(stack.new_cache(num_rows=num_rows, num_slots=num_slots))
+        if seats is not None:
+            seats.eos_ids.fill_(-1)
+        self._settle_in(seats or Seats(cache), cache)
 
-    def _settle_in(self, cache: KVCache) -> None:
-        self.cache, self.seats = cache, Seats(cache)
-        self._ring = Ring(len(self.seats.packet), cache.lengths.device)
+    def _settle_in(self, seats: Seats, cache: KVCache) -> None:
+        self.cache, self.seats = cache, seats
+        self._ring = Ring(len(seats.packet), cache.lengths.device)
 
-    def move(self, cache: KVCache) -> None:
-        """Go on over a larger cache that holds what this one holds. Rounds in flight are ahead of
-        what the host knows: their rows move on the device."""
+    def move(self, cache: KVCache, recordings: Recordings) -> None:
+        """Go on over a larger cache that holds what this one holds, with nothing recorded yet.
+        Rounds in flight are ahead of what the host knows: their rows move on the device."""
         for flight in self._flights:
             self._receive(flight)
-        seats = self.seats.grown(cache)
-        self._settle_in(cache)
-        self.seats = seats
-        self.recordings.clear()
+        self._settle_in(self.seats.grown(cache), cache)
+        self.recordings = recordings
 
     @Decoding()
     def record_ahead(self, counts: Sequence[int], *, seconds: float = math.inf) -> int:
         """Record the rounds that this cache's rows may have, with so many drafted tokens, while
         there are none: of every number of rows and slots, greedy and sampled, until memory is full
         or ``seconds`` are over. The shortest texts' come first.
-
-        Each runs once before, since kernels are loaded where they first run.
 
         Returns:
             Recordings that are kept.
@@ -142,9 +139,12 @@ class Rounds:
             if self.recordings.full or time.perf_counter() - began > seconds:
                 break
             if shape not in self.recordings:
-                self._round(shape)()
-                self._record(shape)
+                self._record(shape, has_run=False)
         return len(self.recordings)
+
+    def has_room(self, num_rows: int, num_slots: int) -> bool:
+        """Whether a decoder of so many rows and slots finds what is recorded here."""
+        return num_rows <= self.cache.num_rows and num_slots <= self.cache.num_slots
 
     def forget(self) -> None:
         """Hold nothing of any row; what the device holds, ``reset`` empties."""
@@ -160,24 +160,17 @@ class Rounds:
         """
         self.forget()
         cache = self.cache
-        if num_rows <= cache.num_rows and num_slots <= cache.num_slots:
+        if self.has_room(num_rows, num_slots):
             for row in range(cache.num_rows):
                 cache.release(row)
             self.seats.num_left.zero_()
             return
-        roomy = _roomy((cache.num_rows, cache.num_slots), (num_rows, num_slots))
+        kept = cache.num_rows, cache.num_slots
         self.recordings.clear()
         self._eos_ids = frozenset()
         del cache, self.cache, self.seats  # or there would have to be room for both caches
-        self._settle_in(self._new_cache(roomy, (num_rows, num_slots)))
-
-    def _new_cache(self, roomy: tuple[int, int], asked: tuple[int, int]) -> KVCache:
-        """Of so many rows and slots, or where memory has no room for that, of those asked for."""
-        try:
-            return self.stack.new_cache(num_rows=roomy[0], num_slots=roomy[1])
-        except RuntimeError:  # out of memory; a CPU has no kind of its own for it
-            pass  # out of here: the error holds what the first try has got
-        return self.stack.new_cache(num_rows=asked[0], num_slots=asked[1])
+        cache = roomy_cache(self.stack, kept, (num_rows, num_slots))
+        self._settle_in(Seats(cache), cache)
 
     def advance(self, rows: Sequence[Row], speculator: Speculator, *, ahead: bool) -> list[Landing]:
         """Launch what may be launched, and read the oldest round in flight.
@@ -291,7 +284,7 @@ class Rounds:
             shapes = (self._shape_for(k, rows) for k in more if k <= MOST_DRAFTED)
             instead = next((s for s in shapes if self.recordings.has(s)), None)
         if self.recordings.due(shape, waits=1 if instead is None else WAITS):
-            self._record(shape)
+            self._record(shape, has_run=instead is None)
         return instead if instead is not None and shape not in self.recordings else shape
 
     def _shape_for(self, num_draft_tokens: int, rows: Sequence[Row]) -> Shape:
@@ -323,17 +316,20 @@ class Rounds:
                 self.seats.most[at].fill_(choice.num_draft_tokens)
                 self._most[at] = choice.num_draft_tokens
 
-    def _record(self, shape: Shape) -> None:
+    def _record(self, shape: Shape, *, has_run: bool) -> None:
         """While no row takes part: a round of none changes nothing, however often it runs."""
         left = self.seats.num_left.clone()
         self.seats.num_left.zero_()
         try:
+            if not has_run:  # kernels are loaded where they first run, which no capture may do
+                self._round(shape)()
             self.recordings.prepare(shape, self._round(shape))
         finally:
             self.seats.num_left.copy_(left)
 
     def _round(self, shape: Shape) -> Callable[[], None]:
-        return lambda: self._function(shape, self.seats, self.cache)
+        function, seats, cache = self._function, self.seats, self.cache
+        return lambda: function(shape, seats, cache)  # as a graph: these, whatever comes later
 
     def _read(self, flight: Flight) -> list[Landing]:
         numbers = self._receive(flight)
@@ -361,6 +357,17 @@ class Rounds:
         return flight.numbers
 
 
+def roomy_cache(stack: PackedStack, kept: tuple[int, int], asked: tuple[int, int]) -> KVCache:
+    """An empty cache after one of ``kept`` rows and slots, for a decoder that needs those
+    ``asked``; with room for both, or where memory has none, as large as it has to be."""
+    roomy = _roomy(kept, asked)
+    try:
+        return stack.new_cache(num_rows=roomy[0], num_slots=roomy[1])
+    except RuntimeError:  # out of memory; a CPU has no kind of its own for it
+        pass  # out of here: the error holds what the first try has got
+    return stack.new_cache(num_rows=asked[0], num_slots=asked[1])
+
+
 def _roomy(kept: tuple[int, int], asked: tuple[int, int]) -> tuple[int, int]:
     """Rows and slots of the cache after one of ``kept``, for a decoder that needs those ``asked``.
 
@@ -379,100 +386,6 @@ def _doubled(first: int, last: int) -> list[int]:
     while found[-1] < last:
         found.append(min(2 * found[-1], last))
     return found
-
-
-def open_bench(
-    stack: DecoderStack, plan: DraftPlan | None, head: DraftHead | None = None
-) -> "tuple[Workbench | None, str]":
-    """What lets a stack's device run rounds by itself, or None; and one sentence for ``info``.
-
-    Args:
-        stack: that decodes.
-        plan: of the drafts.
-        head: over the draft vocabulary. What it learns from a row's own text stays on the host:
-            drafts on the device have the vocabulary alone.
-    """
-    if not isinstance(stack, PackedStack):
-        return None, "each pass is started by the host: the general stack needs it"
-    if stack.why_no_choice is not None:
-        return None, f"each pass is started by the host: {stack.why_no_choice}"
-    device, ids = stack.device, None if head is None else head.ids.int()
-    if device.type != "cuda":
-        bench = Workbench(stack, plan, RepeatingRecorder, vocab_ids=ids)
-        return bench, "whole rounds, by our kernels' definitions, each proven to need no host"
-    bench = Workbench(stack, plan, lambda: GraphRecorder(device), vocab_ids=ids)
-    return bench, "whole rounds as CUDA graphs, a round ahead of the host"
-
-
-class Workbench:
-    """Keeps what decoders of one model use in turn: a cache, and the rounds recorded over it.
-
-    Recording takes far longer than a round, so that a decoder's rounds outlive it; those of one
-    decoder are kept, and threads that decode at the same time have others.
-
-    Args:
-        stack, plan, vocab_ids: as for ``Rounds``.
-        make_recorder: called for each cache: recordings are made by one thread at a time.
-    """
-
-    def __init__(
-        self,
-        stack: PackedStack,
-        plan: DraftPlan | None,
-        make_recorder: Callable[[], Recorder],
-        *,
-        vocab_ids: Tensor | None = None,
-    ) -> None:
-        self._stack, self._plan, self._make_recorder = stack, plan, make_recorder
-        self._vocab_ids = vocab_ids
-        self._idle: Rounds | None = None
-        # A garbage collection may give rounds back in the middle of ``take`` or ``give_back``.
-        self._lock = threading.RLock()
-
-    def take(self, *, num_rows: int, num_slots: int) -> Rounds:
-        """Rounds over an empty cache of at least so many rows and slots."""
-        with self._lock:
-            rounds, self._idle = self._idle, None
-        if rounds is not None:
-            rounds.reset(num_rows, num_slots)
-            return rounds
-        return Rounds(
-            self._stack,
-            self._plan,
-            self._make_recorder(),
-            vocab_ids=self._vocab_ids,
-            num_rows=num_rows,
-            num_slots=num_slots,
-        )
-
-    def record_ahead(
-        self,
-        counts: Sequence[int],
-        *,
-        num_rows: int,
-        num_slots: int,
-        seconds: float = math.inf,
-        only_if_dear: bool = False,
-    ) -> int:
-        """Before there is a decoder: see ``Rounds.record_ahead``. One of as many rows and slots, or
-        fewer, finds all that it needs. Numbers of drafted tokens that need the host are left out.
-
-        Args:
-            only_if_dear: do nothing where a recording takes no longer than a round.
-        """
-        if only_if_dear and not self._make_recorder().patience:
-            return 0
-        rounds = self.take(num_rows=num_rows, num_slots=num_slots)
-        try:
-            return rounds.record_ahead([k for k in counts if k <= MOST_DRAFTED], seconds=seconds)
-        finally:
-            self.give_back(rounds)
-
-    def give_back(self, rounds: Rounds) -> None:
-        """Keep ``rounds`` for the next decoder; what it holds of this one's rows is let go."""
-        rounds.forget()
-        with self._lock:
-            self._idle = rounds
 
 
 def _why_not(row: Row) -> str:

@@ -54,6 +54,7 @@ ENGINE = [
     {"attempt", "seats", "verify"},
     {"device_round", "outcome", "speculation"},
     {"rounds"},
+    {"workbench"},
     {"decode"},
 ]
 

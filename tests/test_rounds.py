@@ -5,6 +5,7 @@ The definitions run them, and a CPU's recorder proves of each that it does not a
 
 import threading
 import weakref
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,16 +16,17 @@ from layerskip import SamplingParams, SelfSpeculativeLM
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
+from layerskip.device_round import DeviceRound
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.graphs import LIMIT_BYTES, RecordingError, RepeatingRecorder
 from layerskip.model import pack_model
 from layerskip.packed import PackedStack
-from layerskip.rounds import Workbench
 from layerskip.row import RowSpec
 from layerskip.sampling import Sampler
 from layerskip.seats import FIRST_SLOTS, MOST_DRAFTED, Ring
 from layerskip.stopping import Choice
 from layerskip.text import TextStream
+from layerskip.workbench import Workbench
 
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8)
 PROMPTS = [random_ids(n) for n in (9, 2, 17, 5)]
@@ -51,6 +53,12 @@ def spec(prompt, params=GREEDY, *, seed=5, limit=16, k=3, **more):
 def decoder_of(stack, bench=None, plan=EXIT, **more):
     drafter = EarlyExitDrafter(stack, plan) if plan is not None else None
     return Decoder(stack, drafter, plan, bench=bench, **{"num_rows": 4, "num_slots": 64} | more)
+
+
+def idle_of(bench):
+    """The only rounds that are kept."""
+    (rounds,) = bench._idle
+    return rounds
 
 
 def finish(decoder):
@@ -285,10 +293,26 @@ def test_no_round_that_was_recorded_meanwhile_is_learnt_from(stack, patience):
 
 @pytest.mark.parametrize(("kept", "runs_as", "times"), [(4, 4, 15), (5, 1, 2)])
 def test_a_recorded_round_of_a_few_more_runs_until_a_number_has_come_up_often(
-    stack, kept, runs_as, times
+    stack, kept, runs_as, times, monkeypatch
 ):
-    """Tokens and records are as if the host had done it. The first text asks once, at its end."""
-    bench = Workbench(stack, EXIT, lambda: RepeatingRecorder(2))
+    """Tokens and records are as if the host had done it. The first text asks once, at its end.
+    What is recorded has run before, elsewhere or for this: kernels are loaded where they run."""
+    done, call = [], DeviceRound.__call__
+
+    def calling(function, shape, *others):
+        done.append(shape)
+        call(function, shape, *others)
+
+    class Recorder(RepeatingRecorder):
+        def record(self, function):
+            before = Counter(done)
+            recording = super().record(function)
+            (shape,) = (Counter(done) - before).keys()
+            assert before[shape] > 0
+            return recording
+
+    monkeypatch.setattr(DeviceRound, "__call__", calling)
+    bench = Workbench(stack, EXIT, lambda: Recorder(2))
     decoder = decoder_of(stack, bench, controller=Scripted(kept), num_slots=128)
     (before,) = decode(decoder, spec(PROMPTS[0], k="auto", limit=30))
     decoder.leave(before.id)
@@ -345,7 +369,7 @@ def test_a_row_that_finds_no_room_leaves_the_others_theirs(stack, monkeypatch):
     decoder.step()
     before, move = decoder.cache, decoder.rounds.move
 
-    def no_room(cache):
+    def no_room(cache, recordings):
         raise MemoryError("none is left")
 
     monkeypatch.setattr(decoder.rounds, "move", no_room)
@@ -601,8 +625,8 @@ def test_rounds_are_recorded_ahead_for_every_context(stack):
     bench = Workbench(stack, EXIT, RepeatingRecorder)
     slots = 2 * FIRST_SLOTS + 10
     assert bench.record_ahead([2], num_rows=1, num_slots=slots) == 3 * 2
-    shapes = {(shape.num_slots, shape.sampled) for shape in bench._idle.recordings._kept}
-    sizes = (FIRST_SLOTS, 2 * FIRST_SLOTS, bench._idle.cache.num_slots)
+    shapes = {(shape.num_slots, shape.sampled) for shape in idle_of(bench).recordings._kept}
+    sizes = (FIRST_SLOTS, 2 * FIRST_SLOTS, idle_of(bench).cache.num_slots)
     assert sizes[-1] >= slots
     assert shapes == {(n, sampled) for n in sizes for sampled in (False, True)}
     assert bench.record_ahead([MOST_DRAFTED + 1], num_rows=1, num_slots=slots) == 3 * 2
@@ -621,7 +645,7 @@ def test_rounds_recorded_ahead_end_where_memory_does(stack):
     """The first ones are kept, plain rounds among them, and requests drop none of them."""
     bench = Workbench(stack, EXIT, Large)
     assert bench.record_ahead(range(8), num_rows=1, num_slots=64) == 5
-    kept = dict(bench._idle.recordings._kept)
+    kept = dict(idle_of(bench).recordings._kept)
     assert [shape.num_draft_tokens for shape in kept] == [0, 0, 1, 1, 2]
     decoder = decoder_of(stack, bench, num_rows=1)
     decode(decoder, spec(PROMPTS[0], limit=6))
@@ -650,11 +674,11 @@ def test_the_library_records_what_its_requests_will_need(tokenizer, settings, co
     pack_model(model)
     lm = SelfSpeculativeLM(model, tokenizer, **{"plan": EXIT} | settings, packed=True)
     assert lm.warm_up(num_slots=40) == 2 * len(counts)
-    assert {shape.num_draft_tokens for shape in lm._bench._idle.recordings._kept} == counts
+    assert {shape.num_draft_tokens for shape in idle_of(lm._bench).recordings._kept} == counts
     assert (lm._controller is not None) == (settings["num_draft_tokens"] == "auto")
-    made = len(lm._bench._idle.recordings)
+    made = len(idle_of(lm._bench).recordings)
     lm.generate("a", max_new_tokens=20, sampling=SAMPLED)
-    assert len(lm._bench._idle.recordings) == made
+    assert len(idle_of(lm._bench).recordings) == made
 
 
 @pytest.mark.parametrize(("patience", "made"), [(2, 16), (0, 0)])
@@ -674,16 +698,116 @@ def test_a_controller_comes_with_recordings_where_they_are_dear(
 
     lm._bench._make_recorder = make_recorder
     _ = lm.controller
-    idle = lm._bench._idle
-    assert (idle is not None) == bool(made)
+    assert len(lm._bench._idle) == bool(made)
     if made:
+        idle = idle_of(lm._bench)
         sizes = len({shape.num_slots for shape in idle.recordings._kept})
         assert len(idle.recordings) == made * sizes
         assert {shape.num_draft_tokens for shape in idle.recordings._kept} == set(range(8))
         for sampling in (GREEDY, SAMPLED):
             lm.generate("a", max_new_tokens=20, sampling=sampling)
         assert len(idle.recordings) == made * sizes
-        assert lm._bench._idle is idle
+        assert idle_of(lm._bench) is idle
+
+
+def automatic_lm(tokenizer, monkeypatch):
+    """Of a packed model whose recordings are as dear as graphs."""
+    monkeypatch.setattr("layerskip.api.RECORDING_SECONDS", float("inf"))
+    monkeypatch.setattr("layerskip.api.RECORDED_SLOTS", 60)
+    model = make_model()
+    pack_model(model)
+    lm = SelfSpeculativeLM(model, tokenizer, plan=EXIT, num_draft_tokens="auto", packed=True)
+    lm._bench._make_recorder = lambda: RepeatingRecorder(patience=2)
+    return lm
+
+
+def opened(lm):
+    batch = lm.open_batch(max_new_tokens=20)
+    batch.add("a")
+    return batch
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        lambda lm: lm.generate("a", max_new_tokens=20),
+        lambda lm: list(lm.stream("a", max_new_tokens=20)),
+        opened,
+    ],
+    ids=["generate", "stream", "open_batch"],
+)
+def test_a_first_request_finds_what_its_own_controller_recorded(tokenizer, monkeypatch, first):
+    lm = automatic_lm(tokenizer, monkeypatch)
+    assert lm._controller is None
+    held = first(lm)
+    if not lm._bench._idle:
+        assert len(held._rows.rounds.recordings) == 16
+    else:
+        assert len(idle_of(lm._bench).recordings) == 16
+
+
+def test_a_batch_leaves_single_texts_their_recordings(tokenizer, monkeypatch):
+    """One that is known to have many rows has a cache of its own, one whose rows come later leaves
+    the small one behind; and the next of them finds what the first recorded."""
+    lm = automatic_lm(tokenizer, monkeypatch)
+    single = lm.generate("a", max_new_tokens=20).token_ids
+    small = idle_of(lm._bench)
+    kept = dict(small.recordings._kept)
+    assert len(kept) == 16
+    lm.generate(["a", "b", "c"], max_new_tokens=20)
+    assert small in lm._bench._idle
+    assert small.recordings._kept == kept
+    assert sorted(r.cache.num_rows for r in lm._bench._idle) == [1, 3]
+
+    other = automatic_lm(tokenizer, monkeypatch)
+    texts = []
+    for _ in range(2):
+        batch = other.open_batch(max_new_tokens=20)
+        rows = [batch.add(prompt) for prompt in ("a", "b", "c")]
+        while batch.unfinished:
+            batch.step()
+        texts.append([batch.remove(row).token_ids for row in rows])
+        del batch
+    assert texts[0] == texts[1]
+    assert texts[0][0] == single
+    small, large = sorted(other._bench._idle, key=lambda r: r.cache.num_rows)
+    assert (small.cache.num_rows, large.cache.num_rows) == (1, 4)
+    assert small.recordings._kept.keys() == kept.keys()
+    assert len(large.recordings) > 0
+    made = len(large.recordings)
+    assert other.generate("a", max_new_tokens=20).token_ids == single
+    assert small.recordings._kept.keys() == kept.keys()
+    assert len(large.recordings) == made
+
+
+def test_what_is_left_behind_forgets_whose_text_ended_where(stack, text):
+    """Rounds recorded over the small cache end later rows by those rows' own ids."""
+    bench = Workbench(stack, EXIT, RepeatingRecorder)
+    decoder = decoder_of(stack, bench, num_rows=1)
+    eos_ids = frozenset({text[7]})
+    first = decoder.join(spec(PROMPTS[0], eos_ids=eos_ids))
+    for _ in range(2):
+        decoder.step()
+    decoder.join(spec(PROMPTS[1], eos_ids=eos_ids))
+    assert idle_of(bench).cache.num_rows == 1
+    finish(decoder)
+    assert first.token_ids == text[: text.index(text[7]) + 1]
+    assert decode(decoder_of(stack, bench, num_rows=1), spec(PROMPTS[0]))[0].token_ids == text
+
+
+def test_a_kept_cache_goes_where_memory_has_no_room_beside_it(stack, text, monkeypatch):
+    bench = Workbench(stack, EXIT, RepeatingRecorder)
+    bench.record_ahead([0], num_rows=1, num_slots=64)
+    kept, new_cache = weakref.ref(idle_of(bench).cache), stack.new_cache
+
+    def limited(*, num_rows, num_slots):
+        if kept() is not None:
+            raise RuntimeError("CUDA out of memory")
+        return new_cache(num_rows=num_rows, num_slots=num_slots)
+
+    monkeypatch.setattr(stack, "new_cache", limited)
+    assert bench.take(num_rows=2, num_slots=64).cache.num_rows == 2
+    assert bench._idle == []
 
 
 def test_a_controller_that_finds_no_memory_for_recordings_decides_without(tokenizer, caplog):
@@ -706,7 +830,7 @@ def test_recording_ahead_ends_with_its_seconds(stack):
     asked = {"num_rows": 1, "num_slots": 2 * FIRST_SLOTS}
     assert bench.record_ahead([0, 2], **asked, seconds=0.0) <= 1
     assert bench.record_ahead([0, 2], **asked) == 8
-    kept = [(shape.num_slots, shape.num_draft_tokens) for shape in bench._idle.recordings._kept]
+    kept = [(shape.num_slots, shape.num_draft_tokens) for shape in idle_of(bench).recordings._kept]
     sizes = sorted({size for size, _ in kept})
     assert kept == [(size, k) for size in sizes for k in (0, 0, 2, 2)]
 
@@ -789,7 +913,7 @@ def test_a_garbage_collection_may_give_rounds_back_while_others_are_taken(stack)
     thread.start()
     thread.join(timeout=1)
     assert not thread.is_alive()
-    assert bench._idle is rounds
+    assert idle_of(bench) is rounds
 
 
 def test_rounds_run_without_recordings_too(stack, text):
@@ -826,7 +950,7 @@ def test_the_library_lets_a_packed_model_run_by_itself(tokenizer):
         for one, other in zip(*outputs, strict=True):
             assert (one.text, one.token_ids) == (other.text, other.token_ids)
             assert without_times(one.rounds) == without_times(other.rounds)
-    assert len(packed._bench._idle.recordings) > 0
+    assert len(idle_of(packed._bench).recordings) > 0
 
 
 @pytest.mark.parametrize("packed", [True, False])

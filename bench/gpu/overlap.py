@@ -19,7 +19,7 @@ from gpu.lab import Lab, label
 from gpu.models import Loaded
 from gpu.moved import round_bytes
 from gpu.timing import GREEDY, decode, in_turns
-from layerskip.rounds import open_bench
+from layerskip.workbench import open_bench
 
 CHAIN = 64  # small kernels one after another
 WIDTH = 64  # of each

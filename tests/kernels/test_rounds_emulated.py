@@ -11,9 +11,9 @@ from layerskip.drafting import EarlyExitDrafter
 from layerskip.graphs import PATIENCE, GraphRecorder, RepeatingRecorder
 from layerskip.packed import Noise
 from layerskip.recorded_passes import RecordedPasses
-from layerskip.rounds import Workbench
 from layerskip.row import RowSpec
 from layerskip.sampling import Sampler
+from layerskip.workbench import Workbench
 
 PLAN = DraftPlan.exiting(num_layers=NUM_LAYERS, exit_layer=2)
 PROMPTS = [[5, 400, 17, 3, 77, 250], [9, 8], list(range(100, 121)), [31]]

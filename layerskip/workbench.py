@@ -1,0 +1,165 @@
+"""What a model's decoders have in turn: caches, and the rounds recorded over them."""
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from layerskip.cache import KVCache
+from layerskip.draft_head import DraftHead
+from layerskip.graphs import GraphRecorder, Recorder, Recordings, RepeatingRecorder
+from layerskip.model import DecoderStack
+from layerskip.packed import PackedStack
+from layerskip.plan import DraftPlan
+from layerskip.rounds import Rounds, roomy_cache
+from layerskip.seats import MOST_DRAFTED, Seats
+
+KEPT = 2  # of those that nobody decodes with
+
+
+def open_bench(
+    stack: DecoderStack, plan: DraftPlan | None, head: DraftHead | None = None
+) -> "tuple[Workbench | None, str]":
+    """What lets a stack's device run rounds by itself, or None; and one sentence for ``info``.
+
+    Args:
+        stack: that decodes.
+        plan: of the drafts.
+        head: over the draft vocabulary. What it learns from a row's own text stays on the host:
+            drafts on the device have the vocabulary alone.
+    """
+    if not isinstance(stack, PackedStack):
+        return None, "each pass is started by the host: the general stack needs it"
+    if stack.why_no_choice is not None:
+        return None, f"each pass is started by the host: {stack.why_no_choice}"
+    device, ids = stack.device, None if head is None else head.ids.int()
+    if device.type != "cuda":
+        bench = Workbench(stack, plan, RepeatingRecorder, vocab_ids=ids)
+        return bench, "whole rounds, by our kernels' definitions, each proven to need no host"
+    bench = Workbench(stack, plan, lambda: GraphRecorder(device), vocab_ids=ids)
+    return bench, "whole rounds as CUDA graphs, a round ahead of the host"
+
+
+class Workbench:
+    """Keeps what decoders of one model use in turn: a cache, and the rounds recorded over it.
+
+    Recording takes far longer than a round, so that a decoder's rounds outlive it. Those of two
+    decoders are kept, or what was recorded for single texts would be lost to the first batch and
+    recorded again after it; a cache with nothing recorded over it goes for the next one. Threads
+    that decode at the same time have others.
+
+    Args:
+        stack, plan, vocab_ids: as for ``Rounds``.
+        make_recorder: called for each cache: recordings are made by one thread at a time.
+    """
+
+    def __init__(
+        self,
+        stack: PackedStack,
+        plan: DraftPlan | None,
+        make_recorder: Callable[[], Recorder],
+        *,
+        vocab_ids: Tensor | None = None,
+    ) -> None:
+        self._stack, self._plan, self._make_recorder = stack, plan, make_recorder
+        self._vocab_ids = vocab_ids
+        self._idle: list[Rounds] = []
+        # A garbage collection may give rounds back in the middle of ``take`` or ``give_back``.
+        self._lock = threading.RLock()
+
+    def take(self, *, num_rows: int, num_slots: int, grows: bool = False) -> Rounds:
+        """Rounds over an empty cache of at least so many rows and slots.
+
+        Args:
+            grows: whether more rows may come: then of those kept that have room the largest.
+        """
+        asked = num_rows, num_slots
+        if (rounds := self._chosen(asked, grows=grows)) is not None:
+            rounds.reset(*asked)
+            return rounds
+        return self._over(self._new_cache(asked))
+
+    def _chosen(self, asked: tuple[int, int], *, grows: bool) -> Rounds | None:
+        """Of those kept, not kept any more: one with room, or one to be made larger; None where
+        all are worth keeping, and another is."""
+        with self._lock:
+            fitting = [r for r in self._idle if r.has_room(*asked)]
+            best = max if grows else min
+            rounds = best(fitting, key=lambda r: r.cache.nbytes, default=None)
+            if rounds is None and self._idle:
+                least = min(self._idle, key=lambda r: len(r.recordings))
+                if len(self._idle) == KEPT or not len(least.recordings):
+                    rounds = least
+            if rounds is not None:
+                self._idle.remove(rounds)
+        return rounds
+
+    def _new_cache(self, asked: tuple[int, int]) -> KVCache:
+        """Beside those that are kept, or where memory has no room for that, in their place."""
+        with self._lock:
+            sizes = [(r.cache.num_rows, r.cache.num_slots) for r in self._idle]
+        try:
+            return roomy_cache(self._stack, sizes[-1] if sizes else asked, asked)
+        except RuntimeError:
+            with self._lock:
+                if not self._idle:
+                    raise
+                self._idle.clear()
+        return self._stack.new_cache(num_rows=asked[0], num_slots=asked[1])
+
+    def _over(
+        self, cache: KVCache, recordings: Recordings | None = None, seats: Seats | None = None
+    ) -> Rounds:
+        if recordings is None:
+            recordings = Recordings(self._make_recorder())
+        return Rounds(
+            self._stack,
+            self._plan,
+            recordings,
+            cache=cache,
+            seats=seats,
+            vocab_ids=self._vocab_ids,
+        )
+
+    def move(self, rounds: Rounds, cache: KVCache) -> None:
+        """Let a decoder's rounds go on over a larger cache that holds what theirs holds. What was
+        recorded over that one is kept for decoders that need no more room."""
+        before = rounds.cache, rounds.recordings, rounds.seats
+        if not len(rounds.recordings):
+            rounds.move(cache, rounds.recordings)
+            rounds.recordings.clear()
+            return
+        rounds.move(cache, Recordings(self._make_recorder()))
+        self.give_back(self._over(*before))
+
+    def record_ahead(
+        self,
+        counts: Sequence[int],
+        *,
+        num_rows: int,
+        num_slots: int,
+        seconds: float = math.inf,
+        only_if_dear: bool = False,
+    ) -> int:
+        """Before there is a decoder: see ``Rounds.record_ahead``. One of as many rows and slots, or
+        fewer, finds all that it needs. Numbers of drafted tokens that need the host are left out.
+
+        Args:
+            only_if_dear: do nothing where a recording takes no longer than a round.
+        """
+        if only_if_dear and not self._make_recorder().patience:
+            return 0
+        rounds = self.take(num_rows=num_rows, num_slots=num_slots)
+        try:
+            return rounds.record_ahead([k for k in counts if k <= MOST_DRAFTED], seconds=seconds)
+        finally:
+            self.give_back(rounds)
+
+    def give_back(self, rounds: Rounds) -> None:
+        """Keep ``rounds`` for other decoders; what it holds of this one's rows is let go."""
+        rounds.forget()
+        with self._lock:
+            # Those with the most recordings; of as many the newest. One without any is enough.
+            best = sorted([*self._idle, rounds], key=lambda r: len(r.recordings))[-KEPT:]
+            self._idle = best if len(best[-1].recordings) else best[-1:]
