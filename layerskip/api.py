@@ -26,6 +26,7 @@ from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
 from layerskip.exit_adapter import ExitAdapter
+from layerskip.fingerprint import RECORDED
 from layerskip.grammar_xgrammar import XGrammarBackend
 from layerskip.loading import check_exit, check_plan_depth, eos_ids_of, load_parts
 from layerskip.lookup import LookupStore
@@ -43,7 +44,7 @@ from layerskip.params import (
 )
 from layerskip.plan import DraftPlan, PlanFile
 from layerskip.policy import Policy
-from layerskip.profiling import fitting_cost, warn_of_another_checkpoint
+from layerskip.profiling import fitting_cost, measure_cost, warn_of_another_checkpoint
 from layerskip.request import RowSettings, as_grammar, seeded, stops_of
 from layerskip.sampling import Processor
 from layerskip.vocabulary import CoverageMeter
@@ -279,8 +280,9 @@ class SelfSpeculativeLM:
     @property
     def controller(self) -> Controller:
         """What decides for ``num_draft_tokens="auto"``; made, and passes proven and measured, when
-        first asked for. On a GPU rounds of one sequence are recorded then, too, for half a second
-        at most: a first text would wait longer for them than it takes."""
+        first asked for. On a GPU passes are measured as the host starts them, too, for requests
+        that need it, and rounds of one sequence are recorded, half a second each at most: a first
+        text would wait longer for them than it takes."""
         with self._lock:
             if self._controller is None:
                 self.stack.pass_sizes.prove_ahead(PROOF_SECONDS)
@@ -291,7 +293,18 @@ class SelfSpeculativeLM:
                     draft_vocabulary=self._known.draft_vocabulary,
                     head=self._head,
                 )
-                self._controller = Controller(cost, self._known.acceptance, self._known.calibration)
+                controller = Controller(cost, self._known.acceptance, self._known.calibration)
+                if cost.key.get("passes") == RECORDED:  # some rounds need the host all the same
+                    by_host = measure_cost(
+                        self.stack,
+                        self.plan,
+                        draft_vocabulary=self._known.draft_vocabulary,
+                        head=self._head,
+                        quick=True,
+                        by_host=True,
+                    )
+                    controller.by_host = controller.beside(by_host)
+                self._controller = controller
                 self._record_ahead()
             return self._controller
 

@@ -44,6 +44,10 @@ class Controller:
         prior: acceptance by position, measured when the plan was chosen; empty: unknown.
         calibration: of "greedy" and "sampled" drafts, as of a ``PlanFile``; None: unknown.
         follows_clock: whether measured seconds correct the table while decoding.
+
+    Attributes:
+        by_host: decides for rounds that the host drives, where the device runs others by itself,
+            whose passes take less; None: this one does.
     """
 
     def __init__(
@@ -55,11 +59,18 @@ class Controller:
         follows_clock: bool = True,
     ) -> None:
         self.cost, self.times = cost, PassTimes(cost, follows_clock=follows_clock)
-        self._prior = tuple(prior) or (DEFAULT_ACCEPTANCE,)
+        self._prior, self._follows_clock = tuple(prior) or (DEFAULT_ACCEPTANCE,), follows_clock
         self._calibration = dict(calibration or {})
         self._experiences: dict[str, Experience] = {}
         self._guesses: dict[tuple[int, int], int] = {}  # of so many rows, at such contexts
         self._paces: tuple[object, dict[tuple[int, int, bool], Pace]] = (None, {})
+        self.by_host: Controller | None = None
+
+    def beside(self, cost: CostTable) -> "Controller":
+        """Another one for passes of such costs. What is known of requests is both's."""
+        other = Controller(cost, self._prior, self._calibration, follows_clock=self._follows_clock)
+        other._experiences = self._experiences
+        return other
 
     def row(self, kind: str, limit: int = STAKE_TOKENS, *, greedy: bool = False) -> RowState:
         """State of a new request of at most ``limit`` tokens.

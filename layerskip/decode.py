@@ -169,7 +169,8 @@ class Decoder:
             self.speculator.began(row)
         else:
             num_matches = outcome.judged.verdict.num_matches
-            self.speculator.observe(row, outcome.attempt, emission.token_ids, num_matches)
+            told = row, outcome.attempt, emission.token_ids, num_matches
+            self.speculator.observe(*told, by_host=outcome.landing is None)
         if outcome.landing is not None and self.rounds is not None:
             self.rounds.settle(outcome.landing)
         if row.spec.sink is not None:

@@ -69,6 +69,7 @@ def measure_cost(
     head: DraftHead | None = None,
     seconds: float = 20.0,
     quick: bool = False,
+    by_host: bool = False,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> CostTable:
     """Time bare passes over a grid of rows and contexts, in interleaved sweeps.
@@ -86,6 +87,7 @@ def measure_cost(
         head: the draft's, over its vocabulary; None: the model's own.
         seconds: upper bound, unless the few passes that a table needs at least take longer.
         quick: a coarse table in less than a second, or from a handful of passes.
+        by_host: time passes as the host starts them, also where the device would run rounds.
         on_progress: called with the share done, 0 to 1.
 
     Returns:
@@ -106,8 +108,10 @@ def measure_cost(
         quick=quick,
         on_progress=on_progress,
     )
+    if by_host:
+        key["passes"] = BY_HOST
     try:
-        grid, sweeps = sweep(_passes(*asked), began)
+        grid, sweeps = sweep(Passes(*asked) if by_host else _passes(*asked), began)
     except RecordingError as error:
         logger.warning("passes are timed as the host starts them: %s", str(error))
         key["passes"] = BY_HOST
@@ -177,7 +181,7 @@ def _passes(
     stack: DecoderStack, plan: DraftPlan | None, head: DraftHead | None, largest: tuple[int, int]
 ) -> Passes:
     """As most rounds will run them. Those that the host drives all the same, for a grammar or
-    log-probabilities, take longer than recorded passes, drafts and verify alike."""
+    log-probabilities, take longer than recorded passes: they have a table of their own."""
     if isinstance(stack, PackedStack) and prices_recorded(stack, plan):
         return RecordedPasses(stack, plan, head, largest, GraphRecorder(stack.device))
     return Passes(stack, plan, head, largest)

@@ -25,7 +25,8 @@ class Speculator:
 
     Args:
         drafter: early exit; None looks up or decodes plainly.
-        controller: decides for rows that ask for "auto"; without one, they decode plainly.
+        controller: decides for rows that ask for "auto"; without one, they decode plainly. Rounds
+            that the host drives have its ``by_host``, if there is one.
         looks_up: whether tokens are looked up in a row's own prompt and output.
         store: and in what earlier requests left there.
         free_rows: rows of a pass that cost no more than one, where no controller knows.
@@ -69,7 +70,7 @@ class Speculator:
             guesses = [guess_for(row, self.store, looks_up=self.looks_up) for row in rows]
         if (rest := self._at_rest(rows, guesses)) is not None:
             return [(choice, NO_GUESS) for choice in rest]
-        return list(zip(self._choices(rows, guesses), guesses, strict=True))
+        return list(zip(self._choices(rows, guesses, self._by_host), guesses, strict=True))
 
     def attempt(
         self, rows: Sequence[Row], decided: Sequence[tuple[Choice, Guess]], cache: KVCache
@@ -102,7 +103,8 @@ class Speculator:
         """For rounds whose drafts have their length before they begin, and are early exits: each
         row's choice, and how many tokens it would draft if its limit were far."""
         counted = []
-        for row, choice in zip(rows, self._choices(rows, [NO_GUESS] * len(rows)), strict=True):
+        choices = self._choices(rows, [NO_GUESS] * len(rows), self.controller)
+        for row, choice in zip(rows, choices, strict=True):
             wanted = row.spec.num_draft_tokens
             most = 0 if wanted == AUTO else most_draft_tokens(wanted)
             most = min(most, row.spec.max_draft_tokens) if self.drafter is not None else 0
@@ -128,13 +130,21 @@ class Speculator:
 
     def _at_rest(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> list[Choice] | None:
         states = [row.state for row in rows if row.state is not None]
-        if self.controller is None or len(states) < len(rows):
+        if self._by_host is None or len(states) < len(rows):
             return None
         # Not in a list: where the first row drafts, no other's is asked for.
         found = (lookup_confidence(g.match_length, g.stored) if g.tokens else 0.0 for g in guesses)
-        return self.controller.at_rest(states, found)
+        return self._by_host.at_rest(states, found)
 
-    def _choices(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> list[Choice]:
+    @property
+    def _by_host(self) -> Controller | None:
+        """Decides for rounds that the host drives."""
+        known = self.controller
+        return known if known is None or known.by_host is None else known.by_host
+
+    def _choices(
+        self, rows: Sequence[Row], guesses: Sequence[Guess], controller: Controller | None
+    ) -> list[Choice]:
         choices: dict[int, Choice] = {}
         asks: dict[int, Ask] = {}
         for i, (row, guess) in enumerate(zip(rows, guesses, strict=True)):
@@ -146,8 +156,8 @@ class Speculator:
                     row.state, row.length, room(row), count, guess.match_length, guess.stored
                 )
         if asks:
-            assert self.controller is not None
-            chosen = self.controller.choose(
+            assert controller is not None
+            chosen = controller.choose(
                 list(asks.values()),
                 drafts=self.drafter is not None,
                 fixed=[c.num_draft_tokens for c in choices.values()],
@@ -171,15 +181,15 @@ class Speculator:
         """Looked-up or forced tokens that each row brings into a draft pass."""
         if not guessing or not drafting:
             return 0
-        if self.controller is not None:
-            return self.controller.guesses(drafting, context)
+        if self._by_host is not None:
+            return self._by_host.guesses(drafting, context)
         return max(0, self.free_rows // drafting - 1)
 
     def _stopper(
         self, row: Row, choice: Choice, ahead: Lookahead | None, *, alone: bool
     ) -> Stopper | None:
         state, sampler = row.state, row.spec.sampler
-        if state is None or choice.source != "early_exit" or self.controller is None:
+        if state is None or choice.source != "early_exit" or self._by_host is None:
             return None
         # A looked-up token behind a draft has no distribution that it was drawn from.
         compared = sampler.is_argmax or sampler.verification == "coupled"
@@ -191,7 +201,7 @@ class Speculator:
             most = min(most, len(found.tokens))
             return state.lookup_survivals(found.match_length, found.stored, most)
 
-        drawing = self.controller.times.drawing(greedy=state.greedy)
+        drawing = self._by_host.times.drawing(greedy=state.greedy)
         return Stopper(state, choice, behind=behind, drawing=drawing)
 
     def _request(
@@ -263,11 +273,13 @@ class Speculator:
             r.num_draft_tokens for r, s in zip(requests, stoppers, strict=True) if s is None
         )
 
+        controller = self._by_host
+
         def going_on(places: Sequence[int]) -> Collection[int]:
             asking = [(i, s) for i in places if (s := stoppers[i]) is not None]
-            if not asking or self.controller is None:
+            if not asking or controller is None:
                 return places
-            going = self.controller.going_on(
+            going = controller.going_on(
                 [s for _, s in asking],
                 context,
                 rows=len(choices),
@@ -298,13 +310,14 @@ class Speculator:
         Beside one of recorded passes it would look as if the machine were slow, and rounds that the
         device runs by itself, which come and go with the requests, as if drafts were cheap.
         """
-        if self.controller is None or self.controller.cost.key.get("passes") == RECORDED:
+        controller = self._by_host
+        if controller is None or controller.cost.key.get("passes") == RECORDED:
             return
-        if not self.controller.times.due(drafted=any(a.draft.tokens for a in attempts)):
+        if not controller.times.due(drafted=any(a.draft.tokens for a in attempts)):
             return
-        expected = expected_seconds(attempts, self.controller.times)
+        expected = expected_seconds(attempts, controller.times)
         size = num_tokens(attempts), len(attempts)
-        self.controller.times.observe_phases(draft_seconds, verify_seconds, *expected, *size)
+        controller.times.observe_phases(draft_seconds, verify_seconds, *expected, *size)
 
     def observe_round_seconds(
         self, attempts: Sequence[Attempt], seconds: float, *, learns: bool = True
@@ -340,24 +353,34 @@ class Speculator:
         if row.finish_reason is not None and self.store is not None:
             self.store.add(row.context)
 
-    def observe(self, row: Row, attempt: Attempt, emitted: Sequence[int], num_matches: int) -> None:
+    def observe(
+        self,
+        row: Row,
+        attempt: Attempt,
+        emitted: Sequence[int],
+        num_matches: int,
+        *,
+        by_host: bool = True,
+    ) -> None:
         """What became of a row's draft; the row has ``emitted`` already.
 
         Args:
             num_matches: drafted tokens that verification confirmed, before any cut.
+            by_host: whether the host drove the round; else the device ran it by itself.
         """
         if row.index is not None:
             row.index.extend(emitted)
         if self._base is not None:
             row.own_ids |= frozenset(emitted) - self._kept
         self._ended(row)
-        if row.state is None or self.controller is None:
+        controller = self._by_host if by_host else self.controller
+        if row.state is None or controller is None:
             return
         guess = attempt.guess
         if guess.tokens:
             right = judged(guess.tokens, emitted)
             row.state.add_lookup(guess.match_length, right, stored=guess.stored)
-        learn(self.controller, row.state, attempt, row.length, emitted, num_matches)
+        learn(controller, row.state, attempt, row.length, emitted, num_matches)
         if row.finish_reason is not None:
             row.state.end(len(row.token_ids))
 

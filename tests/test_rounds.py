@@ -21,6 +21,7 @@ from layerskip.drafting import EarlyExitDrafter
 from layerskip.graphs import LIMIT_BYTES, RecordingError, RepeatingRecorder
 from layerskip.model import pack_model
 from layerskip.packed import PackedStack
+from layerskip.recorded_passes import RecordedPasses
 from layerskip.row import RowSpec
 from layerskip.sampling import Sampler
 from layerskip.seats import FIRST_SLOTS, MOST_DRAFTED, Ring
@@ -267,6 +268,34 @@ def test_rounds_that_the_host_drives_teach_no_prices_of_recorded_passes(stack, b
         )
         teaches = driver == "observe_round" or passes == "started by the host"
         assert set(seen) == ({driver} if teaches else set())
+
+
+@pytest.mark.parametrize(
+    ("settings", "driver"),
+    [
+        ({}, "device"),
+        ({"logprobs": 2}, "host"),
+        ({"params": SamplingParams(temperature=0.8, top_p=0.9)}, "host"),
+    ],
+)
+def test_rounds_that_the_host_drives_are_decided_and_learnt_from_at_its_own_prices(
+    stack, bench, settings, driver
+):
+    device, host = Scripted(3), Scripted(2)
+    device.by_host, seen = host, []
+    device.cost = replace(device.cost, key={"passes": "recorded"})
+    for name, one in (("device", device), ("host", host)):
+        for clock in ("observe_phases", "observe_round"):
+            told = lambda *_, name=name, clock=clock: seen.append((name, clock))  # noqa: E731
+            setattr(one.times, clock, told)
+        one.observe_draft = lambda *_, name=name, **__: seen.append((name, "draft"))
+    (row,) = decode(
+        decoder_of(stack, bench, controller=device), spec(PROMPTS[0], k="auto", **settings)
+    )
+    clock = {"device": "observe_round", "host": "observe_phases"}[driver]
+    assert set(seen) == {(driver, clock), (driver, "draft")}
+    assert max(r.num_draft_tokens for r in row.rounds) == {"device": 3, "host": 2}[driver]
+    assert {"device": host, "host": device}[driver].asked == 0
 
 
 @pytest.mark.parametrize("patience", [0, 2])
@@ -744,6 +773,29 @@ def test_a_first_request_finds_what_its_own_controller_recorded(tokenizer, monke
         assert len(held._rows.rounds.recordings) == 16
     else:
         assert len(idle_of(lm._bench).recordings) == 16
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_prices_of_rounds_that_the_host_drives_come_with_those_of_recorded_ones(
+    tokenizer, monkeypatch, recorded
+):
+    """Of one model, so that what is known of requests is the same."""
+    monkeypatch.setattr(PackedStack, "runs_rounds", recorded)
+    passes = lambda *asked: RecordedPasses(*asked, RepeatingRecorder())  # noqa: E731
+    if recorded:
+        monkeypatch.setattr("layerskip.profiling._passes", passes)
+    lm = automatic_lm(tokenizer, monkeypatch)
+    by_host = lm.controller.by_host
+    if not recorded:
+        assert by_host is None
+        assert lm.controller.cost.key["passes"] == "started by the host"
+        return
+    assert lm.controller.cost.key["passes"] == "recorded"
+    assert by_host.cost.key["passes"] == "started by the host"
+    assert lm.controller.cost.sampling == 0.0 < by_host.cost.sampling
+    lm.generate("a", max_new_tokens=12, sampling=SamplingParams(temperature=0.8, top_k=9))
+    lm.generate("a", max_new_tokens=12, sampling=SAMPLED)
+    assert lm.controller.row("coupled").shared is by_host.row("coupled").shared
 
 
 def test_a_batch_leaves_single_texts_their_recordings(tokenizer, monkeypatch):
