@@ -86,7 +86,7 @@ gpu-check:  ## on a machine with a GPU: bits, errors and bandwidth of every kern
 	@$(HAS_TORCH)
 	@$(GPU_PYTHON) bench/gpu_check.py $(ARGS)
 
-gpu-bench:  ## on a machine with a GPU: speed of decoding, ARGS="--sections plain,rounds"
+gpu-bench:  ## on a machine with a GPU: speed of decoding, 9 minutes; ARGS="--sections plain,rounds"
 	@$(HAS_TORCH)
 	@$(GPU_PYTHON) bench/gpu_bench.py $(ARGS)
 

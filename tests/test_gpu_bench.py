@@ -44,7 +44,9 @@ def loaded():
 def record(tmp_path_factory):
     """Every section, once."""
     folder = tmp_path_factory.mktemp("record")
-    status = gpu_bench.main([*TOY, "--out", str(folder), "--commit", "abc"])
+    # So long that the time of no toy's section runs out.
+    options = ["--total", "36000", "--out", str(folder), "--commit", "abc"]
+    status = gpu_bench.main([*TOY, *options])
     (file,) = folder.glob("*-decoding.json")
     assert status == 0
     return json.loads(file.read_text(encoding="utf-8"))
@@ -248,12 +250,93 @@ def test_a_turn_that_time_cuts_short_does_not_count(monkeypatch):
     assert none.median("a") != none.median("a")
 
 
+def test_what_needs_no_warming_up_is_not_and_what_needs_more_has_it():
+    ran = []
+    kinds = {kind: lambda kind=kind: ran.append(kind) or 1.0 for kind in "abc"}
+    turns = timing.in_turns(kinds, far(), repeats=1, warm_ups={"a": 0, "c": 2})
+    assert ran[:3] == ["b", "c", "c"]
+    assert sorted(ran[3:]) == ["a", "b", "c"]
+    assert turns.extent == {"complete": True, "turns": 1, "wanted_turns": 1}
+
+
+# The run's time.
+
+
+@pytest.fixture
+def allowed(monkeypatch, tmp_path):
+    """What each of three sections was allowed, if the first takes no time, the second overruns."""
+
+    def run(*options):
+        seconds = {}
+
+        def section(name, takes):
+            def measure(here, found, until):
+                seconds[name] = until - clock.now
+                clock.now += min(takes, until + 20 - clock.now)
+                found["ok"] = True
+
+            return measure
+
+        clock = SimpleNamespace(now=1000.0)
+        clock.monotonic = lambda: clock.now
+        monkeypatch.setattr(gpu_bench, "time", clock)
+        sections = {"models": section("models", 0), "rounds": section("rounds", 1e9)}
+        sections |= {"memory": section("memory", 5)}
+        monkeypatch.setattr(gpu_bench, "SECTIONS", sections)
+        assert gpu_bench.main([*TOY, "--out", str(tmp_path), *options, "--commit", "a"]) == 0
+        (file,) = tmp_path.glob("*-decoding.json")
+        return seconds, json.loads(file.read_text(encoding="utf-8"))["sections"]
+
+    return run
+
+
+def test_sections_share_what_is_left_of_the_total(allowed):
+    seconds, record = allowed("--total", "390")
+    assert seconds == {"models": 300.0, "rounds": 260.0, "memory": 110.0}
+    assert record["rounds"]["allowed_seconds"] == 260.0
+    assert record["rounds"]["cut_short"] == []
+    few, _ = allowed("--total", "330", "--sections", "memory")
+    assert few == {"models": 300.0, "memory": 330.0}
+
+
+def test_seconds_of_a_section_are_its_own_while_the_total_lasts(allowed):
+    seconds, _ = allowed("--total", "210", "--seconds", "170")
+    assert seconds == {"models": 170.0, "rounds": 170.0, "memory": 20.0}
+    seconds, record = allowed("--total", "150", "--seconds", "170")
+    assert seconds == {"models": 150.0, "rounds": 150.0}
+    assert record["memory"]["left_out"] == "there was no time for it"
+    assert record["memory"]["cut_short"] == ["all: there was no time for it"]
+
+
+def test_all_sections_end_within_nine_minutes():
+    """With what is begun in the last second, and twenty for the imports."""
+    total = gpu_bench.parse(TOY).total
+    assert total + gpu_bench.LAST_SECONDS + 20 <= 540
+    assert set(gpu_bench.PARTS) <= set(gpu_bench.SECTIONS)
+
+
+def test_what_was_cut_short_is_told_by_its_place():
+    out = {"left_out": timing.NO_TIME}
+    few = timing.Turns({"a": [1.0], "b": [1.0, 2.0]}, {}, 3).extent | {"k=1": out}
+    enough = timing.Turns({"a": [1.0], "b": []}, {"b": "no compiler"}, 1).extent
+    greedy = {"compared_tokens": 5, "wanted_tokens": 9}
+    found = {"ok": True, "8B": few, "1B": {"x": enough, "y": greedy, "z": out}, "4B": out}
+    assert [*gpu_bench.cut_short(found)] == [
+        "8B: 1 of 3 turns",
+        "1B / y: 5 of 9 tokens",
+        "1B / z: there was no time for it",
+        "4B: there was no time for it",
+    ]
+    assert not [*gpu_bench.cut_short({"left_out": "it was not loaded"})]
+
+
 # Sections.
 
 
 def test_every_section_measures_and_is_recorded(record):
     assert list(record["sections"]) == list(gpu_bench.SECTIONS)
     assert all(section["ok"] for section in record["sections"].values())
+    assert not any(section["cut_short"] for section in record["sections"].values())
     assert record["machine"]["sizes"] == "toy"
     sections = {name: section.get("toy") for name, section in record["sections"].items()}
     assert sections["models"]["stack"]
@@ -317,6 +400,66 @@ def test_what_recording_takes_is_measured(record, packed):
     assert found["seconds_to_warm_up"] > found["seconds_of_a_load"] > 0.0
     assert found["complete"]
     assert 0.0 <= found["acceptance_rate"] <= 1.0
+
+
+def test_recording_has_a_turn_where_there_is_time_for_one(packed, monkeypatch):
+    """Its warm-up is of rounds only: a first text has none."""
+    runs = []
+    rounds = 2 * len(recorded.DRAFTED)
+    kinds = rounds + len(recorded.FIRSTS) + 1
+
+    def decode(*args):
+        runs.append(args)
+        return SimpleNamespace(
+            seconds=1.0, num_passes=1, seconds_per_token=1.0, acceptance_rate=1.0
+        )
+
+    def now():
+        return 0.0 if len(runs) < rounds + kinds else math.inf
+
+    clock = SimpleNamespace(monotonic=now, perf_counter=time.perf_counter)
+    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(recorded, "decode", decode)
+    monkeypatch.setattr(recorded, "warmed", lambda lm, num_slots: 1.0)
+    found = {}
+    recorded.recording(bench_lab(packed, repeats=3), found, far())
+    assert next(gpu_bench.cut_short(found)) == "toy: 1 of 3 turns"
+    assert found["toy"]["first_text"] == dict.fromkeys(recorded.FIRSTS, 1.0)
+    assert len(runs) == rounds + kinds
+
+
+@pytest.mark.parametrize("section", ["speedup", "transformers", "batches", "contexts"])
+def test_auto_runs_no_round_that_a_fixed_number_has_recorded(packed, monkeypatch, section):
+    """It has a decoder of its own, with what a load records; and a first text that is not timed."""
+    lms = {}
+
+    def noted(real):
+        def decode(lm, *args, **kwargs):
+            drafted = kwargs["num_draft_tokens"] if "num_draft_tokens" in kwargs else args[1]
+            lms.setdefault(drafted, []).append(lm)
+            return real(lm, *args, **kwargs)
+
+        return decode
+
+    module = decoding if section == "speedup" else serving
+    if section == "transformers":
+        monkeypatch.setattr(serving, "generated", lambda *args: ([1], 1.0))
+        monkeypatch.setattr(SelfSpeculativeLM, "generate", noted(SelfSpeculativeLM.generate))
+    else:
+        monkeypatch.setattr(module, "decode", noted(module.decode))
+    loads = []
+    real = SelfSpeculativeLM._record_ahead
+    monkeypatch.setattr(SelfSpeculativeLM, "_record_ahead", lambda lm: loads.append(lm) or real(lm))
+    found = {}
+    changes = {"acceptances": (0.8, 0.8), "batches": (2,), "contexts": (8,)}
+    gpu_bench.SECTIONS[section](bench_lab(packed, tokens=4, **changes), found, far())
+    assert found["ok"]
+    (auto,) = set(lms.pop("auto"))
+    assert loads[-1] is auto
+    (fixed,) = {lm for of_one in lms.values() for lm in of_one}
+    assert fixed is packed.lm
+    assert auto.controller is fixed.controller
+    assert auto._bench is not fixed._bench
 
 
 def test_how_many_rounds_a_recording_is_worth():

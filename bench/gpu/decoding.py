@@ -12,10 +12,10 @@ import torch
 
 from gpu.frame import Found
 from gpu.lab import Lab, label
-from gpu.models import SYNTHETIC, Loaded
+from gpu.models import SYNTHETIC, Loaded, for_auto
 from gpu.moved import round_bytes, speedup_by_bytes
-from gpu.timing import GREEDY, Decoded, decode, in_turns
-from layerskip import Round, SamplingParams
+from gpu.timing import GREEDY, NO_TIME, Decoded, decode, in_turns
+from layerskip import Round, SamplingParams, SelfSpeculativeLM
 from layerskip.params import NumDraftTokens
 
 PLAIN_GOALS = {"Llama-3.1-8B": 0.80, "Llama-3.2-1B": 0.65}  # of the copy bandwidth
@@ -30,7 +30,7 @@ def models(lab: Lab, found: Found, until: float) -> None:
     found |= {"ok": True, "copy_gb_per_s": lab.copy / 1e9}
     for model in lab.models:
         if time.monotonic() > until:
-            found[model.name] = {"left_out": "there was no time for it"}
+            found[model.name] = {"left_out": NO_TIME}
             found["ok"] = False
             continue
         entry: Found = {}
@@ -61,6 +61,7 @@ def plain(lab: Lab, found: Found, until: float) -> None:
             "bytes_per_token": moved,
             "ms_of_bytes": 1e3 * moved / lab.copy,
             "share_of_copy": lab.against(share, goal) if goal else share,
+            **run.extent,
         }
 
     lab.each(found, until, measure)
@@ -82,7 +83,7 @@ def bits(lab: Lab, found: Found, until: float) -> None:
         entry["ok"] = True
         for name, sampling, drafted in runs:
             if time.monotonic() > end:
-                entry[name] = {"left_out": "there was no time for it"}
+                entry[name] = {"left_out": NO_TIME}
                 continue
             if sampling not in known:
                 half = time.monotonic() + (end - time.monotonic()) / 2
@@ -156,7 +157,7 @@ def rounds(lab: Lab, found: Found, until: float) -> None:
                 "ms_of_bytes": 1e3 * moved / lab.copy,
                 "over_bytes": lab.against(over, ROUND_GOAL, at_least=False),
             }
-        entry |= {"complete": run.complete, **label(loaded, 1.0)}
+        entry |= {**run.extent, **label(loaded, 1.0)}
 
     lab.each(found, until, measure)
 
@@ -169,34 +170,46 @@ def speedup(lab: Lab, found: Found, until: float) -> None:
     """
 
     def measure(loaded: Loaded, entry: Found, end: float) -> None:
+        auto = for_auto(loaded)
+        ids = [lab.prompt(loaded, lab.extent.prompt)]
+        fixed = {  # warmed up for all acceptances
+            str(k): lambda k=k: decode(loaded.lm, ids, k, lab.extent.tokens).seconds
+            for k in (0, *lab.extent.few_drafts)
+        }
+        in_turns(fixed, end, repeats=0)
         start = time.monotonic()
         for i, acceptance in enumerate(lab.extent.acceptances):
             if time.monotonic() > end:
-                entry[f"acceptance {acceptance:g}"] = {"left_out": "there was no time for it"}
+                entry[f"acceptance {acceptance:g}"] = {"left_out": NO_TIME}
                 continue
             loaded.scale(loaded.eps_for(acceptance))
             part = start + (end - start) * (i + 1) / len(lab.extent.acceptances)
-            entry[f"acceptance {acceptance:g}"] = by_drafts(lab, loaded, part)
+            entry[f"acceptance {acceptance:g}"] = by_drafts(lab, loaded, auto, part)
 
     lab.each(found, until, measure)
 
 
-def by_drafts(lab: Lab, loaded: Loaded, until: float) -> Found:
-    """Speed-up of each number of draft tokens at the model's present eps."""
+def by_drafts(lab: Lab, loaded: Loaded, auto: SelfSpeculativeLM, until: float) -> Found:
+    """Speed-up of each number of draft tokens, which have run before, at the model's present eps.
+
+    Args:
+        auto: the same model, which "auto" has for itself.
+    """
     ids, tokens = [lab.prompt(loaded, lab.extent.prompt)], lab.extent.tokens
     seen: dict[NumDraftTokens, Decoded] = {}
 
     def seconds(drafted: NumDraftTokens) -> float:
-        seen[drafted] = decode(loaded.lm, ids, drafted, tokens)
+        seen[drafted] = decode(auto if drafted == AUTO else loaded.lm, ids, drafted, tokens)
         return seen[drafted].seconds_per_token
 
     modes: tuple[NumDraftTokens, ...] = (0, *lab.extent.few_drafts, AUTO)
     kinds = {str(k): lambda k=k: seconds(k) for k in modes}
-    run = in_turns(kinds, until, repeats=lab.extent.repeats)
-    result: Found = {"plain_ms_per_token": run.summary("0", 1e3), "complete": run.complete}
+    warm_ups = {kind: int(kind == AUTO) for kind in kinds}
+    run = in_turns(kinds, until, repeats=lab.extent.repeats, warm_ups=warm_ups)
+    result: Found = {"plain_ms_per_token": run.summary("0", 1e3), **run.extent}
     for k in lab.extent.few_drafts:
         if k not in seen:
-            result[f"k={k}"] = {"left_out": "there was no time for it"}
+            result[f"k={k}"] = {"left_out": NO_TIME}
             continue
         gained, formula = run.ratio("0", str(k)), predicted(loaded, seen[k].rounds)
         result[f"k={k}"] = {

@@ -16,7 +16,7 @@ from gpu.models import EPS, SYNTHETIC, Loaded, Synthetic, load
 from gpu.shapes import FULL as FULL_SHAPES
 from gpu.shapes import TOY as TOY_SHAPES
 from gpu.speed import copy_bandwidth
-from gpu.timing import REPEATS, decode
+from gpu.timing import NO_TIME, REPEATS, decode
 from layerskip.compare import repeated_share
 
 CURVE_PROMPTS = 8
@@ -163,7 +163,7 @@ class Lab:
                 found[model.name] = {"left_out": "it was not loaded"}
                 found["ok"] = False
             elif now > until:
-                found[model.name] = {"left_out": "there was no time for it"}
+                found[model.name] = {"left_out": NO_TIME}
             else:
                 end = now + (until - now) / (len(self.models) - i)
                 yield model.name, self.loaded[model.name], end

@@ -6,6 +6,8 @@ layers after the exit add to the residual stream are scaled by ``eps``. At 0 the
 the model says. Every acceptance made so is synthetic, and every record says so.
 """
 
+import copy
+import dataclasses
 import gc
 import math
 import shutil
@@ -26,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from gpu.shapes import MODELS, ModelShape
 from layerskip import SelfSpeculativeLM
+from layerskip.workbench import open_bench
 
 DTYPE = torch.bfloat16
 SHARP = 2.0  # of queries and keys: attention that looks at few slots keeps texts from looping
@@ -216,6 +219,24 @@ def load(model: Synthetic, device: str) -> Loaded:
         peak = torch.cuda.max_memory_allocated() - before
         facts |= {"peak_bytes_at_load": peak, "peak_over_weights": peak / size}
     return Loaded(model, lm, facts)
+
+
+def with_rounds_of_its_own(loaded: Loaded) -> Loaded:
+    """The same model, which captures its rounds anew."""
+    lm = copy.copy(loaded.lm)
+    lm._bench, _ = open_bench(lm.stack, lm.plan, lm._head)
+    return dataclasses.replace(loaded, lm=lm)
+
+
+def for_auto(loaded: Loaded) -> SelfSpeculativeLM:
+    """The same model as a load for "auto" leaves it: its costs are known, and what is recorded
+    with them is. Nobody else decodes by it: where a number of drafts is not recorded yet, no longer
+    round that a fixed number has recorded runs in its place.
+    """
+    _ = loaded.lm.controller  # all copies share this one
+    lm = with_rounds_of_its_own(loaded).lm
+    lm._record_ahead()
+    return lm
 
 
 def stack_facts(lm: SelfSpeculativeLM) -> dict[str, Any]:

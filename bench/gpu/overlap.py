@@ -3,8 +3,6 @@
 And what of it comes back where each may start while the one before it still runs.
 """
 
-import copy
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,10 +14,9 @@ from gpu.backends import Noise
 from gpu.decoding import kept, same
 from gpu.frame import Found
 from gpu.lab import Lab, label
-from gpu.models import Loaded
+from gpu.models import Loaded, with_rounds_of_its_own
 from gpu.moved import round_bytes
 from gpu.timing import GREEDY, decode, in_turns
-from layerskip.workbench import open_bench
 
 CHAIN = 64  # small kernels one after another
 WIDTH = 64  # of each
@@ -110,7 +107,7 @@ def one_model(lab: Lab, modes: Sequence[str], loaded: Loaded, entry: Found, end:
     entry["us_beyond_bytes_a_layer"] = {
         mode: entry["plain"][mode]["us_beyond_bytes"] / loaded.model.layers for mode in modes
     }
-    entry |= {"complete": run.complete, **label(loaded, 1.0)}
+    entry |= {**run.extent, **label(loaded, 1.0)}
 
 
 def tokens_of(lab: Lab, drafted: int) -> int:
@@ -129,13 +126,6 @@ def seconds(lab: Lab, loaded: Loaded, drafted: int, mode: str) -> float:
 def gained(ratio: Callable[[str, str], float], modes: Sequence[str], what: str) -> Found:
     """How many times as fast it is with early starts, where that was measured."""
     return {"gained": ratio(what + OFF, what + ON)} if ON in modes else {}
-
-
-def with_rounds_of_its_own(loaded: Loaded) -> Loaded:
-    """The same model, which captures its rounds anew."""
-    lm = copy.copy(loaded.lm)
-    lm._bench, _ = open_bench(lm.stack, lm.plan, lm._head)
-    return dataclasses.replace(loaded, lm=lm)
 
 
 def bits(lab: Lab, sides: dict[str, Loaded], until: float) -> Found:

@@ -14,17 +14,19 @@ from transformers import PreTrainedModel
 
 from gpu.frame import Found, limited
 from gpu.lab import Lab, label
-from gpu.models import Loaded
+from gpu.models import Loaded, for_auto, with_rounds_of_its_own
 from gpu.moved import kv_bytes, round_bytes
-from gpu.overlap import with_rounds_of_its_own
 from gpu.tables import NEVER_SLOWER
-from gpu.timing import decode, in_turns, peak_of, synchronize
+from gpu.timing import NO_TIME, decode, in_turns, peak_of, synchronize
+from layerskip import SelfSpeculativeLM
 from layerskip.params import NumDraftTokens
 
 EAGER_GOALS = {"Llama-3.2-1B": 3.0, "Llama-3.1-8B": 1.3}  # plain over transformers' generate
 FIRST_TOKEN_GOAL = 1.02  # of transformers' time
 DRAFTED = 4
 COMPILE_SECONDS = 90.0
+COMPILE_SHARE = 0.5  # of the time that is left, of which a first call may take so much
+AUTO_TEXTS = 2  # before "auto" is timed: many a round is recorded only when it comes up often
 EXIT_SETTINGS = {  # transformers' early exit, as ``layerskip compare`` tunes it on real prompts
     "num_assistant_tokens": DRAFTED,
     "num_assistant_tokens_schedule": "constant",
@@ -55,13 +57,14 @@ WAYS: dict[str, dict[str, Any]] = {  # of transformers
 def race(lab: Lab, loaded: Loaded, model: PreTrainedModel, until: float) -> Found:
     """Every mode in turns on one prompt."""
     ids, tokens = lab.prompt(loaded, lab.extent.prompt), lab.extent.tokens
+    auto = for_auto(loaded)
     emitted: dict[str, Sequence[int]] = {}
     rates: dict[str, float] = {}
 
     def ours(name: str, drafted: NumDraftTokens) -> float:
         synchronize()
         began = time.perf_counter()
-        (out,) = loaded.lm.generate(
+        (out,) = (auto if drafted == "auto" else loaded.lm).generate(
             [ids], max_new_tokens=tokens, num_draft_tokens=drafted, ignore_eos=True
         )
         synchronize()
@@ -72,13 +75,16 @@ def race(lab: Lab, loaded: Loaded, model: PreTrainedModel, until: float) -> Foun
         extra = dict(WAYS[name])
         if "assistant_early_exit" in extra:
             extra["assistant_early_exit"] = loaded.model.exit_layer
-        with limited(min(COMPILE_SECONDS, max(until - time.monotonic(), 1.0))):
+        most = COMPILE_SECONDS
+        if name not in emitted:  # what it takes at first must leave time for the others' turns
+            most = min(most, max(COMPILE_SHARE * (until - time.monotonic()), 1.0))
+        with limited(most):
             emitted[name], seconds = generated(model, ids, tokens, extra)
         return seconds / tokens
 
     kinds: dict[str, Callable[[], float]] = {NAMES[k]: lambda k=k: ours(NAMES[k], k) for k in MODES}
     kinds |= {name: lambda n=name: theirs(n) for name in WAYS}
-    run = in_turns(kinds, until, repeats=lab.extent.repeats)
+    run = in_turns(kinds, until, repeats=lab.extent.repeats, warm_ups={NAMES["auto"]: AUTO_TEXTS})
     found: Found = {"unit": "ms per token, prompt included"}
     for name in kinds:
         same = agreement(emitted.get(name, ()), emitted.get("off", ()))
@@ -88,7 +94,7 @@ def race(lab: Lab, loaded: Loaded, model: PreTrainedModel, until: float) -> Foun
     return found | {
         "off_over_transformers": lab.against(gained, goal) if goal else gained,
         "auto_over_transformers": run.ratio("transformers", "auto"),
-        "complete": run.complete,
+        **run.extent,
         **label(loaded, rates.get("on", float("nan"))),
     }
 
@@ -138,34 +144,40 @@ def batches(lab: Lab, found: Found, until: float) -> None:
 
     def measure(loaded: Loaded, entry: Found, end: float) -> None:
         lab.usual(loaded)
+        auto = for_auto(loaded)
         start = time.monotonic()
         for i, batch in enumerate(lab.extent.batches):
             if time.monotonic() > end:
-                entry[f"batch {batch}"] = {"left_out": "there was no time for it"}
+                entry[f"batch {batch}"] = {"left_out": NO_TIME}
                 continue
             prompts = [
                 lab.prompt(loaded, lab.extent.prompt - row % (lab.extent.prompt // 2), row)
                 for row in range(batch)
             ]
             part = start + (end - start) * (i + 1) / len(lab.extent.batches)
-            entry[f"batch {batch}"] = by_mode(lab, loaded, prompts, tokens, part)
+            entry[f"batch {batch}"] = by_mode(lab, loaded, auto, prompts, tokens, part)
 
     lab.each(found, until, measure)
 
 
 def by_mode(
-    lab: Lab, loaded: Loaded, prompts: Sequence[Sequence[int]], tokens: int, until: float
+    lab: Lab,
+    loaded: Loaded,
+    auto: SelfSpeculativeLM,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    until: float,
 ) -> Found:
-    """Off, on and automatic on the same prompts together."""
+    """Off, on and automatic, which has ``auto`` for itself, on the same prompts together."""
     rates: dict[str, float] = {}
 
     def seconds(drafted: NumDraftTokens) -> float:
-        run = decode(loaded.lm, prompts, drafted, tokens)
+        run = decode(auto if drafted == "auto" else loaded.lm, prompts, drafted, tokens)
         rates[NAMES[drafted]] = run.acceptance_rate
         return run.seconds_per_token
 
     kinds = {NAMES[k]: lambda k=k: seconds(k) for k in MODES}
-    run = in_turns(kinds, until, repeats=lab.extent.repeats)
+    run = in_turns(kinds, until, repeats=lab.extent.repeats, warm_ups={NAMES["auto"]: AUTO_TEXTS})
     context = sum(map(len, prompts)) / len(prompts) + tokens / 2
     step = round_bytes(loaded.model, 0, context=context, batch=len(prompts))
     per_token = step / len(prompts)
@@ -176,7 +188,7 @@ def by_mode(
         "off_share_of_copy": per_token / lab.copy / run.median("off"),
         "on_over_off": run.ratio("off", "on"),
         "auto_over_off": lab.against(run.ratio("off", "auto"), NEVER_SLOWER),
-        "complete": run.complete,
+        **run.extent,
         **label(loaded, rates.get("on", float("nan"))),
     }
 
@@ -187,14 +199,15 @@ def contexts(lab: Lab, found: Found, until: float) -> None:
 
     def measure(loaded: Loaded, entry: Found, end: float) -> None:
         lab.usual(loaded)
+        auto = for_auto(loaded)
         start = time.monotonic()
         for i, context in enumerate(lab.extent.contexts):
             if time.monotonic() > end:
-                entry[f"context {context}"] = {"left_out": "there was no time for it"}
+                entry[f"context {context}"] = {"left_out": NO_TIME}
                 continue
             part = start + (end - start) * (i + 1) / len(lab.extent.contexts)
             ids = [lab.prompt(loaded, context)]
-            entry[f"context {context}"] = by_mode(lab, loaded, ids, tokens, part)
+            entry[f"context {context}"] = by_mode(lab, loaded, auto, ids, tokens, part)
 
     lab.each(found, until, measure)
 
@@ -257,5 +270,5 @@ def first_token(
         "ours_ms": run.summary("ours", 1e3),
         "transformers_ms": run.summary("transformers", 1e3),
         "ratio": lab.against(ratio, FIRST_TOKEN_GOAL, at_least=False),
-        "complete": run.complete,
+        **run.extent,
     }

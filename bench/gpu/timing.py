@@ -16,6 +16,7 @@ from layerskip.outputs import Round
 from layerskip.params import NumDraftTokens
 
 REPEATS = 7
+NO_TIME = "there was no time for it"
 GREEDY = SamplingParams()
 
 
@@ -126,12 +127,31 @@ class Turns:
     Attributes:
         values: of each kind, one a turn; empty if it failed, or if time ran out before.
         errors: why a kind failed.
-        complete: whether every kind had all its turns.
+        wanted: turns.
     """
 
     values: dict[str, list[float]]
     errors: dict[str, str]
-    complete: bool
+    wanted: int
+
+    @property
+    def num_turns(self) -> int:
+        """That every kind had which has not failed."""
+        return min((len(v) for k, v in self.values.items() if k not in self.errors), default=0)
+
+    @property
+    def complete(self) -> bool:
+        """Whether those were all."""
+        return not self.values.keys() - self.errors.keys() or self.num_turns == self.wanted
+
+    @property
+    def extent(self) -> dict[str, Any]:
+        """The same for a record."""
+        return {
+            "complete": self.complete,
+            "turns": self.num_turns,
+            "wanted_turns": self.wanted,
+        }
 
     def median(self, kind: str) -> float:
         """NaN if there is no value."""
@@ -148,7 +168,7 @@ class Turns:
         """Median, lowest, highest and number of values; or the error."""
         values = [scale * value for value in self.values.get(kind, ())]
         if not values:
-            return {"error": self.errors.get(kind, "there was no time for it")}
+            return {"error": self.errors.get(kind, NO_TIME)}
         return {
             "median": statistics.median(values),
             "low": min(values),
@@ -158,16 +178,24 @@ class Turns:
 
 
 def in_turns(
-    kinds: Mapping[str, Callable[[], float]], until: float, *, repeats: int = REPEATS
+    kinds: Mapping[str, Callable[[], float]],
+    until: float,
+    *,
+    repeats: int = REPEATS,
+    warm_ups: Mapping[str, int] | None = None,
 ) -> Turns:
     """Each kind once to warm up, then every kind once a turn, in another order each time.
 
     A kind that fails is left out from then on. No run is begun after ``until``; a turn that is cut
     short is kept only if it is the first.
+
+    Args:
+        warm_ups: how often a kind runs to warm up, where that is not once.
     """
     errors: dict[str, str] = {}
     values: dict[str, list[float]] = {kind: [] for kind in kinds}
-    _turn(kinds, [*kinds], until, errors)
+    times = warm_ups or {}
+    _turn(kinds, [kind for kind in kinds for _ in range(times.get(kind, 1))], until, errors)
     shuffle = random.Random(0)
     for turn in range(repeats):
         found = _turn(kinds, shuffle.sample([*kinds], len(kinds)), until, errors)
@@ -178,8 +206,7 @@ def in_turns(
         if not whole:
             break
     values |= {kind: [] for kind in errors}
-    complete = all(len(values[kind]) == repeats for kind in kinds if kind not in errors)
-    return Turns(values, errors, complete)
+    return Turns(values, errors, repeats)
 
 
 def _turn(
