@@ -150,6 +150,8 @@ class Passes:
         self.hidden = stack.run_pass(first, (0,), self.cache, [Segment(0, 0, 1)])[:1]
         self.logits = stack.logits(self.hidden)[:1].expand(JUDGED, -1)
         self.drawn = JUDGED
+        # The first on a GPU loads its kernel, which is no part of a token's price.
+        self.samplers["sampling"].noise(0, self.logits.device)
 
     def timing(self, point: Point) -> Timing:
         """One timing of one pass.

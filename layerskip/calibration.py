@@ -109,8 +109,8 @@ def _written(
 class Calibration:
     """Texts at full depth, for trying plans on.
 
-    Memory: every text's keys and values twice, its noise (window x vocabulary x 4 bytes), and of
-    the exits' logits one exit and one text at a time.
+    Memory, of the model's device: every text's keys and values twice, its noise (window x
+    vocabulary x 4 bytes), and of the exits' logits one exit and one text at a time.
 
     Args:
         stack: the model.

@@ -5,15 +5,20 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from layerskip.constraint import Constraint
-from layerskip.ops.reference import DRAFT_STREAM, Philox
+from layerskip.ops.reference import DRAFT_STREAM, TARGET_STREAM, Philox
 from layerskip.outputs import TokenLogprob
 from layerskip.params import SHARPNESS, SamplingParams, Verification
 
+if TYPE_CHECKING:
+    from layerskip.ops.kernels import KernelOps
+
+CPU = torch.device("cpu")
 Processor = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -114,6 +119,15 @@ def _likeliest(scores: Tensor, count: int) -> Tensor:
     return ids[scores[ids].argsort(descending=True, stable=True)[:count]]
 
 
+def _noise_kernels(device: torch.device) -> "KernelOps | None":
+    """What draws noise on a GPU; None where the host does."""
+    if device.type != "cuda":
+        return None
+    from layerskip.ops.registry import cuda_noise
+
+    return cuda_noise(device)
+
+
 class Sampler:
     """Turns one row's logits into scores and tokens; draft and verify share it.
 
@@ -163,11 +177,38 @@ class Sampler:
         """Whether a grammar lets nothing follow the text."""
         return self.constraint is not None and self.constraint.closed(context)
 
-    def noise(self, position: int) -> Tensor:
-        """Gumbel noise of ``position``, made once however often it is drafted and verified."""
-        if position not in self._noise:
-            self._noise[position] = self._numbers.gumbel(position, self.vocab_size)
-        return self._noise[position]
+    def noise(self, position: int, device: torch.device = CPU) -> Tensor:
+        """Gumbel noise of ``position``, made once however often it is drafted and verified.
+
+        Args:
+            position: absolute.
+            device: with an index, as tensors have it. The bits are the same on every one.
+
+        Returns:
+            ``(vocab,)`` float32 on the device, and kept there.
+        """
+        kept = self._noise.get(position)
+        if kept is None or kept.device != device:
+            kept = self._noise[position] = self._gumbel(position, device)
+        return kept
+
+    def _gumbel(
+        self, position: int, device: torch.device, *, stream: int = TARGET_STREAM, start: int = 0
+    ) -> Tensor:
+        """Noise made anew, where it is wanted."""
+        kernels = _noise_kernels(device)
+        if kernels is None:
+            numbers = self._numbers.gumbel(position, self.vocab_size, stream=stream, start=start)
+            return numbers.to(device)
+        # Filled in by the device: a copy from the host would wait for all that was begun before.
+        at = torch.full((1,), position, dtype=torch.int64, device=device)
+        return kernels.gumbel_noise(
+            at.new_full((1,), self.seed),
+            at,
+            vocab_size=self.vocab_size,
+            stream=stream,
+            starts=at.new_full((1,), start) if start else None,
+        )[0]
 
     def forget_before(self, position: int) -> None:
         """Drop noise that can't be asked for again."""
@@ -221,9 +262,9 @@ class Sampler:
         """What the largest of is chosen."""
         if self.params.greedy:
             return scores
-        noise = torch.stack([self.noise(position + i) for i in range(scores.shape[0])])
+        rows, device = range(scores.shape[0]), scores.device
         # As ``lm_head_argmax`` does: to normalise the scores first would round them differently.
-        return scores + noise.to(scores.device)
+        return scores + torch.stack([self.noise(position + i, device) for i in rows])
 
     def pick(self, logits: Tensor, position: int) -> list[int]:
         """Next tokens of consecutive positions, of a row without processors and grammar; ties go
@@ -273,13 +314,14 @@ class Sampler:
         q = self.scores(logits, context)[0].double().softmax(-1)
         if not q.isfinite().all():
             return None
-        noise = self._numbers.gumbel(position, self.vocab_size, stream=DRAFT_STREAM, start=start)
-        token = int((q.log() + noise.to(q.device)).argmax())
+        noise = self._gumbel(position, q.device, stream=DRAFT_STREAM, start=start)
+        token = int((q.log() + noise).argmax())
         return Drawn(token, q, float(q[token]))
 
     def draw(self, probabilities: Tensor, position: int) -> int:
         """A token of ``(vocab,)`` probabilities, with the target's noise at ``position``."""
-        return int((probabilities.log() + self.noise(position).to(probabilities.device)).argmax())
+        noise = self.noise(position, probabilities.device)
+        return int((probabilities.log() + noise).argmax())
 
     def uniforms(self, position: int, count: int) -> list[float]:
         """Numbers in (0, 1) that decide over ``count`` tokens drafted from ``position`` on."""

@@ -6,7 +6,7 @@ import transformers
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from layerskip import SamplingParams
+from layerskip import SamplingParams, sampling
 from layerskip.params import SHARPNESS
 from layerskip.sampling import Drawn, Sampler, confidences, keep_mask
 
@@ -134,6 +134,27 @@ def test_noise_is_made_once_and_forgotten():
     assert sampler.noise(8) is kept
     assert sampler.noise(7) is not dropped
     assert torch.equal(sampler.noise(7), dropped)
+
+
+def test_noise_is_kept_where_the_scores_are():
+    sampler, elsewhere = (
+        Sampler(SamplingParams(temperature=1.0), 3, VOCAB_SIZE),
+        torch.device("meta"),
+    )
+    here, there = sampler.noise(8), sampler.noise(8, elsewhere)
+    assert (here.device.type, there.device.type) == ("cpu", "meta")
+    assert sampler.noise(8, elsewhere) is there
+    assert torch.equal(sampler.noise(8), here)
+
+
+@pytest.mark.parametrize("found", ["kernel", None])
+def test_a_gpu_s_noise_is_its_kernel_s_if_there_is_one(monkeypatch, found):
+    asked = []
+    monkeypatch.setattr("layerskip.ops.registry.cuda_noise", lambda d: asked.append(d) or found)
+    gpu = torch.device("cuda", 1)
+    assert sampling._noise_kernels(gpu) is found
+    assert sampling._noise_kernels(torch.device("cpu")) is None
+    assert asked == [gpu]
 
 
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from layerskip.ops import arguments, definitions
+from layerskip.ops.build import KernelBuildError
 from layerskip.ops.catalog import CATALOG
 from layerskip.ops.kernels import KernelOps
 from layerskip.ops.launch import DriverLauncher
@@ -48,6 +49,22 @@ def cuda_launcher(device: torch.device) -> DriverLauncher:
 def cuda_ops(device: torch.device) -> KernelOps:
     """The kernels on one GPU, compiled and loaded on first use."""
     return KernelOps(cuda_launcher(device))
+
+
+@functools.cache
+def cuda_noise(device: torch.device) -> KernelOps | None:
+    """``gumbel_noise`` alone on one GPU; None if it cannot be had there.
+
+    A model that no kernel runs is sampled, too: it does not wait until all are compiled.
+
+    Args:
+        device: with an index, as tensors have it.
+    """
+    kernel = CATALOG["gumbel_noise"]
+    try:
+        return KernelOps(DriverLauncher(device, [(kernel.name, kernel.source)]))
+    except KernelBuildError:
+        return None
 
 
 def _on_cpu(name: str) -> Callable[..., Any]:

@@ -202,6 +202,34 @@ def test_the_operations_of_a_gpu_share_the_switch(driver):
         registry.cuda_launcher.cache_clear()
 
 
+@pytest.fixture
+def cuda_noise():
+    """The registry's, which has met no GPU yet."""
+    from layerskip.ops.registry import cuda_noise
+
+    cuda_noise.cache_clear()
+    yield cuda_noise
+    cuda_noise.cache_clear()
+
+
+def test_noise_loads_no_kernel_but_its_own(driver, cuda_noise):
+    device = torch.device("cuda", 0)
+    assert cuda_noise(device) is cuda_noise(device)
+    assert driver.named("cuModuleLoadData") == [(b"gumbel_noise sm_90",)]
+
+
+def test_where_no_kernel_can_be_had_the_host_draws(driver, cuda_noise, monkeypatch):
+    asked = []
+
+    def too_old(capability):
+        asked.append(capability)
+        raise KernelBuildError("too old")
+
+    monkeypatch.setattr(launch, "arch_for", too_old)
+    assert [cuda_noise(torch.device("cuda", 0)) for _ in range(3)] == [None] * 3
+    assert asked == [(9, 0)]
+
+
 def test_more_shared_memory_is_asked_for_once(driver, launcher):
     for smem in (48 * 1024, 60_000, 50_000, 60_000, 70_000):
         launcher.launch("sum", (1, 1, 1), (32, 1, 1), smem, [])

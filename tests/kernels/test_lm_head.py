@@ -4,7 +4,10 @@ import pytest
 import torch
 from measure import exactly, mirrored
 
+from layerskip import SamplingParams, sampling
 from layerskip.ops import definitions, reference
+from layerskip.ops.kernels import KernelOps
+from layerskip.sampling import Sampler
 
 SEEDS = [0, 1, 2**63 - 1]
 BLOCK = 2**20
@@ -56,6 +59,41 @@ def test_a_draft_s_noise_is_new_in_every_round(backend):
         want = reference.gumbel_noise(seed, position, 300, stream=stream, start=start)
         assert torch.equal(row, want)
     assert (got[0] != got[1]).sum() > 290
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_sampler_draws_by_the_kernel_what_it_draws_on_a_cpu(kernels, monkeypatch, seed):
+    """A verify pass that shares a drafted token's noise, recovered tokens, drafts of both kinds."""
+    logits = torch.randn(4, 257)
+
+    def drawn(device):
+        shared, own = (
+            Sampler(SamplingParams(temperature=0.8, top_k=200), seed, 257, verification=way)
+            for way in ("coupled", "token")
+        )
+        at = logits.to(device)
+        tokens = [shared.draft(at[:1], 131_071, 131_060).token]
+        tokens += shared.choose(shared.scores(at), 131_070)
+        tokens += [own.draft(at[:1], p, start).token for p in (9, 10) for start in (0, 8, 9)]
+        tokens += [own.draw(row.softmax(-1), 40) for row in at.double()]
+        return tokens, torch.stack([shared.noise(p, at.device) for p in (0, 131_071)])
+
+    want, noise = drawn("cpu")
+    assert len(set(want)) > 5
+    calls = []
+    draw = KernelOps.gumbel_noise
+    monkeypatch.setattr(
+        KernelOps, "gumbel_noise", lambda *a, **k: calls.append(k["stream"]) or draw(*a, **k)
+    )
+    monkeypatch.delattr(reference.Philox, "gumbel")  # the host's way
+    if kernels.launcher is not None:
+        monkeypatch.setattr(sampling, "_noise_kernels", lambda _: kernels.ops)
+    got, on_device = drawn(kernels.device)
+    assert got == want
+    assert on_device.device.type == kernels.device
+    assert torch.equal(on_device.cpu(), noise)
+    # Four positions verified, one drafted among them; one of recovered tokens; one more asked for.
+    assert (calls.count(reference.TARGET_STREAM), calls.count(reference.DRAFT_STREAM)) == (6, 6)
 
 
 def make_head(backend, dtype, m, vocab, k=65):
