@@ -75,6 +75,19 @@ def test_a_machine_that_is_slower_than_its_table_has_no_dear_drafts():
     )
 
 
+@pytest.mark.parametrize("pace", [2.5, 0.4])
+@pytest.mark.parametrize("rounds", [4, 30])
+def test_a_machine_that_was_another_at_first_leaves_no_pass_dear_or_cheap(pace, rounds):
+    """Drafted rounds alone never tell the two apart: what is put down to them then, stays."""
+    controller = Controller(table())
+    said = beside_plain(controller)
+    run_rounds(controller, rounds, pace=pace)
+    run_rounds(controller, 200)
+    draft, verify = (now / then for now, then in zip(beside_plain(controller), said, strict=True))
+    assert draft == pytest.approx(1.0, abs=0.03)
+    assert verify == pytest.approx(1.0, abs=0.03)
+
+
 def test_one_plain_pass_in_ten_tells_a_wrong_table_from_a_slow_machine():
     """Both have every pass of five tokens take 1.3 times what the table says."""
     for pace, verify in ((1.3, 1.0), (1.0, 1.3)):
