@@ -566,7 +566,8 @@ class SelfSpeculativeLM:
         processors, stopping criteria and streamer, and its own outputs. Rows may be padded at
         either end. A processor must be a function of its two arguments. Processors and criteria
         are asked about one row at a time, shown as a batch of that row alone, and criteria without
-        scores. Where a row has ended before others, scores are 0.
+        scores. Where a row has ended before others, scores are 0. Of what ``grammar`` allows,
+        temperature, top-k and the like choose, as in ``generate``.
 
         Args:
             model: the model that this object wraps.

@@ -320,6 +320,7 @@ class Batch:
                 verification=settings.verification,
                 processors=[*rules, *settings.logits_processor],
                 constraint=constraint,
+                warpers=settings.warpers,
             ),
             settings.max_new_tokens,
             settings.num_draft_tokens,

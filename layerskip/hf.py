@@ -8,6 +8,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch import FloatTensor, LongTensor, Tensor
 from transformers import (
     DynamicCache,
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
@@ -40,6 +42,8 @@ MODEL_KWARGS = {
     "use_cache",
 }
 STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
+# What transformers samples with waits for the grammar: all that a cut keeps may be forbidden.
+WARPER = ("LogitsWarper", "LogitNormalization")  # ends of names
 ROW_AWARE = ("PrefixConstrainedLogitsProcessor", "RepetitionPenaltyLogitsProcessor")
 UNSUPPORTED = {
     "num_beams": (1, None),
@@ -143,16 +147,21 @@ class HostedRow:
     prompt: tuple[int, ...]
     kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def process(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """All logits processors, as one of ours."""
+    def process(self, processors: Sequence[LogitsProcessor], ids: Tensor, scores: Tensor) -> Tensor:
+        """Some of the logits processors, as one of ours."""
         batch = self._shown(ids[:, len(self.prompt) :])
-        for processor in self.call.logits_processor:
+        for processor in processors:
             if _knows_rows(processor):
                 answers = processor(batch, cast(FloatTensor, scores.expand(len(batch), -1).clone()))
                 scores = answers[self.index][None]
             else:
                 scores = processor(cast(LongTensor, batch[:1]), cast(FloatTensor, scores))
         return scores
+
+    def warp(self, warpers: Sequence[LogitsProcessor], ids: Tensor, scores: Tensor) -> Tensor:
+        """The same of those behind a grammar, which may leave a trimmed draft no token: to cut that
+        is an error to some, and NaN to others."""
+        return self.process(warpers, ids, scores) if scores.isfinite().any() else scores
 
     def ends(self, context: Sequence[int]) -> bool:
         """Whether a stopping criterion says so."""
@@ -180,12 +189,17 @@ class HostedRow:
         config = self.call.generation_config
         dictionary = bool(config.return_dict_in_generate)
         sampling = SamplingParams(temperature=1.0, seed=seed) if config.do_sample else None
+        chain = [*self.call.logits_processor]
+        places = [i for i, processor in enumerate(chain) if _warps(processor)]
+        cut = places[0] if places and grammar is not None else len(chain)
+        before, behind = chain[:cut], chain[cut:]
         return RowSettings(
             max_new_tokens=int(config.max_length) - self.call.input_ids.shape[1],
             sampling=sampling or SamplingParams(),
             num_draft_tokens=num_draft_tokens,
             verification=verification,
-            logits_processor=(self.process,) if self.call.logits_processor else (),
+            logits_processor=(partial(self.process, before),) if before else (),
+            warpers=(partial(self.warp, behind),) if behind else (),
             return_cache=dictionary and self.call.model_kwargs.get("use_cache") is not False,
             # A stopping criterion ends the row as well; a grammar has to know what may.
             eos_ids=eos_ids_of(config) if grammar is not None else frozenset(),
@@ -201,6 +215,11 @@ def _knows_rows(processor: Any) -> bool:
     """Whether a processor may treat rows differently: two of transformers' own, and any other."""
     kind = type(processor)
     return kind.__name__ in ROW_AWARE or not kind.__module__.startswith("transformers.")
+
+
+def _warps(processor: Any) -> bool:
+    """Whether a processor, or what it was derived from, is one that transformers samples with."""
+    return any(kind.__name__.endswith(WARPER) for kind in type(processor).__mro__)
 
 
 def generate(

@@ -29,8 +29,8 @@ MAX_LOGPROBS = 100
 class RowSettings:
     """How a row of a ``Batch`` decodes; the arguments of ``generate``, checked.
 
-    ``ends`` and ``sink`` are of ``RowSpec``, for callers that are decoders themselves.
-    ``follows_policy`` is of requests that named no number of draft tokens.
+    ``ends`` and ``sink`` are of ``RowSpec``, ``warpers`` of ``Sampler``, for callers that are
+    decoders themselves. ``follows_policy`` is of requests that named no number of draft tokens.
     """
 
     max_new_tokens: int
@@ -40,6 +40,7 @@ class RowSettings:
     eos_ids: frozenset[int] = frozenset()
     verification: Verification = "coupled"
     logits_processor: tuple[Processor, ...] = ()
+    warpers: tuple[Processor, ...] = ()
     logprobs: int | None = None
     cache: CachedText | None = None
     return_cache: bool = False

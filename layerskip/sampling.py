@@ -140,6 +140,8 @@ class Sampler:
             prompt, output and drafted prefix, and ``(1, vocab)`` float32 scores. They must be
             functions of these two alone, and may write into the scores only.
         constraint: a grammar's masks, after the processors.
+        warpers: processors after the masks, such as cuts: before them, what a cut keeps may be all
+            forbidden. What the masks forbid stays so, whatever they give.
     """
 
     def __init__(
@@ -151,10 +153,11 @@ class Sampler:
         verification: Verification = "coupled",
         processors: Sequence[Processor] = (),
         constraint: Constraint | None = None,
+        warpers: Sequence[Processor] = (),
     ) -> None:
         self.constraint = constraint
         self.params, self.seed, self.vocab_size = params, seed, vocab_size
-        self.processors = tuple(processors)
+        self.processors, self.warpers = tuple(processors), tuple(warpers)
         self.verification: Verification = "coupled" if params.greedy else verification
         self._noise: dict[int, Tensor] = {}
 
@@ -171,7 +174,7 @@ class Sampler:
     @property
     def reads_context(self) -> bool:
         """Whether scores depend on the tokens before them."""
-        return bool(self.processors) or self.constraint is not None
+        return bool(self.processors or self.warpers) or self.constraint is not None
 
     def closed(self, context: Sequence[int]) -> bool:
         """Whether a grammar lets nothing follow the text."""
@@ -228,31 +231,29 @@ class Sampler:
         Returns:
             ``(rows, vocab)`` float32.
         """
-        scores = logits.float()
-        if self.processors:
-            rows, ids = logits.shape[0], torch.tensor([context], device=logits.device)
-            known = range(len(context) - rows + 1, len(context) + 1)
-            asked = (self._processed(ids[:, :n], scores[i : i + 1]) for i, n in enumerate(known))
-            # Copied where more follow: a processor may give the same tensor each time.
-            scores = torch.cat([row.clone() if rows > 1 else row for row in asked])
+        scores = self._after(self.processors, logits.float(), context)
         if self.constraint is not None:
             scores = self.constraint.masked(scores, context)
+        if self.warpers:
+            scores = self._after(self.warpers, scores, context)
+            if self.constraint is not None:
+                scores = self.constraint.masked(scores, context)
         if self.params.greedy:
             return scores
         # By a tensor: a GPU multiplies by a number's reciprocal, which ``lm_head_argmax`` does not.
         return keep_mask(scores / scores.new_full((1,), self.params.temperature), self.params)
 
-    def _processed(self, ids: Tensor, scores: Tensor) -> Tensor:
-        expected = tuple(scores.shape)
-        scores = scores.clone()  # processors may write in place
-        for processor in self.processors:
-            scores = processor(ids, scores)
-            got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            if got != expected:
-                raise ValueError(
-                    f"a logits processor must return scores of shape {expected}, got {got}"
-                )
-        return scores
+    def _after(
+        self, processors: Sequence[Processor], scores: Tensor, context: Sequence[int]
+    ) -> Tensor:
+        """What processors make of the scores of consecutive positions."""
+        if not processors:
+            return scores
+        rows, ids = scores.shape[0], torch.tensor([context], device=scores.device)
+        known = range(len(context) - rows + 1, len(context) + 1)
+        asked = (_asked(processors, ids[:, :n], scores[i : i + 1]) for i, n in enumerate(known))
+        # Copied where more follow: a processor may give the same tensor each time.
+        return torch.cat([row.clone() if rows > 1 else row for row in asked])
 
     def choose(self, scores: Tensor, position: int) -> list[int]:
         """Tokens of consecutive positions, by ``scores``; ties go to the lowest id."""
@@ -326,3 +327,17 @@ class Sampler:
     def uniforms(self, position: int, count: int) -> list[float]:
         """Numbers in (0, 1) that decide over ``count`` tokens drafted from ``position`` on."""
         return self._numbers.uniforms(position, count)
+
+
+def _asked(processors: Sequence[Processor], ids: Tensor, scores: Tensor) -> Tensor:
+    """What processors make of one position's scores."""
+    expected = tuple(scores.shape)
+    scores = scores.clone()  # processors may write in place
+    for processor in processors:
+        scores = processor(ids, scores)
+        got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        if got != expected:
+            raise ValueError(
+                f"a logits processor must return scores of shape {expected}, got {got}"
+            )
+    return scores

@@ -256,3 +256,23 @@ def test_a_draft_vocabulary_without_an_allowed_token_drafts_nothing():
         trimmed = torch.full((1, VOCAB), float("-inf"))
         trimmed[0, 4] = 1.0
         assert sampler.draft(trimmed, len(PROMPT), len(PROMPT), PROMPT) is None
+
+
+def test_warpers_come_after_the_masks_and_allow_nothing_more():
+    def first_alone(ids: Tensor, scores: Tensor) -> Tensor:
+        asked.append(scores.isfinite().nonzero()[:, 1].tolist())
+        return torch.zeros_like(scores).masked_fill_(scores < scores.amax(), float("-inf"))
+
+    asked: list[list[int]] = []
+    sampler = Sampler(
+        SamplingParams(temperature=1.0),
+        3,
+        VOCAB,
+        constraint=constraint_of(),
+        warpers=[first_alone, lambda ids, scores: scores.nan_to_num(neginf=0.0)],
+    )
+    assert sampler.reads_context
+    logits = torch.arange(2.0 * VOCAB).view(2, VOCAB)
+    kept = sampler.scores(logits, (*PROMPT, 3)).isfinite()
+    assert asked == [[1, 2, 3], [2, 3]]
+    assert kept.tolist() == constraint_of().masked(logits, (*PROMPT, 3)).isfinite().tolist()

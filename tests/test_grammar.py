@@ -55,13 +55,15 @@ import json
 import random
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
 from grammars import random_root, random_tokens
 from toys import PLANS, VOCAB_SIZE, make_model
+from transformers import PreTrainedModel
 
-from layerskip import Grammar, SamplingParams, SelfSpeculativeLM
+from layerskip import Grammar, PlanFile, SamplingParams, SelfSpeculativeLM
 from layerskip.constraint import Constraint
 from layerskip.grammar_xgrammar import XGrammarBackend
 from layerskip.lookup import LookupStore
@@ -71,12 +73,11 @@ jsonschema = pytest.importorskip("jsonschema")
 
 PROMPT = "an object: "
 SAMPLED = SamplingParams(temperature=0.8, seed=5)
-PERSON = Grammar.json_schema(
-    {
-        "properties": {"name": {"type": "string", "maxLength": 3}, "age": {"enum": [1, 20]}},
-        "required": ["name", "age"],
-    }
-)
+PERSON_SCHEMA = {
+    "properties": {"name": {"type": "string", "maxLength": 3}, "age": {"enum": [1, 20]}},
+    "required": ["name", "age"],
+}
+PERSON = Grammar.json_schema(PERSON_SCHEMA)
 
 
 @pytest.fixture(scope="module")
@@ -323,6 +324,66 @@ def test_a_stream_and_transformers_give_the_same(ending, tokenizer):
         ids, max_new_tokens=60, pad_token_id=0, custom_generate=lm.custom_generate, grammar=PERSON
     )
     assert tuple(got[0, ids.shape[1] :].tolist()) == greedy.token_ids
+
+
+@pytest.fixture(scope="module")
+def host() -> PreTrainedModel:
+    return make_model(eos_token_id=1)
+
+
+@pytest.fixture(scope="module")
+def guest(host, tokenizer) -> SelfSpeculativeLM:
+    return SelfSpeculativeLM(host, tokenizer, PLANS["exit"])
+
+
+def hosted(host: PreTrainedModel, lm: SelfSpeculativeLM, **settings: Any) -> tuple[int, ...]:
+    """What transformers samples with us, from one prompt."""
+    ids = torch.tensor([lm.tokenizer(PROMPT)["input_ids"]])
+    settings |= {"do_sample": True, "max_new_tokens": 60, "pad_token_id": 0}
+    got = host.generate(ids, custom_generate=lm.custom_generate, grammar=PERSON, **settings)
+    return tuple(got[0, ids.shape[1] :].tolist())
+
+
+CUTS = [
+    {"top_k": 2, "temperature": 0.7},
+    {"top_k": 0, "top_p": 0.3},
+    {"top_k": 0, "min_p": 0.4, "temperature": 1.5},
+    {"top_k": 3, "top_p": 0.8, "min_p": 0.05},
+]
+CUTS_OF_THEIRS = [
+    {"top_k": 0, "typical_p": 0.3},
+    {"top_k": 0, "epsilon_cutoff": 0.2},
+    {"top_k": 0, "eta_cutoff": 0.2},
+    {"top_h": 0.3},
+    {"renormalize_logits": True},
+]
+
+
+@pytest.mark.parametrize("cut", [*CUTS, *CUTS_OF_THEIRS], ids="+".join)
+def test_transformers_cuts_come_after_the_grammar(host, guest, cut):
+    for seed in range(2):
+        settings = {"seed": seed} | cut
+        outs = [hosted(host, guest, **settings, num_draft_tokens=count) for count in (0, 4)]
+        assert outs[0] == outs[1]
+        outs.append(hosted(host, guest, **settings, num_draft_tokens=4, verification="block"))
+        for out in outs:
+            assert valid(guest.tokenizer.decode(out, skip_special_tokens=True), PERSON_SCHEMA)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids="+".join)
+def test_transformers_cuts_under_a_grammar_are_our_own(host, guest, cut):
+    for seed in range(2):
+        sampling = SamplingParams(**{"temperature": 1.0, "seed": seed} | cut)
+        wanted = guest.generate(PROMPT, grammar=PERSON, sampling=sampling, max_new_tokens=60)
+        assert hosted(host, guest, seed=seed, **cut) == wanted.token_ids
+
+
+def test_a_draft_that_the_grammar_leaves_nothing_is_not_cut(host, guest, tokenizer):
+    """A cut by entropy of no token at all is an error."""
+    plan = PlanFile(PLANS["exit"], draft_vocabulary=tuple(range(2, 40)))
+    trimmed = SelfSpeculativeLM(host, tokenizer, plan, lookup=False)
+    settings = {"seed": 3, "eta_cutoff": 0.2, "num_draft_tokens": 4}
+    assert hosted(host, trimmed, **settings) == hosted(host, guest, **settings)
 
 
 def test_a_pydantic_class_is_its_schema(ending):
