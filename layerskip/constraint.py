@@ -51,7 +51,8 @@ class Constraint:
         self, matcher: Matcher, *, prompt_length: int, eos_ids: frozenset[int], vocab_size: int
     ) -> None:
         self._matcher, self._prompt_length, self._vocab_size = matcher, prompt_length, vocab_size
-        self._eos_ids = sorted(eos_ids)
+        # Others are in configs, too: none is ever emitted, and -1 would be the last token.
+        self._eos_ids = [token for token in sorted(eos_ids) if 0 <= token < vocab_size]
         self._path: list[int] = []  # tokens that the matcher has taken
         self._states: dict[int, _State] = {}  # by number of tokens taken, along the path
         first = self._state((), 0)

@@ -93,6 +93,16 @@ def test_the_end_is_allowed_where_the_text_is_whole_and_only_there():
     assert allowed(constraint_of(eos=frozenset()), (1,)) == [{2}]
 
 
+@pytest.mark.parametrize("outside", [-1, VOCAB, 5000])
+def test_an_end_outside_the_vocabulary_is_none(outside):
+    """A config may name one; -1 is not the last token."""
+    for eos in (frozenset(), frozenset({EOS})):
+        constraint, wanted = constraint_of(eos=eos | {outside}), constraint_of(eos=eos)
+        for text in ((), (1,), (2,), (3, 3), (3, 2, 1)):
+            assert allowed(constraint, text) == allowed(wanted, text)
+            assert constraint.closed(PROMPT + text) == wanted.closed(PROMPT + text)
+
+
 def test_the_end_is_never_text():
     assert allowed(constraint_of(Listed(((EOS, 1), (2,)))), ()) == [{2}]
 

@@ -203,6 +203,17 @@ def test_a_row_ends_where_its_grammar_does(ending, count):
     assert out.rounds[-1].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("outside", [-1, 5000])
+def test_an_end_outside_the_vocabulary_lets_nothing_else_end(tokenizer, outside):
+    model = make_model()
+    model.generation_config.eos_token_id = outside
+    lm = SelfSpeculativeLM(model, tokenizer, PLANS["exit"], num_draft_tokens=3)
+    last = SamplingParams(logit_bias={VOCAB_SIZE - 1: 60.0})
+    out = lm.generate("ab", grammar=Grammar.regex("[0-9]+"), sampling=last, max_new_tokens=12)
+    assert out.text.isdigit()
+    assert out.finish_reason == "length"
+
+
 def test_an_open_grammar_ends_with_the_end_of_sequence(ending):
     likes_it = SamplingParams(logit_bias={1: 50.0})
     out = ending.generate(PROMPT, grammar=Grammar.regex("b{3}[a-z]*"), sampling=likes_it)
