@@ -44,7 +44,12 @@ MODEL_KWARGS = {
 STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 # What transformers samples with waits for the grammar: all that a cut keeps may be forbidden.
 WARPER = ("LogitsWarper", "LogitNormalization")  # ends of names
-ROW_AWARE = ("PrefixConstrainedLogitsProcessor", "RepetitionPenaltyLogitsProcessor")
+ROW_AWARE = (
+    "EncoderNoRepeatNGramLogitsProcessor",
+    "EncoderRepetitionPenaltyLogitsProcessor",
+    "PrefixConstrainedLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+)
 UNSUPPORTED = {
     "num_beams": (1, None),
     "guidance_scale": (1, None),
@@ -212,7 +217,7 @@ class HostedRow:
 
 
 def _knows_rows(processor: Any) -> bool:
-    """Whether a processor may treat rows differently: two of transformers' own, and any other."""
+    """Whether a processor may treat rows differently: some of transformers' own, and any other."""
     kind = type(processor)
     return kind.__name__ in ROW_AWARE or not kind.__module__.startswith("transformers.")
 

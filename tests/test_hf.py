@@ -58,6 +58,8 @@ SETTINGS = [
     {},
     {"repetition_penalty": 1.4},
     {"no_repeat_ngram_size": 2},
+    {"encoder_repetition_penalty": 1.3},
+    {"encoder_no_repeat_ngram_size": 1},
     {"bad_words_ids": [[17], [4, 5]], "renormalize_logits": True},
     {"sequence_bias": [[[7], 4.0], [[9, 8], -3.0]]},
     {"min_new_tokens": 9, "eos_token_id": list(range(40, 90))},
