@@ -375,7 +375,8 @@ def _conditions(words: Mapping[str, Any], places: Mapping[str, str]) -> Iterator
             place = f"{places[word]}/{_escaped(name)}"
             asked = {"required": [wanted]} if isinstance(wanted, str) else wanted
             then = Node.of({"required": asked} if isinstance(asked, list) else asked, place)
-            test = Node({"required": [name]}, {"required": place})
+            # By ``required`` alone, what is no object has every property.
+            test = Node({"type": "object", "required": [name]}, {"type": place, "required": place})
             yield Condition(word, places[word], test, then, Node({}, {}))
 
 

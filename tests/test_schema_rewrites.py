@@ -85,6 +85,17 @@ REWRITES: dict[str, Any] = {
     "dependentRequired": ABC | {"dependentRequired": {"a": ["b"], "b": ["a", "c"]}},
     "draft-7-dependencies": ABC | {"dependencies": {"a": ["b"], "c": {"properties": {"b": INT}}}},
     "dependentSchemas": ABC | {"dependentSchemas": {"a": {"maxProperties": 1}}},
+    "dependentSchemas-beside-null": ABC | {
+        "type": ["object", "null"], "required": ["a"], "dependentRequired": {"b": ["c"]},
+        "dependentSchemas": {"a": {"type": "object", "required": ["b"]}},
+    },
+    "draft-7-dependencies-beside-text": ABC | {
+        "type": ["object", "string", "integer"],
+        "dependencies": {"a": {"type": "object", "maxProperties": 1}, "b": ["c"]},
+    },
+    "dependentSchemas-of-no-object": {
+        "type": ["null", "integer"], "dependentSchemas": {"a": {"type": "object"}}
+    },
     "unique-few": {"type": "array", "uniqueItems": True, "items": {"enum": ["a", 1, True]}},
     "unique-booleans": {
         "type": "array", "uniqueItems": True, "items": {"type": "boolean"}, "minItems": 1
