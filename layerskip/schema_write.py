@@ -246,7 +246,8 @@ def _with_others(core: Core, pairs: Core, least: int, most: int | None) -> Core:
 def _text(wanted: Node | None) -> Node:
     """What a name has to fulfil; it is text in any case."""
     text = Node({"type": "string"}, {"type": ""})
-    return text if wanted is None else merged(text, wanted)
+    # Merged when looked into: if nothing fulfils both, other types and {} still fulfil the schema.
+    return text if wanted is None else Node({"allOf": [text, wanted]}, {"allOf": ""})
 
 
 def _allows(keys: Core, name: str) -> bool:

@@ -119,6 +119,8 @@ REWRITES: dict[str, Any] = {
     "listed-names": {
         "type": "object", "additionalProperties": INT, "propertyNames": {"enum": ["a", "x"]}
     },
+    "names-that-are-no-text": ABC | {"type": ["object", "null"], "propertyNames": INT},
+    "no-names": {"type": "object", "additionalProperties": INT, "propertyNames": False},
     "patterns-of-names-apart": {
         "type": "object", "patternProperties": {"^a": INT, "^[bx]$": NONE},
         "additionalProperties": False,
