@@ -246,6 +246,7 @@ class GenerationOutput:
     Attributes:
         text: decoded continuation, without special tokens and end of sequence, and cut before a
             stop string; of a cancelled row what was final by then. "" if there is no tokenizer.
+            Blanks are as in the tokens, whatever ``clean_up_tokenization_spaces`` says.
         token_ids: emitted ids, those of an end of sequence or stop string included.
         finish_reason: "stop" (end of sequence or stop string), "length", or "cancelled" (removed
             before its end).

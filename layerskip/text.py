@@ -7,7 +7,13 @@ from typing import Protocol
 class Tokenizer(Protocol):
     """What we ask of a transformers tokenizer."""
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        clean_up_tokenization_spaces: bool,
+    ) -> str: ...
 
 
 class TextStream:
@@ -88,7 +94,11 @@ class TextStream:
         return other
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        # Cleaning takes blanks back once the next token is known, so that the text of some tokens
+        # need not begin that of more; and it is not what a grammar and stop strings are about.
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
     def _release(self) -> str:
         found = [i for i in (self._pending.find(s) for s in self.stop) if i >= 0]

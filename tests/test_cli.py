@@ -149,8 +149,15 @@ def test_text_that_looks_like_markup_is_printed_as_it_is(folder: Path) -> None:
 class Letters:
     """Tokens are single characters."""
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        clean_up_tokenization_spaces: bool,
+    ) -> str:
         assert skip_special_tokens
+        assert not clean_up_tokenization_spaces
         return "".join(map(chr, token_ids))
 
 

@@ -43,6 +43,20 @@ def make_fallback_tokenizer() -> PreTrainedTokenizerFast:
 
 
 FALLBACK = make_fallback_tokenizer()
+SPACED_TOKENS = ["<unk>", "</s>", "▁.", "▁'", "▁n", "'t", "▁a", "s", "."]
+
+
+def make_cleaning_tokenizer() -> PreTrainedTokenizerFast:
+    """No BPE: transformers takes blanks before punctuation away, unless it is told not to."""
+    unigram = models.Unigram([(token, -1.0) for token in SPACED_TOKENS], unk_id=0)
+    tokenizer = Tokenizer(unigram)
+    tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", clean_up_tokenization_spaces=True
+    )
+
+
+CLEANING = make_cleaning_tokenizer()
 
 
 def decode(ids: list[int]) -> str:
@@ -120,6 +134,22 @@ def test_the_text_of_byte_tokens_depends_on_no_round(ids, ends):
     assert stream.finish() == alone.finish()
 
 
+@given(
+    st.lists(st.integers(1, len(SPACED_TOKENS) - 1), max_size=12),
+    st.lists(st.integers(0, 12), max_size=4),
+)
+@example([6, 3, 6], [2])
+def test_blanks_before_punctuation_depend_on_no_round(ids, ends):
+    places = [0, *sorted(min(end, len(ids)) for end in ends), len(ids)]
+    for one_by_one in (False, True):
+        stream, text = TextStream(CLEANING, ()), ""
+        for start, end in pairwise(places):
+            part = ids[start:end]
+            text += "".join(map(stream.push, part)) if one_by_one else stream.push_all(part)
+        spelt = "".join(SPACED_TOKENS[i] for i in ids if i > 1).replace("▁", " ")
+        assert text + stream.finish() == spelt.removeprefix(" ")
+
+
 def test_several_tokens_hold_back_no_more_than_the_last_ones():
     stream = TextStream(TOKENIZER, ())
     assert stream.push_all([*encode("ate"), encode("😀")[0]]) == "ate"
@@ -129,9 +159,9 @@ def test_several_tokens_hold_back_no_more_than_the_last_ones():
 def test_several_tokens_are_decoded_at_once():
     calls = []
 
-    def decode(ids, *, skip_special_tokens):
+    def decode(ids, **settings):
         calls.append(tuple(ids))
-        return TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens)
+        return TOKENIZER.decode(ids, **settings)
 
     stream, ids = TextStream(SimpleNamespace(decode=decode), ()), encode("aet hate hat")
     assert stream.push_all(ids) == "aet hate hat"
