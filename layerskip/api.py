@@ -567,7 +567,8 @@ class SelfSpeculativeLM:
         either end. A processor must be a function of its two arguments. Processors and criteria
         are asked about one row at a time, shown as a batch of that row alone, and criteria without
         scores. Where a row has ended before others, scores are 0. Of what ``grammar`` allows,
-        temperature, top-k and the like choose, as in ``generate``.
+        temperature, top-k and the like choose, as in ``generate``. A row ends where the model's
+        positions do; transformers goes on.
 
         Args:
             model: the model that this object wraps.

@@ -84,9 +84,10 @@ class Grammar:
         """JSON that a schema describes.
 
         Properties come in the order of the schema. An object that names properties gets no
-        others, unless ``additionalProperties`` is a schema that says more than ``true``. Of formats
-        only common texts are written, such as URIs without query, fragment or port; numbers with
-        bounds get at most 6 decimals and no exponent.
+        others, unless ``additionalProperties`` is a schema that says more than ``true``; an array
+        with ``prefixItems`` gets no items behind them, unless there is ``items`` or ``minItems``
+        asks for more. Of formats only common texts are written, such as URIs without query,
+        fragment or port; numbers with bounds get at most 6 decimals and no exponent.
 
         Args:
             schema: a mapping, JSON text, or a pydantic model class.
