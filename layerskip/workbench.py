@@ -161,5 +161,6 @@ class Workbench:
         rounds.forget()
         with self._lock:
             # Those with the most recordings; of as many the newest. One without any is enough.
-            best = sorted([*self._idle, rounds], key=lambda r: len(r.recordings))[-KEPT:]
+            known = [r for r in self._idle if r is not rounds]  # or two decoders would have it
+            best = sorted([*known, rounds], key=lambda r: len(r.recordings))[-KEPT:]
             self._idle = best if len(best[-1].recordings) else best[-1:]

@@ -968,6 +968,15 @@ def test_a_garbage_collection_may_give_rounds_back_while_others_are_taken(stack)
     assert idle_of(bench) is rounds
 
 
+def test_rounds_that_are_given_back_twice_are_taken_once(stack):
+    bench = Workbench(stack, EXIT, RepeatingRecorder)
+    bench.record_ahead([0], num_rows=1, num_slots=40)
+    rounds = idle_of(bench)
+    bench.give_back(rounds)
+    taken = [bench.take(num_rows=1, num_slots=40) for _ in range(2)]
+    assert taken[0] is rounds is not taken[1]
+
+
 def test_rounds_run_without_recordings_too(stack, text):
     decoder = decoder_of(stack, Workbench(stack, EXIT, Unable))
     assert decode(decoder, spec(PROMPTS[0]))[0].token_ids == text
