@@ -86,10 +86,7 @@ class Decoder:
         slot_row = next(i for i in range(len(used) + 1) if i not in used)
         slots = len(spec.prompt) + spec.limit + most_draft_tokens(spec.num_draft_tokens)
         if slot_row >= self.cache.num_rows or slots > self.cache.num_slots:
-            grown = self.cache.grown(num_rows=slot_row + 1, num_slots=slots)
-            if self._bench is not None and self.rounds is not None:
-                self._bench.move(self.rounds, grown)
-            self.cache = grown
+            self._grow(num_rows=slot_row + 1, num_slots=slots)
         row = Row(self._next_id, slot_row, spec, spec.stream)
         if self._has_block and (spec.may_draft or spec.returns_cache):
             row.exit_states = ExitStates()
@@ -100,6 +97,13 @@ class Decoder:
         self.rows[row.id] = row
         self._next_id += 1
         return row
+
+    def _grow(self, *, num_rows: int, num_slots: int) -> None:
+        if self._bench is None or self.rounds is None:
+            self.cache = self.cache.grown(num_rows=num_rows, num_slots=num_slots)
+            return
+        self._bench.grow(self.rounds, num_rows=num_rows, num_slots=num_slots)
+        self.cache = self.rounds.cache
 
     def row(self, row_id: int) -> Row:
         """A row that has joined and not left."""

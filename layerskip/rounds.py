@@ -153,24 +153,12 @@ class Rounds:
         self._most.clear()
         self.reason = ""
 
-    def reset(self, num_rows: int, num_slots: int) -> None:
-        """Empty everything for another decoder, with room for so many rows and slots at least.
-
-        If there is no memory for them this can't be used any more.
-        """
+    def reset(self) -> None:
+        """Empty everything for another decoder."""
         self.forget()
-        cache = self.cache
-        if self.has_room(num_rows, num_slots):
-            for row in range(cache.num_rows):
-                cache.release(row)
-            self.seats.num_left.zero_()
-            return
-        kept = cache.num_rows, cache.num_slots
-        self.recordings.clear()
-        self._eos_ids = frozenset()
-        del cache, self.cache, self.seats  # or there would have to be room for both caches
-        cache = roomy_cache(self.stack, kept, (num_rows, num_slots))
-        self._settle_in(Seats(cache), cache)
+        for row in range(self.cache.num_rows):
+            self.cache.release(row)
+        self.seats.num_left.zero_()
 
     def advance(self, rows: Sequence[Row], speculator: Speculator, *, ahead: bool) -> list[Landing]:
         """Launch what may be launched, and read the oldest round in flight.
@@ -355,29 +343,6 @@ class Rounds:
         if flight.numbers is None:
             flight.numbers, flight.seconds = self._ring.receive(flight.turn, flight.shape)
         return flight.numbers
-
-
-def roomy_cache(stack: PackedStack, kept: tuple[int, int], asked: tuple[int, int]) -> KVCache:
-    """An empty cache after one of ``kept`` rows and slots, for a decoder that needs those
-    ``asked``; with room for both, or where memory has none, as large as it has to be."""
-    roomy = _roomy(kept, asked)
-    try:
-        return stack.new_cache(num_rows=roomy[0], num_slots=roomy[1])
-    except RuntimeError:  # out of memory; a CPU has no kind of its own for it
-        pass  # out of here: the error holds what the first try has got
-    return stack.new_cache(num_rows=asked[0], num_slots=asked[1])
-
-
-def _roomy(kept: tuple[int, int], asked: tuple[int, int]) -> tuple[int, int]:
-    """Rows and slots of the cache after one of ``kept``, for a decoder that needs those ``asked``.
-
-    Both kinds of text find room, and later their recordings, unless that takes over twice what the
-    larger of them takes alone: after a batch of many short texts a long one must not have as many
-    rows. Slots grow by half at least, or every longer text would record anew.
-    """
-    grown = kept[1] + kept[1] // 2 if asked[1] > kept[1] else kept[1]
-    both = max(kept[0], asked[0]), max(asked[1], grown)
-    return both if math.prod(both) <= 2 * max(math.prod(kept), math.prod(asked)) else asked
 
 
 def _doubled(first: int, last: int) -> list[int]:

@@ -12,7 +12,7 @@ from layerskip.graphs import GraphRecorder, Recorder, Recordings, RepeatingRecor
 from layerskip.model import DecoderStack
 from layerskip.packed import PackedStack
 from layerskip.plan import DraftPlan
-from layerskip.rounds import Rounds, roomy_cache
+from layerskip.rounds import Rounds
 from layerskip.seats import MOST_DRAFTED, Seats
 
 KEPT = 2  # of those that nobody decodes with
@@ -75,38 +75,57 @@ class Workbench:
             grows: whether more rows may come: then of those kept that have room the largest.
         """
         asked = num_rows, num_slots
-        if (rounds := self._chosen(asked, grows=grows)) is not None:
-            rounds.reset(*asked)
+        if (rounds := self._fitting(asked, grows=grows)) is not None:
+            rounds.reset()
             return rounds
-        return self._over(self._new_cache(asked))
+        kept, recordings = self._replaced()
+        roomy = asked if kept is None else _roomy(kept, asked)
+        return self._over(self._cache(roomy, asked), recordings)
 
-    def _chosen(self, asked: tuple[int, int], *, grows: bool) -> Rounds | None:
-        """Of those kept, not kept any more: one with room, or one to be made larger; None where
-        all are worth keeping, and another is."""
+    def _fitting(self, asked: tuple[int, int], *, grows: bool) -> Rounds | None:
+        """Of those kept one with room, which is not kept any more."""
         with self._lock:
-            fitting = [r for r in self._idle if r.has_room(*asked)]
             best = max if grows else min
+            fitting = (r for r in self._idle if r.has_room(*asked))
             rounds = best(fitting, key=lambda r: r.cache.nbytes, default=None)
-            if rounds is None and self._idle:
-                least = min(self._idle, key=lambda r: len(r.recordings))
-                if len(self._idle) == KEPT or not len(least.recordings):
-                    rounds = least
             if rounds is not None:
                 self._idle.remove(rounds)
         return rounds
 
-    def _new_cache(self, asked: tuple[int, int]) -> KVCache:
-        """Beside those that are kept, or where memory has no room for that, in their place."""
+    def _replaced(self) -> tuple[tuple[int, int] | None, Recordings | None]:
+        """Rows and slots of a cache that the next one comes after; and what its recordings were
+        made with, if it goes: one with none does, or there would be too many."""
         with self._lock:
-            sizes = [(r.cache.num_rows, r.cache.num_slots) for r in self._idle]
+            if not self._idle:
+                return None, None
+            least = min(self._idle, key=lambda r: len(r.recordings))
+            kept = least.cache.num_rows, least.cache.num_slots
+            if len(self._idle) < KEPT and len(least.recordings):
+                return kept, None
+            self._idle.remove(least)
+        least.recordings.clear()
+        return kept, least.recordings
+
+    def _cache(self, roomy: tuple[int, int], asked: tuple[int, int]) -> KVCache:
+        """Empty, of so many rows and slots, or where memory has no room for that, of those asked
+        for; in the place of those kept, if it has none beside them."""
+        new_cache = self._stack.new_cache
         try:
-            return roomy_cache(self._stack, sizes[-1] if sizes else asked, asked)
+            return new_cache(num_rows=roomy[0], num_slots=roomy[1])
+        except RuntimeError:  # out of memory; a CPU has no kind of its own for it
+            pass  # out of here: the error holds what the first try has got
+        return self._with_room(lambda: new_cache(num_rows=asked[0], num_slots=asked[1]))
+
+    def _with_room(self, make: Callable[[], KVCache]) -> KVCache:
+        """What ``make`` makes: where memory has no room beside the caches kept, without them."""
+        try:
+            return make()
         except RuntimeError:
             with self._lock:
                 if not self._idle:
                     raise
                 self._idle.clear()
-        return self._stack.new_cache(num_rows=asked[0], num_slots=asked[1])
+        return make()
 
     def _over(
         self, cache: KVCache, recordings: Recordings | None = None, seats: Seats | None = None
@@ -122,16 +141,17 @@ class Workbench:
             vocab_ids=self._vocab_ids,
         )
 
-    def move(self, rounds: Rounds, cache: KVCache) -> None:
-        """Let a decoder's rounds go on over a larger cache that holds what theirs holds. What was
+    def grow(self, rounds: Rounds, *, num_rows: int, num_slots: int) -> None:
+        """Let a decoder's rounds go on over a larger cache, with all that theirs holds. What was
         recorded over that one is kept for decoders that need no more room."""
         before = rounds.cache, rounds.recordings, rounds.seats
-        if not len(rounds.recordings):
-            rounds.move(cache, rounds.recordings)
+        larger = self._with_room(lambda: rounds.cache.grown(num_rows=num_rows, num_slots=num_slots))
+        if len(rounds.recordings):
+            rounds.move(larger, Recordings(self._make_recorder()))
+            self.give_back(self._over(*before))
+        else:
+            rounds.move(larger, rounds.recordings)
             rounds.recordings.clear()
-            return
-        rounds.move(cache, Recordings(self._make_recorder()))
-        self.give_back(self._over(*before))
 
     def record_ahead(
         self,
@@ -164,3 +184,15 @@ class Workbench:
             known = [r for r in self._idle if r is not rounds]  # or two decoders would have it
             best = sorted([*known, rounds], key=lambda r: len(r.recordings))[-KEPT:]
             self._idle = best if len(best[-1].recordings) else best[-1:]
+
+
+def _roomy(kept: tuple[int, int], asked: tuple[int, int]) -> tuple[int, int]:
+    """Rows and slots of the cache after one of ``kept``, for a decoder that needs those ``asked``.
+
+    Both kinds of text find room, and later their recordings, unless that takes over twice what the
+    larger of them takes alone: after a batch of many short texts a long one must not have as many
+    rows. Slots grow by half at least, or every longer text would record anew.
+    """
+    grown = kept[1] + kept[1] // 2 if asked[1] > kept[1] else kept[1]
+    both = max(kept[0], asked[0]), max(asked[1], grown)
+    return both if math.prod(both) <= 2 * max(math.prod(kept), math.prod(asked)) else asked

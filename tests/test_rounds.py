@@ -862,6 +862,36 @@ def test_a_kept_cache_goes_where_memory_has_no_room_beside_it(stack, text, monke
     assert bench._idle == []
 
 
+@pytest.mark.parametrize("ask", ["another", "a row more"])
+def test_of_two_kept_caches_both_go_before_a_request_finds_no_memory(stack, monkeypatch, ask):
+    """One that has no room is replaced first; the other may hold what is missing."""
+    bench = Workbench(stack, EXIT, RepeatingRecorder)
+    bench.record_ahead([0], num_rows=1, num_slots=64)
+    bench.record_ahead([0, 1], num_rows=2, num_slots=64)
+    assert len(bench._idle) == 2
+    decoder = decoder_of(stack, bench, num_rows=1) if ask == "a row more" else None
+    kept = weakref.ref(next(r.cache for r in bench._idle if r.cache.num_rows == 2))
+
+    def limited(make):
+        def made(*sizes, **named):
+            if kept() is not None:
+                raise RuntimeError("CUDA out of memory")
+            return make(*sizes, **named)
+
+        return made
+
+    if decoder is None:
+        monkeypatch.setattr(stack, "new_cache", limited(stack.new_cache))
+        assert bench.take(num_rows=3, num_slots=64).cache.num_rows == 3
+    else:
+        decoder.join(spec(PROMPTS[0]))
+        monkeypatch.setattr(decoder.cache, "_resized", limited(decoder.cache._resized))
+        decoder.join(spec(PROMPTS[1]))
+        assert decoder.cache is decoder.rounds.cache
+        assert decoder.cache.num_rows == 2
+    assert kept() is None
+
+
 def test_a_controller_that_finds_no_memory_for_recordings_decides_without(tokenizer, caplog):
     model = make_model()
     pack_model(model)
