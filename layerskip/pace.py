@@ -63,9 +63,10 @@ class Pace:
         if rows == 1:
             self.steps = tuple(b - a for a, b in itertools.pairwise(self._alone))
         else:
-            wide, base = 2 * times.row_quantum, rows + tokens
-            growth = self.verify(base + wide) - self.verify(base)
-            self.steps = (max(0.0, growth) / wide,) * MAX_AUTO_DRAFT_TOKENS
+            # The mean of those that there are: the next one may take another tile, or another pass.
+            count = tokens or max(2 * times.row_quantum, rows)
+            growth = self.verify(rows + count) - self.verify(rows)
+            self.steps = (max(0.0, growth) / count,) * MAX_AUTO_DRAFT_TOKENS
         self.least = (self.draft_share + min(self.steps)) / self.token
 
     def settled(self, tokens: int, drafting: int) -> "Pace":

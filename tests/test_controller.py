@@ -446,6 +446,32 @@ def test_batches_of_any_size_are_never_slower_than_plain_and_near_the_best_numbe
     assert seconds(None) <= 1.03 * best
 
 
+@pytest.mark.parametrize("rows", [8, 16, 32])
+@pytest.mark.parametrize("acceptance", [0.7, 0.8])
+def test_large_batches_draft_where_their_tokens_are_nearly_free(rows, acceptance):
+    """As on a GPU, whose passes take 64 tokens: one more is another pass, which none asked for."""
+
+    def rate(fixed: int | None) -> float:
+        requests = steady(acceptance, count=3 * rows, tokens=96)
+        return paper(cost, fixed).run(requests, rows=rows).rate
+
+    cost = replace(table(0.35, quantum=1, slope=0.002), pass_rows=64)
+    assert rate(None) >= 0.97 * max(rate(k) for k in (0, 1, 2, 3, 4, 5))
+
+
+@pytest.mark.parametrize("each", [1, 3])
+def test_rows_are_charged_together_what_their_pass_takes_more(each):
+    times = PassTimes(replace(table(0.35, quantum=1, slope=0.002), pass_rows=64))
+    rows = 64 // (1 + each)
+    pace = Pace(times, CONTEXT, rows).settled(rows * each, rows)
+    grown = pace.verify(64) - pace.verify(rows)
+    assert rows * sum(pace.steps[:each]) == pytest.approx(grown)
+    charged = pace.charged
+    assert rows * sum(charged.steps[:each]) == pytest.approx(
+        charged.verify(64) - charged.verify(rows)
+    )
+
+
 def test_a_ramp_of_the_batch_is_never_slower_than_plain():
     def ramp(run: Paper) -> Paper:
         for rows in (1, 2, 4, 8, 16, 32, 16, 8, 4, 2, 1):
