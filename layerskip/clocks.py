@@ -25,7 +25,7 @@ SIZE_LIKENESS = 0.8  # correlation of the errors of a pass and of one twice as l
 ROUND_NOISE = 0.1  # of one round
 OUTLIER = 1.5  # deviations: what is beyond says no more than that
 SURE = 2.0  # deviations that a price is below the table's by, before less than that is charged
-NUM_SIZES = 5  # up to one row quantum, two, four, ...
+NUM_SIZES = 7  # up to one row quantum, two, four, ...: passes of one row to 64
 PACE, DRAFT, FIRST_SIZE = 0, 1, 2
 
 

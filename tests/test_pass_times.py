@@ -164,6 +164,21 @@ def test_what_one_size_of_pass_shows_is_thought_of_the_next_ones():
     assert 0.7 < near < 0.73 < next_one < far < 0.95
 
 
+def test_the_largest_passes_have_each_their_clock_where_nothing_is_padded():
+    """A GPU's products take 16, 32 and 64 tokens at once: a batch of 16 rows has to know apart what
+    one drafted token of each costs, and what three do."""
+    controller = Controller(table(quantum=1))
+    for _ in range(60):
+        for tokens, verify in ((16, 1.0), (32, 1.0), (64, 1.5)):
+            run_rounds(controller, 1, verify=verify, tokens=tokens, rows=16)
+    times, cost = controller.times, controller.cost
+    ratios = [
+        times.verify(n, CONTEXT, rows=16) / cost.verify_pass(n, CONTEXT, sequences=16)
+        for n in (32, 64)
+    ]
+    assert ratios == pytest.approx([1.0, 1.5], rel=0.05)
+
+
 def test_no_clock_makes_a_longer_pass_cheaper_than_a_plain_one():
     """A step below nothing would be drafts that a stake is not charged for."""
     controller = Controller(table())
