@@ -34,6 +34,7 @@ from tasks import examples_from, spread
 import layerskip.speculation
 from layerskip import SelfSpeculativeLM
 from layerskip.asks import Ask
+from layerskip.bare_passes import TWICE_AS_MANY
 from layerskip.compare import repeated_share
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
@@ -51,7 +52,7 @@ NOISE, DRIFT, MEMORY = 0.08, 0.02, 0.97  # of a round, of the pace from round to
 # The built-in checkpoint in bfloat16, one thread, without context: 20 s of `layerskip profile`.
 ROWS, SECONDS = (1, 2, 4, 8, 16, 32, 64), (1.0, 1.02, 1.07, 1.15, 1.55, 2.4, 4.1)
 DRAFTS = (1.0, 1.05, 1.08, 1.18, 1.6, 2.45, 4.2)
-COARSE = (1, 4, 8, 32)  # what a quick table measures
+COARSE = (1, 4, 8, 32)  # what a quick table measures; it guesses what twice as many take
 REQUESTS, STREAMS = 12, 24  # short ones, each by a controller that has seen nothing
 
 
@@ -130,7 +131,9 @@ def believed(cost: CostTable, drafts: float, verify: float) -> CostTable:
     def seen(curve: Curve, by: float, alone: float) -> Curve:
         contexts = tuple(sorted({curve.contexts[0], curve.contexts[-1]}))
         lines = [[curve.at(rows, context) for rows in COARSE] for context in contexts]
-        return Curve(COARSE, contexts, tuple((alone * a, *(by * s for s in b)) for a, *b in lines))
+        known = [[alone * first, *(by * s for s in more)] for first, *more in lines]
+        seconds = tuple((*line, TWICE_AS_MANY * line[-1]) for line in known)
+        return Curve((*COARSE, 2 * COARSE[-1]), contexts, seconds)
 
     return replace(
         cost,

@@ -20,6 +20,9 @@ from layerskip.plan import DraftPlan
 from layerskip.sampling import Sampler
 
 MAX_CONTEXT, QUICK_CONTEXT = 4096, 1024
+# A pass of 64 rows over one of 32, on a processor: 1.71 and 1.83 on two (bench/LOG.md, 2026-11-27).
+# By a line through 8 and 32 it was 1.44, and batches of 16 rows drafted a token too many.
+TWICE_AS_MANY = 1.75
 MAX_CACHE_BYTES = 2**29
 JUDGED = 8  # tokens of one sequence
 KINDS = ("sampling", "greedy")  # of sampling
@@ -38,23 +41,30 @@ class Grid:
             larger size.
         drafted: rows of which draft passes are, at a short context alone; ``fill`` reckons the
             others. Empty: of all rows and contexts.
+        guessed: rows of which none is, twice the next smaller size: ``fill`` has them from that.
     """
 
     rows: tuple[int, ...]
     contexts: tuple[int, ...]
     sketched: tuple[int, ...] = ()
     drafted: tuple[int, ...] = ()
+    guessed: tuple[int, ...] = ()
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Rows of which all passes are measured."""
+        return tuple(r for r in self.rows if r not in (*self.sketched, *self.guessed))
 
     def points(self, *, drafts: bool, sequences: bool) -> list[Point]:
         """Every pass of a sweep."""
-        whole = [r for r in self.rows if r not in self.sketched]
-        points = [("verify", r, c) for r in self.rows for c in self.contexts]
+        measured = [r for r in self.rows if r not in self.guessed]
+        points = [("verify", r, c) for r in measured for c in self.contexts]
         if drafts:
             contexts = self.contexts[:1] if self.drafted else self.contexts
-            points += [("draft", r, c) for r in self.drafted or whole for c in contexts]
-            points += [("head", r, 0) for r in whole]
+            points += [("draft", r, c) for r in self.drafted or self.whole for c in contexts]
+            points += [("head", r, 0) for r in self.whole]
         if sequences:
-            if max(self.rows) >= NUM_SEQUENCES:  # else one sequence has no room for so many
+            if max(measured) >= NUM_SEQUENCES:  # else one sequence has no room for so many
                 kinds = ("verify", "draft") if drafts else ("verify",)
                 points += [(f"{kind} sequences", NUM_SEQUENCES, 0) for kind in kinds]
                 points += [(kind, NUM_SEQUENCES, 0) for kind in kinds]
@@ -69,6 +79,10 @@ class Grid:
             share: of the layers, that a draft runs: its passes grow by as much of what full-depth
                 ones do, heads apart.
         """
+        for rows in self.guessed:
+            for (kind, r, context), seconds in list(typical.items()):
+                if 2 * r == rows and kind in ("verify", "draft", "head"):
+                    typical[kind, rows, context] = TWICE_AS_MANY * seconds
         for rows in self.rows if self.drafted and DRAFT in typical else ():
             if rows not in self.sketched:
                 known = max(r for r in self.drafted if r <= rows)
@@ -95,8 +109,10 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     fine = tuple(sorted(r for r in all_rows if r <= most))
     exactness = stack.exactness
     one_by_one = exactness.by_token or (exactness.wanted and not exactness.holds)
-    # Three points, the last one far out: what lies beyond is a line through the last two.
+    # Three points, the last one far out, and where the largest pass has twice as many rows, that.
     coarse = tuple(r for r in (1, few, (2 if one_by_one else 4) * few) if r <= most)
+    twice = 2 * max(coarse)
+    largest = (twice,) if twice == MAX_PASS_ROWS <= most and not one_by_one else ()
     longest = QUICK_CONTEXT if quick else MAX_CONTEXT
     fitting = MAX_CACHE_BYTES // stack.kv_bytes_per_token
     top = max(0, min(stack.max_positions, longest, fitting) - max(fine))
@@ -106,11 +122,14 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     ends = tuple(sorted({0, contexts[-1]}))
     in_steps = exactness.wanted and not exactness.holds
     finest = Grid(coarse if in_steps else fine, contexts)
+    # A GPU reads weights as long for 64 rows as for 32 or nearly, and is quick enough to tell.
+    guessed = largest if stack.device.type == "cpu" else ()
     if quick:  # what three drafted tokens take less than seven decides how many are drafted
         between = min(quantum, few, max(coarse))  # of few positions there is no larger size
         half = tuple(t for t in exactness.tiles if 1 < t < between)[-1:]
-        finest = Grid(tuple(sorted({*coarse, *half})), ends, half, coarse[:2])
-    return [finest, Grid(coarse, ends, (), finest.drafted), Grid(coarse[:2], (0,))]
+        finest = Grid(tuple(sorted({*coarse, *half, *largest})), ends, half, coarse[:2], guessed)
+    rest = Grid((*coarse, *largest), ends, (), finest.drafted, guessed)
+    return [finest, rest, Grid(coarse[:2], (0,))]
 
 
 class Passes:

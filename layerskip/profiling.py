@@ -213,7 +213,7 @@ def _affordable(passes: Passes, offered: Sequence[Grid], seconds: float) -> Grid
     for grid in offered[:-1]:
         # A guess: rows are cheap, but not free.
         sketched = sum(1 + r / 16 for r in grid.sketched) * len(grid.contexts)
-        whole = sum(1 + r / 16 for r in grid.rows if r not in grid.sketched)
+        whole = sum(1 + r / 16 for r in grid.whole)
         passes_of_a_point = 1.4 + DRAFTS_IN_A_ROW * share
         # What is only sketched may not make a table take longer: it is for models with time left.
         bearable = SKETCH_SHARE * seconds if sketched else seconds

@@ -516,7 +516,7 @@ def test_a_quick_table_of_a_small_model_knows_half_a_tile(stack, machine):
     machine.speed = 0.5
     table = measure_cost(stack, PLAN, quick=True)
     assert machine.now < 0.5
-    assert (table.verify.rows, table.tiles) == ((1, 4, 8, 32), (1, 4))
+    assert (table.verify.rows, table.tiles) == ((1, 4, 8, 32, 64), (1, 4))
     at = [table.verify_pass(n, 0) - 0.5 * judged(n) for n in (1, 2, 4, 5, 8, 9)]
     assert at[0] < 0.95 * at[2] < at[2] < 0.95 * at[4] < at[4] < 0.9 * at[5]
     assert at[1] == pytest.approx(at[2])
@@ -615,20 +615,39 @@ def test_progress_grows_to_the_end(stack, machine):
 def test_a_quick_table_is_of_small_passes_where_each_token_costs_as_much(
     stack, machine, monkeypatch
 ):
-    assert measure_cost(stack, PLAN, quick=True).verify.rows == (1, 8, 32)
+    assert measure_cost(stack, PLAN, quick=True).verify.rows == (1, 8, 32, 64)
     monkeypatch.setattr(stack, "exactness", replace(PADDED, product_rows=1))
     machine.picked = set()
     assert measure_cost(stack, PLAN, quick=True).verify.rows == (1, 8, 16)
 
 
+def test_the_largest_pass_of_a_quick_table_is_reckoned_on_a_processor(stack, machine):
+    """It would take too long. A line through the last two that are run has it too cheap."""
+    table = measure_cost(stack, PLAN, quick=True)
+    assert max(rows for _, rows, _, _ in machine.passes) == 32
+    for context in (0, 512):
+        assert table.verify.at(64, context) == pytest.approx(1.75 * table.verify.at(32, context))
+    assert table.draft_pass(64, 0) < table.verify_pass(64, 0)
+    assert table.draft_pass(48, 0) > table.draft_pass(32, 0)
+
+
+def test_the_largest_pass_of_a_quick_table_is_run_on_a_gpu(stack, monkeypatch):
+    """It reads weights once, whatever the rows: what it takes more for 64 of them is its own."""
+    monkeypatch.setattr(stack, "exactness", SWITCHED_OFF)
+    monkeypatch.setattr(stack, "device", torch.device("cuda"))
+    for grid in bare_passes.grids(stack, quick=True)[:-1]:
+        assert grid.rows == (1, 8, 32, 64)
+        assert ("verify", 64, 0) in grid.points(drafts=True, sequences=True)
+
+
 def test_passes_of_one_row_each_are_measured_as_such(stack, machine, monkeypatch):
     """Where nothing is padded, and where rows run one by one: no rows are rounded up."""
-    for exactness, largest in ((SWITCHED_OFF, 32), (replace(PADDED, holds=False), 16)):
+    for exactness, larger in ((SWITCHED_OFF, (32, 64)), (replace(PADDED, holds=False), (16,))):
         monkeypatch.setattr(stack, "exactness", exactness)
         machine.picked = set()
         table = measure_cost(stack, PLAN, quick=True)
         assert (table.row_quantum, table.tiles) == (1, ())
-        assert table.verify.rows == (1, 8, largest)
+        assert table.verify.rows == (1, 8, *larger)
 
 
 def test_a_real_measurement_leaves_the_model_as_it_was(quick, toy):
