@@ -1,6 +1,6 @@
 """Token ids to text, piece by piece."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 
@@ -113,14 +113,23 @@ class TextStream:
 
 
 def by_origin(
-    stream: TextStream, token_ids: Sequence[int], origins: Sequence[str], *, ended: bool
+    stream: TextStream,
+    token_ids: Sequence[int],
+    origins: Sequence[str],
+    *,
+    ended: bool,
+    eos_ids: Collection[int] = (),
 ) -> list[tuple[str, str]]:
     """The text that each of a round's tokens makes final, with the token's origin.
 
     Args:
         ended: whether the text ends with them: then what was held back is the last one's, too.
+        eos_ids: ends of sequence, which are no text, whatever the tokenizer makes of them.
     """
-    pieces = [(stream.push(t), origin) for t, origin in zip(token_ids, origins, strict=True)]
+    pieces = [
+        ("" if t in eos_ids else stream.push(t), origin)
+        for t, origin in zip(token_ids, origins, strict=True)
+    ]
     return [*pieces, (stream.finish(), origins[-1])] if ended else pieces
 
 

@@ -35,6 +35,7 @@ from layerskip.commands.options import print_round, sampling_of
 from layerskip.hf_modes import EarlyExitSettings
 from layerskip.params import Verification
 from layerskip.prompts import Example
+from layerskip.telemetry.measure import _pieces
 from layerskip.text import TextStream
 
 STATS = {
@@ -169,6 +170,17 @@ def test_tokens_are_printed_as_the_model_wrote_them() -> None:
     console = Console(file=io.StringIO(), width=20)
     print_round(console, TextStream(Letters(), ()), record)
     assert console.file.getvalue() == text
+
+
+def test_an_end_of_sequence_is_no_text_whatever_its_tokenizer_writes() -> None:
+    record = SimpleNamespace(
+        token_ids=(65, 66, 10), origins=("plain", "accepted", "bonus"), finish_reason="stop"
+    )
+    console = Console(file=io.StringIO(), width=20)
+    print_round(console, TextStream(Letters(), ()), record, frozenset({10}))
+    assert console.file.getvalue() == "AB"
+    found = _pieces(Letters(), SimpleNamespace(rounds=[record]), frozenset({10}))
+    assert found == [{"text": "A", "origin": "plain"}, {"text": "B", "origin": "accepted"}]
 
 
 @pytest.mark.parametrize("options", [("--num-draft-tokens", 0), ("--exit-layer", 4)])

@@ -95,7 +95,7 @@ def _examples(args: argparse.Namespace) -> "list[Example]":
     from layerskip.prompts import held_out_code, read_prompts
 
     prompts = getattr(args, "prompts", None)
-    if prompts:
+    if prompts is not None:
         return read_prompts(prompts)[: args.limit]
     return held_out_code(held_out_modules(), args.limit)
 
@@ -186,7 +186,10 @@ def _fitting(
     wanted = f"{max_new_tokens} new tokens"
     if looked_up:
         wanted += f" and {looked_up} that transformers looks up"
-    fit = [e for e in examples if len(lm.tokenizer(e.prompt)["input_ids"]) <= room]
+    lengths = [len(lm.tokenizer(e.prompt)["input_ids"]) for e in examples]
+    if 0 in lengths:
+        raise ValueError(f"prompt {lengths.index(0) + 1} has no token; leave it out")
+    fit = [e for e, length in zip(examples, lengths, strict=True) if length <= room]
     if not fit:
         raise ValueError(
             f"no prompt leaves room for {wanted} in the model's {lm.stack.max_positions} positions"
@@ -293,7 +296,7 @@ def run_demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         print_text(console, tail, "dim")
         stream = TextStream(comparison.lm.tokenizer, ())
         for step in comparison.lm.stream(example.prompt, max_new_tokens=args.max_new_tokens):
-            print_round(console, stream, step.round)
+            print_round(console, stream, step.round, comparison.lm.eos_ids)
         console.print("\n")
     with console.status("timing four decoders in turn"):
         document = compare(

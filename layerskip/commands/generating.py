@@ -86,7 +86,9 @@ def run_generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     from layerskip.prompts import read_text
 
     settings = _settings(args)
-    prompt = read_text(args.prompt_file) if args.prompt_file else args.prompt
+    prompt = args.prompt
+    if args.prompt_file is not None:
+        prompt = read_text(args.prompt_file)
     messages = [{"role": "user", "content": args.chat}] if args.chat is not None else None
     lm = load(args)
     batch = lm.open_batch(**settings, num_draft_tokens=args.num_draft_tokens)
@@ -97,7 +99,7 @@ def run_generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     while batch.unfinished:
         for record in batch.step():
             if stream is not None:
-                print_round(console, stream, record)
+                print_round(console, stream, record, lm.eos_ids)
     out = batch.remove(row)
     console.print()
     _print_logprobs(console, lm, out)

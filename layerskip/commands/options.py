@@ -1,6 +1,7 @@
 """What commands share: which model, and how it is loaded."""
 
 import argparse
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from rich.segment import Segment, Segments
@@ -33,10 +34,13 @@ def print_text(console: "Console", text: str, style: str = "") -> None:
     console.print(Segments([Segment(text, Style.parse(style))]), end="", soft_wrap=True)
 
 
-def print_round(console: "Console", stream: TextStream, record: "Round") -> None:
-    """A round's text, each token in the style of its origin."""
+def print_round(
+    console: "Console", stream: TextStream, record: "Round", eos_ids: Collection[int] = ()
+) -> None:
+    """A round's text, each token in the style of its origin; ends of sequence are none."""
+    told = record.token_ids, record.origins
     ended = record.finish_reason is not None
-    for text, origin in by_origin(stream, record.token_ids, record.origins, ended=ended):
+    for text, origin in by_origin(stream, *told, ended=ended, eos_ids=eos_ids):
         print_text(console, text, STYLES[origin])
 
 
@@ -124,7 +128,7 @@ def chosen_plan(args: argparse.Namespace) -> "PlanFile | None":
     """The plan file that ``--plan`` names."""
     from layerskip.plan import PlanFile
 
-    return PlanFile.load(args.plan) if args.plan else None
+    return PlanFile.load(args.plan) if args.plan is not None else None
 
 
 def chosen_policy(args: argparse.Namespace) -> "Policy | None":
@@ -132,7 +136,7 @@ def chosen_policy(args: argparse.Namespace) -> "Policy | None":
     from layerskip.policy import Policy
 
     path = getattr(args, "policy", None)
-    return Policy.load(path) if path else None
+    return Policy.load(path) if path is not None else None
 
 
 def load(args: argparse.Namespace) -> "SelfSpeculativeLM":

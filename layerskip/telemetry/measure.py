@@ -6,7 +6,7 @@ import os
 import platform
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -232,11 +232,13 @@ class Measurement:
             "labels": dict(request.labels),
             "arm": str(arm),
             "prompt": text if isinstance(text, str) else tokenizer.decode(ids),
-            "pieces": _pieces(tokenizer, output),
+            "pieces": _pieces(tokenizer, output, self.lm.eos_ids),
         }
 
 
-def _pieces(tokenizer: Any, output: GenerationOutput) -> list[dict[str, str]]:
+def _pieces(
+    tokenizer: Any, output: GenerationOutput, eos_ids: Collection[int]
+) -> list[dict[str, str]]:
     """The output's text, cut where tokens of another origin begin."""
     stream = TextStream(tokenizer, ())
     pieces: list[dict[str, str]] = []
@@ -248,8 +250,8 @@ def _pieces(tokenizer: Any, output: GenerationOutput) -> list[dict[str, str]]:
             pieces.append({"text": text, "origin": origin})
 
     for record in output.rounds:
-        ended = record.finish_reason is not None
-        for text, origin in by_origin(stream, record.token_ids, record.origins, ended=ended):
+        told, ended = (record.token_ids, record.origins), record.finish_reason is not None
+        for text, origin in by_origin(stream, *told, ended=ended, eos_ids=eos_ids):
             add(text, origin)
     return pieces
 
