@@ -59,7 +59,7 @@ class Arm:
         Raises:
             ValueError: it is none of them.
         """
-        if text == AUTO or text.lstrip("-").isdecimal():
+        if text == AUTO or text.removeprefix("-").isdecimal():
             return cls.of(AUTO if text == AUTO else int(text))
         if not Path(text).is_file():
             raise ValueError(

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from layerskip.adapter_shape import AdapterShape, check_temperature
-from layerskip.files import read_json, write_bytes, write_json
+from layerskip.files import read_json, reason_of, write_bytes, write_json
 
 ADAPTER_VERSION = 1
 JSON_FILE, TENSOR_FILE = "exit_adapter.json", "exit_adapter.safetensors"
@@ -76,7 +76,7 @@ def read_adapter(folder: str | Path) -> AdapterFile:
             dict(content["measurements"]),
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not an exit adapter ({error!r})") from None
+        raise ValueError(f"{path} is not an exit adapter ({reason_of(error)})") from None
 
 
 def write_adapter(

@@ -468,7 +468,7 @@ class SelfSpeculativeLM:
 
         Arguments are checked at the call, not at the first step. The consumer may stop any time.
         """
-        if messages is None and not is_single(prompt):
+        if prompt is not None and not is_single(prompt):
             raise TypeError("stream takes one prompt; use generate or open_batch for several")
         batch = self.open_batch(
             max_new_tokens=max_new_tokens,

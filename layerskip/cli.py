@@ -6,6 +6,7 @@ Heavy imports happen inside the commands, so that ``--help`` is quick.
 import argparse
 import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -55,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         document = args.run(args, Console(stderr=args.json, emoji=False))
+        if args.json:
+            print(json.dumps(document), flush=True)
+    except BrokenPipeError:  # whoever reads has had enough, as ``head`` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        return 1
     except (ValueError, TypeError) as error:
         print(f"layerskip: {error}", file=sys.stderr)
         return 2
@@ -65,8 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("layerskip: interrupted", file=sys.stderr)
         return 130
-    if args.json:
-        print(json.dumps(document))
     return 0
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from layerskip.files import read_json, write_json
+from layerskip.files import read_json, reason_of, write_json
 
 COST_VERSION, READABLE = 5, (2, 3, 4, 5)
 TILE = 8  # positions of a sequence that attention takes at once, at most
@@ -310,7 +310,7 @@ class CostTable:
                 **newer,
             )
         except (KeyError, TypeError, OverflowError) as error:
-            raise ValueError(f"the cost table is not complete ({error!r})") from None
+            raise ValueError(f"the cost table is not complete ({reason_of(error)})") from None
 
 
 def _shared_out(rows: int, sequences: int) -> tuple[tuple[int, int], ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from jinja2 import TemplateError
 
@@ -102,11 +103,11 @@ class PromptEncoder:
 
 
 def as_ids(prompt: object) -> list[int]:
-    """A prompt of token ids, one tensor or sequence, as a list; what is in it is not checked."""
-    if isinstance(prompt, torch.Tensor) and prompt.ndim == 1:
+    """A prompt of token ids, one array or sequence, as a list; what is in it is not checked."""
+    if isinstance(prompt, torch.Tensor | np.ndarray) and prompt.ndim == 1:
         return prompt.tolist()
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray | memoryview):
-        return list(prompt)
+        return [int(t) if isinstance(t, np.integer) else t for t in prompt]
     raise TypeError(f"a prompt must be text or a list of token ids, got {prompt!r}")
 
 
@@ -125,9 +126,9 @@ def _check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
 
 
 def is_single(prompt: object) -> bool:
-    """Whether this is one prompt: text, a tensor of ids, or a sequence of ints."""
+    """Whether this is one prompt: text, an array of ids, or a sequence of ints."""
     if isinstance(prompt, str):
         return True
-    if isinstance(prompt, torch.Tensor):
+    if isinstance(prompt, torch.Tensor | np.ndarray):
         return prompt.ndim == 1
-    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], int)
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], int | np.integer)

@@ -21,7 +21,14 @@ def read_json(path: str | Path, what: str) -> Any:
     except OSError as error:
         raise ValueError(f"{what} {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a {what} ({error!r})") from None
+        raise ValueError(f"{path} is not a {what} ({reason_of(error)})") from None
+
+
+def reason_of(error: Exception) -> str:
+    """What is wrong with the content of a file, in words: of a ``KeyError``, what it lacks."""
+    if isinstance(error, KeyError):
+        return f"it has no {error.args[0]!r}"
+    return str(error)
 
 
 def check_writable(path: str | Path) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from layerskip.cost import CostTable
-from layerskip.files import read_json, write_json
+from layerskip.files import read_json, reason_of, write_json
 from layerskip.params import SHARPNESS, check_integer, check_num_draft_tokens, check_number
 
 PLAN_VERSION, PLAN_FILE_VERSION = 1, 2
@@ -177,7 +177,7 @@ class PlanFile:
         try:
             return _from_dict(content)
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not a plan file ({error!r})") from None
+            raise ValueError(f"{path} is not a plan file ({reason_of(error)})") from None
 
 
 def _from_dict(content: Mapping[str, Any]) -> PlanFile:

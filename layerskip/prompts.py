@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from layerskip.files import reason_of
+
 CONTEXT_LINES = 20
 MAX_PROMPT_CHARACTERS = 1500
 CONTINUATION_FIELDS = ("continuation", "completion", "canonical_solution", "answer")
@@ -50,7 +52,7 @@ def read_prompts(path: str | Path) -> list[Example]:
             raise ValueError(f"{path} line {number} is not valid Unicode: {error}") from None
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise ValueError(
-                f"{path} line {number} is not a prompt ({error!r}); "
+                f"{path} line {number} is not a prompt ({reason_of(error)}); "
                 "it needs 'prompt', or 'question' and 'answer', or 'turns'"
             ) from None
     if not examples:

@@ -329,6 +329,7 @@ def test_the_command_refuses_before_it_loads_anything(folder: Path, tmp_path: Pa
     (tmp_path / "bad.json").write_text("{}", encoding="utf-8")
     for argv, sentence in (
         (("--a", "fast"), "an arm must be 0, a number of draft tokens, 'auto' or a policy file"),
+        (("--a=--5",), "an arm must be 0, a number of draft tokens, 'auto' or a policy file"),
         (("--a", tmp_path / "bad.json"), f"{tmp_path / 'bad.json'} is not a policy"),
         (("--b", "-1"), "num_draft_tokens must be between 0"),
         (("--repeats", "0"), "--repeats must be at least 1"),

@@ -1,5 +1,6 @@
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -234,6 +235,22 @@ def test_bad_requests(talking, args, settings, error, message):
     if "num_return_sequences" not in settings and args != ([[]],):
         with pytest.raises((TypeError, ValueError)):
             talking.stream(*args, **settings)  # at the call, before the first step
+
+
+def test_ids_may_come_as_arrays(talking):
+    ids = [5, 6, 7]
+    expected = talking.generate(ids, max_new_tokens=4).token_ids
+    for prompt in (np.array(ids), torch.tensor(ids), list(np.array(ids)), [np.array(ids)] * 2):
+        out = talking.generate(prompt, max_new_tokens=4)
+        many = out if isinstance(out, list) else [out]
+        assert [o.token_ids for o in many] == [expected] * len(many)
+    steps = list(talking.stream(np.array(ids), max_new_tokens=4))
+    assert tuple(t for step in steps for t in step.token_ids) == expected
+
+
+def test_a_stream_without_a_prompt_is_told_so(talking):
+    with pytest.raises(ValueError, match="give either prompts or messages"):
+        talking.stream()
 
 
 def test_bad_rows_leave_a_batch_as_it_was(talking):

@@ -1,6 +1,9 @@
 """What the command line refuses: one sentence, exit code 2, and nothing written."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +205,53 @@ def test_compare_with_prompts_beyond_the_context(folder: Path, bad: Path) -> Non
     path.write_text(json.dumps({"prompt": "q" * MAX_POSITIONS}) + "\n", encoding="utf-8")
     result = run("compare", folder, "--prompts", path, "--modes", "plain")
     assert_refused(result, "prompt", "positions")
+
+
+def test_compare_says_which_prompt_is_empty(folder: Path, bad: Path) -> None:
+    path = bad / "prompts.jsonl"
+    path.write_text('{"prompt": "the rain"}\n{"prompt": ""}\n', encoding="utf-8")
+    argv = ("compare", folder, "--prompts", path, "--modes", "plain")
+    assert_refused(run(*argv), "prompt 2 has no token; leave it out")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("compare", "--prompts", ""),
+        ("search", "--out", "plan.json", "--prompts", ""),
+        ("generate", "--plan", "", "--prompt", "a"),
+        ("generate", "--policy", "", "--task", "a", "--prompt", "a"),
+        ("generate", "--prompt-file", ""),
+    ],
+    ids=" ".join,
+)
+def test_an_empty_name_of_a_file_is_no_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
+) -> None:
+    """It is what a variable that is not set leaves."""
+    monkeypatch.chdir(tmp_path)
+    assert_refused(run(argv[0], folder, *argv[1:]), "directory")
+
+
+def test_a_document_that_nobody_reads_ends_quietly(folder: Path) -> None:
+    argv = ["generate", str(folder), "--prompt", "a", "--max-new-tokens", "2", "--json"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "layerskip.cli", *argv]
+    done = subprocess.run(
+        command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    os.close(writing)
+    assert done.returncode == 1
+    assert "Error" not in done.stderr
+    if Path("/dev/full").exists():
+        with Path("/dev/full").open("w", encoding="utf-8") as full:
+            done = subprocess.run(
+                command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+            )
+        assert done.returncode == 2
+        assert "No space left on device" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_compare_says_how_many_prompts_are_too_long(folder: Path, bad: Path) -> None:

@@ -364,6 +364,22 @@ def test_an_empty_report_is_readable():
     assert not re.search(r"\b(nan|inf|None)\b", page.all("main")[0][1])
 
 
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ({"pieces": None}, "is no sample"),
+        ({"labels": 3}, "is no sample"),
+        ({"prompt": 3}, "no sam"),
+    ],
+)
+def test_a_sample_that_is_none_is_said_in_a_sentence(damage, words):
+    with pytest.raises(ValueError, match=words):
+        render(empty(), Policy(), [sample(1, "code") | damage])
+    lacking = {name: value for name, value in sample(1, "code").items() if name != "pieces"}
+    with pytest.raises(ValueError, match="it has no 'pieces'"):
+        render(empty(), Policy(), [lacking])
+
+
 def test_figures_that_are_no_numbers_are_dashes():
     report = made_up(["code"])
     bad = replace(report.total, mean_accepted=Estimate(float("nan"), float("inf"), 1.0))

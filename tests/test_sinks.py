@@ -91,6 +91,14 @@ def test_memory_and_file_hold_every_round(decoded) -> None:
     assert {line["labels"]["task"] for line in lines} == {"toy"}
 
 
+def test_a_file_is_closed_once_however_often_it_is_asked_to(tmp_path: Path) -> None:
+    with JsonlSink(tmp_path / "rounds.jsonl") as sink:
+        sink(ROUNDS[1])
+        sink.close()
+    sink.close()
+    assert len(list(read_lines(tmp_path / "rounds.jsonl"))) == 1
+
+
 def test_a_line_is_in_the_file_when_the_round_has_ended(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "rounds.jsonl")
     sink(ROUNDS[1])

@@ -83,8 +83,8 @@ def run_profile(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             seconds=args.seconds,
             on_progress=lambda share: progress.update(task, completed=share),
         )
+        table.save(args.out)  # while nothing else can fail: stdout may be closed
     seconds = time.perf_counter() - began
-    table.save(args.out)
     document = {
         "model": args.model,
         "out": args.out,
@@ -163,7 +163,7 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     )
     examples = (
         read_prompts(args.prompts)
-        if args.prompts
+        if args.prompts is not None
         else held_out_code(held_out_modules(), args.limit)
     )
     more = read_texts(args.vocabulary_texts) if args.vocabulary_texts else []

@@ -10,11 +10,12 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from layerskip.files import write_text
+from layerskip.files import reason_of, write_text
 from layerskip.policy import Policy
 from layerskip.telemetry import figures, tables
 from layerskip.telemetry.charts import WIDTH
 from layerskip.telemetry.report import ENOUGH_REQUESTS, AcceptanceReport
+from layerskip.telemetry.runs import SAMPLES
 
 MAX_SAMPLES = 24
 MAX_ALARMS = 20
@@ -83,9 +84,16 @@ def render(
     policy: Policy,
     samples: Sequence[Mapping[str, Any]],
 ) -> str:
-    """The page that ``write_html`` writes."""
+    """The page that ``write_html`` writes.
+
+    Raises:
+        ValueError: a sample lacks something.
+    """
     drift = report.drift
-    shown = _choose(samples, report.label, report.arm)
+    try:
+        shown = [_sample(s) for s in _choose(samples, report.label, report.arm)]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"a line of {SAMPLES} is no sample ({reason_of(error)})") from None
     return page(
         "report.html",
         report=report,
@@ -105,7 +113,7 @@ def render(
         alarms=[str(alarm) for alarm in drift.alarms[-MAX_ALARMS:]] if drift else [],
         drifts=figures.drifts(drift) if drift else (),
         shifts=tables.drift_table(drift) if drift else None,
-        samples=[_sample(s) for s in shown],
+        samples=shown,
         num_samples=len(samples),
         origins=ORIGINS,
         facts=[(name, _fact(value)) for name, value in report.measured.items()],

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerskip.cost import CostTable
+from layerskip.files import reason_of
 from layerskip.machine_time import MachineTime
 from layerskip.pass_costs import Overhead
 from layerskip.telemetry.recorded_times import RecordedTimes
@@ -59,7 +60,7 @@ def replay(folder: str | Path, table: CostTable) -> Replay:
         return _replay(folder, table)
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(
-            f"{folder} has a line that is not complete ({error!r}); measure again"
+            f"{folder} has a line that is not complete ({reason_of(error)}); measure again"
         ) from None
 
 

@@ -78,7 +78,9 @@ class JsonLines:
             os.truncate(self.path, size)
 
     def sync(self) -> None:
-        """Wait until the disk has it all."""
+        """Wait until the disk has it all; nothing is left to wait for of a file that is closed."""
+        if self._file.closed:
+            return
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
