@@ -369,6 +369,19 @@ def test_drafts_over_a_trimmed_vocabulary_leave_the_output_alone(toy, wrap, monk
     assert len(drafted) > 4
 
 
+def test_a_trimmed_head_with_an_adapter_follows_the_row_s_text(toy, monkeypatch):
+    """Of the kept tokens and those of the text so far the likeliest is drafted."""
+    model, kept = toy("llama", "float32"), tuple(range(2, 331, 16))
+    file, drafts = PlanFile(PLANS["exit"], 4, draft_vocabulary=kept), recorded(monkeypatch)
+    lm = SelfSpeculativeLM(model, None, file, lookup=False, exit_adapter=make_adapter(model))
+    text = (*PROMPT, *run(lm, num_draft_tokens=4).token_ids)
+    assert len(drafts) > 5
+    for length, (token, *_) in drafts.items():
+        known = sorted({*kept, *text[: length + 1]})
+        logits = trained_logits(lm, text[: length + 1])[-1, known]
+        assert token == known[int(logits.argmax())]
+
+
 def test_returned_caches_of_transformers_hold_the_model_s_layers(adapt, toy):
     lm, ids, model = adapt("block"), torch.tensor([PROMPT]), toy("llama", "float32")
     settings = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from toys import MAX_POSITIONS, PLANS, VOCAB_SIZE, make_model, random_ids, without_times
 
 from layerskip import DraftPlan, GenerationOutput, SamplingParams, SelfSpeculativeLM
+from layerskip.batch import MAX_ROWS
+from layerskip.params import MAX_SEED
 
 SAMPLED = SamplingParams(temperature=0.8, seed=5)
 TEXT = "the tea 😀"
@@ -41,6 +43,7 @@ def test_more_prompts_than_rows_keep_their_order(wrap):
     prompts = [random_ids(1 + n % 3, seed=n) for n in range(35)]
     outputs = wrap("exit").generate(prompts, max_new_tokens=3)
     assert ids_of(outputs) == [wrap(None).generate(p, max_new_tokens=3).token_ids for p in prompts]
+    assert max(r.rows for out in outputs for r in out.rounds) == MAX_ROWS
 
 
 def test_several_sequences_of_each_prompt_use_the_seeds_that_follow(talking):
@@ -50,6 +53,9 @@ def test_several_sequences_of_each_prompt_use_the_seeds_that_follow(talking):
         alone = SamplingParams(temperature=0.8, seed=out.seed)
         assert out.token_ids == talking.generate(prompt, max_new_tokens=5, sampling=alone).token_ids
     assert len(talking.generate("a", max_new_tokens=1, num_return_sequences=2)) == 2
+    last = SamplingParams(temperature=0.8, seed=MAX_SEED)
+    many = talking.generate("a", max_new_tokens=2, sampling=last, num_return_sequences=2)
+    assert [out.seed for out in many] == [MAX_SEED, 0]
 
 
 def test_messages_go_through_the_chat_template(talking):

@@ -12,7 +12,7 @@ import pytest
 from controlling import CONTEXT, Paper, Request, paper, steady, table
 
 import layerskip.controller
-from layerskip.asks import Ask
+from layerskip.asks import MOST_CREDIT, Ask
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.estimates import RowState
@@ -99,6 +99,11 @@ def test_a_request_is_over_once():
         second.end(10)
     assert first.shared.usual_length == pytest.approx(19.0)
     assert controller.row("coupled").shared.usual_length == float("inf")
+    owing = Controller(table(0.2)).row("greedy", 40)
+    owing.claim(0.01)
+    for _ in range(2):
+        owing.end(5)
+    assert owing.shared.credit == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
@@ -293,6 +298,30 @@ def test_nothing_is_had_in_advance_where_something_is_looked_up():
     assert ask.state.shared.credit == pytest.approx(0.4)
 
 
+def test_what_rounds_have_earned_is_not_had_in_advance_as_well():
+    state = Controller(table(0.2)).row("greedy", 40)
+    for _ in range(10):
+        state.earn(0.01)
+    state.claim(0.01)
+    assert state.shared.credit == pytest.approx(0.01 * 40)
+
+
+def test_a_long_rest_buys_no_long_run_of_probes():
+    """Three of them take nearly a plain pass, which is the most that is kept for them."""
+    controller = Controller(table(0.3, slope=0.0), (0.01,), follows_clock=False)
+    state = controller.row("greedy", 0)
+    state.stake, state.shared.credit = 0.0, 50.0
+    probes = 0
+    for _ in range(12):
+        choice = asked(controller, state)
+        if choice.num_draft_tokens:
+            wrong(controller, state, choice)
+        else:
+            controller.observe_plain(state, choice, CONTEXT)
+        probes += choice.num_draft_tokens
+    assert probes == 3
+
+
 def test_no_stake_is_spent_on_a_draft_that_would_not_pay():
     controller = Controller(table(0.2, slope=0.0), prior=(0.85,), follows_clock=False)
     state = controller.row("greedy", 0)
@@ -472,6 +501,14 @@ def test_rows_are_charged_together_what_their_pass_takes_more(each):
     )
 
 
+def test_a_row_that_drafts_beside_others_is_charged_the_whole_draft_pass():
+    controller = Controller(table(0.2, slope=0.2), (0.95,), follows_clock=False)
+    asks = [Ask(controller.row("greedy"), CONTEXT, room) for room in (16, 0, 0, 0)]
+    choices = controller.choose(asks, drafts=True)
+    assert [c.source for c in choices] == ["early_exit", "none", "none", "none"]
+    assert choices[0].draft_seconds == pytest.approx(controller.times.draft(1, CONTEXT))
+
+
 def test_a_ramp_of_the_batch_is_never_slower_than_plain():
     def ramp(run: Paper) -> Paper:
         for rows in (1, 2, 4, 8, 16, 32, 16, 8, 4, 2, 1):
@@ -593,6 +630,15 @@ def test_look_ups_of_several_rows_have_to_pay_clearly(margin, looks_up):
     assert list(found.looked_up) == [int(looks_up)] * 8
 
 
+@pytest.mark.parametrize("best", [0, 1])
+def test_of_several_look_ups_those_that_give_most_for_their_tokens_are_taken(best):
+    offers = [(8, 0.1), (8, 0.1)]
+    offers[best] = (2, 1.9)
+    pace = Pace(PassTimes(table(quantum=1, slope=0.2)), CONTEXT, 2)
+    found = split(pace, [()] * 2, offers, ())
+    assert list(found.looked_up) == [2 * (i == best) for i in range(2)]
+
+
 @pytest.mark.parametrize(
     ("match_length", "num_guessed", "sources"),
     [(9, 3, ["early_exit"] * 4), (17, 9, ["lookup", *["none"] * 3])],
@@ -660,9 +706,11 @@ def test_guesses_of_several_rows_have_to_be_free():
         assert Controller(cost, follows_clock=False).guesses(2, CONTEXT) == width
 
 
+@pytest.mark.parametrize("fixed", [(), (3,)])
 @pytest.mark.parametrize("c", [0.2, 0.45])
-def test_a_row_that_goes_on_drafting_is_decided_in_few_steps_as_in_many(monkeypatch, c):
-    """However much it may stake and has room for, and whatever its drafts made of it."""
+def test_a_row_that_goes_on_drafting_is_decided_in_few_steps_as_in_many(monkeypatch, c, fixed):
+    """However much it may stake and has room for, and whatever its drafts made of it. Beside a row
+    whose number is fixed all steps are taken."""
     chosen: dict[bool, list[object]] = {}
     for few in (True, False):
         if not few:
@@ -675,7 +723,7 @@ def test_a_row_that_goes_on_drafting_is_decided_in_few_steps_as_in_many(monkeypa
             match = luck.randrange(1, 40)
             guessed = luck.choice((0, 0, 4, 12))
             ask = Ask(state, CONTEXT, luck.randrange(1, 20), guessed, match)
-            (choice,) = controller.choose([ask], drafts=True)
+            (choice,) = controller.choose([ask], drafts=True, fixed=fixed)
             chosen.setdefault(few, []).append((choice, state.last, state.probing))
             state.add_lookup(match, [luck.random() < match / 40] * (guessed > 0), stored=False)
             if choice.source != "early_exit":
@@ -770,20 +818,22 @@ def test_tokens_behind_a_draft_are_as_many_as_the_round_may_lose_with_it():
         assert stopper.num_behind((7,)) == taken
 
 
+@pytest.mark.parametrize("credit", [0.5, 50.0])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_draft_knows_what_its_round_may_lose(rows):
+def test_a_draft_knows_what_its_round_may_lose(rows, credit):
     """Of what rows staked, and of what rounds earned; one that drafted before, too."""
     controller = Controller(table(0.1), prior=(0.9,), follows_clock=False)
     states = [controller.row("greedy", 64) for _ in range(rows)]
     for _ in range(2):
         choices = controller.choose([Ask(s, CONTEXT, 60) for s in states], drafts=True)
         pace = controller._pace(CONTEXT, rows, greedy=False)
-        states[0].shared.credit = 0.5
+        states[0].shared.credit = credit
         for choice in choices:
             assert choice.source == "early_exit"
         asked = controller.choose([Ask(s, CONTEXT, 60) for s in states], drafts=True)
         stake = sum(s.stake for s in states) / rows
-        wanted = (2 / 3 if rows == 1 else 1.0) * stake * pace.token + 0.5 / rows * pace.plain
+        earned = min(MOST_CREDIT, credit) / rows
+        wanted = (2 / 3 if rows == 1 else 1.0) * stake * pace.token + earned * pace.plain
         assert [c.may_lose for c in asked] == pytest.approx([wanted] * rows)
 
 
@@ -998,6 +1048,18 @@ def test_look_ups_as_good_as_others_say_nothing_of_a_request():
     assert poor == pytest.approx(3 / 20)
     told = state.lookup_survivals(20, False, 1)
     assert told == pytest.approx([lookup_confidence(20, False)], 0.1)
+
+
+def test_what_a_store_offered_says_nothing_of_a_text_s_own_look_ups():
+    state, other = (RowState(Experience((0.6,))) for _ in range(2))
+    for stored in (True, False):
+        told = state.lookup_survivals(4, stored, 1)
+        assert told == pytest.approx([lookup_confidence(4, stored)])
+    for _ in range(20):
+        state.add_lookup(4, [False], stored=True)
+    own, stored = (state.shared.lookup_acceptance(2, kind) for kind in (False, True))
+    assert own == other.shared.lookup_acceptance(2, False)
+    assert stored < 0.5 * other.shared.lookup_acceptance(2, True)
 
 
 def test_right_tokens_lengthen_a_match():

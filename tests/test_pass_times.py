@@ -5,12 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 from controlling import CONTEXT, table
+from recorded import flat_cost
 
 from layerskip.clocks import Clocks
 from layerskip.controller import Controller, _drafting
-from layerskip.pace import LOOKING
+from layerskip.pace import LOOKING, Pace
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
-from layerskip.pass_times import DRAFTED_ONE_IN, FIRST_DRAFTED, FIRST_PLAIN, PLAIN_ONE_IN
+from layerskip.pass_times import (
+    DRAFTED_ONE_IN,
+    FIRST_DRAFTED,
+    FIRST_PLAIN,
+    PLAIN_ONE_IN,
+    PassTimes,
+)
 
 
 def run_rounds(controller, count, *, pace=1.0, drafts=1.0, verify=1.0, tokens=5, rows=1):
@@ -153,6 +160,27 @@ def test_a_round_after_others_that_nobody_learnt_from_says_more():
     assert after[1] > 1.3 * after[0] > 0.0
 
 
+def test_rounds_that_nobody_learnt_from_go_by_once(monkeypatch):
+    gone, pass_time = [], Clocks.pass_time
+    monkeypatch.setattr(
+        Clocks, "pass_time", lambda clocks, rounds: gone.append(rounds) or pass_time(clocks, rounds)
+    )
+    controller = Controller(table())
+    for _ in range(5):
+        controller.times.due(drafted=False)
+    run_rounds(controller, 2, tokens=1)
+    assert gone == [5, 1]
+
+
+def test_what_begins_a_draft_is_corrected_as_its_passes_are():
+    controller = Controller(table(start=0.4))
+    before = controller.times.draft(1, CONTEXT)
+    run_rounds(controller, 20, pace=2.0)
+    corrected = controller.times.draft(1, CONTEXT) / before
+    assert corrected > 1.5
+    assert controller.times.draft_start() == pytest.approx(0.4 * corrected)
+
+
 def test_what_one_size_of_pass_shows_is_thought_of_the_next_ones():
     controller = Controller(table(quantum=8))
     before = [controller.times.verify(n, CONTEXT) for n in (8, 16, 64)]
@@ -190,6 +218,12 @@ def test_no_clock_makes_a_longer_pass_cheaper_than_a_plain_one():
     pace = controller._pace(CONTEXT, 1, greedy=False)
     assert min(pace.steps) == 0.0
     assert pace.verify(1) == alone[0] == pace.verify(8)
+
+
+def test_no_table_makes_a_longer_pass_of_a_batch_cheaper_than_a_plain_one():
+    """Though it says so: it may have been measured while others kept the machine busy."""
+    falling = flat_cost(verify=[0.010 - 0.0001 * n for n in range(17)])
+    assert set(Pace(PassTimes(falling), CONTEXT, 2).steps) == {0.0}
 
 
 def cheaper(rounds, rows=1):

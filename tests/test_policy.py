@@ -121,6 +121,19 @@ def test_a_request_that_names_a_number_gets_it(lm):
     assert drafted(out)[0] == 5
 
 
+@pytest.mark.parametrize(
+    ("of_batch", "of_row", "most"),
+    [({}, 5, 5), ({"num_draft_tokens": 5}, None, 5), ({"num_draft_tokens": 5}, "auto", 0)],
+)
+def test_a_row_that_leaves_its_number_open_follows_the_policy(lm, of_batch, of_row, most):
+    """Whatever its batch says."""
+    batch = lm.open_batch(max_new_tokens=12, labels={"task": "code"}, **of_batch)
+    row = batch.add(random_ids(7), num_draft_tokens=of_row)
+    while batch.unfinished:
+        batch.step()
+    assert max(drafted(batch.remove(row))) == most
+
+
 def test_rows_of_a_batch_follow_their_own_rules(lm):
     batch = lm.open_batch(max_new_tokens=12, labels={"task": "code"})
     rows = [batch.add(random_ids(7)), batch.add(random_ids(7), labels={"task": "chat"})]

@@ -27,7 +27,7 @@ from layerskip.sampling import Sampler
 from layerskip.seats import FIRST_SLOTS, MOST_DRAFTED, Ring
 from layerskip.stopping import Choice
 from layerskip.text import TextStream
-from layerskip.workbench import Workbench
+from layerskip.workbench import Workbench, open_bench
 
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8)
 PROMPTS = [random_ids(n) for n in (9, 2, 17, 5)]
@@ -191,12 +191,13 @@ def test_rows_join_and_leave(stack, bench):
     assert_device_ran(fast)
 
 
-def test_the_cache_grows_while_rounds_are_in_flight(stack):
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "0.8"])
+def test_the_cache_grows_while_rounds_are_in_flight(stack, params):
     bench = Workbench(stack, EXIT, RepeatingRecorder)
     decoders = [decoder_of(stack, b, num_rows=1, num_slots=30) for b in (bench, None)]
     grown = []
     for decoder in decoders:
-        rows = [decoder.join(spec(PROMPTS[0], limit=18))]
+        rows = [decoder.join(spec(PROMPTS[0], params, limit=18))]
         for _ in range(3):
             decoder.step()
         before = decoder.cache
@@ -214,6 +215,30 @@ def test_a_context_that_outgrows_a_recording(stack, bench):
     one = spec(prompt, limit=18)
     assert_same(fast, slow, decode(fast, one), decode(slow, one))
     assert len({shape.num_slots for shape in fast.rounds.recordings._kept}) == 2
+
+
+def test_a_recording_has_slots_for_what_rounds_in_flight_may_add(stack, bench, monkeypatch):
+    """They are ahead of the length that the host knows."""
+    decoder = decoder_of(stack, bench, num_rows=1, num_slots=400)
+    rounds, sizes = decoder.rounds, set()
+    run = rounds.recordings.run
+
+    def running(shape, function):
+        if rounds.seats.num_left[0]:
+            sizes.add(shape.num_slots)
+            assert rounds.seats.lengths[0] + shape.num_draft_tokens + 1 <= shape.num_slots
+        run(shape, function)
+
+    monkeypatch.setattr(rounds.recordings, "run", running)
+    decode(decoder, spec(random_ids(FIRST_SLOTS - 12), limit=18))
+    assert len(sizes) == 2
+
+
+def test_no_round_is_launched_for_a_text_that_ends_in_flight(stack, bench, monkeypatch):
+    sent, send = [], Ring.send
+    monkeypatch.setattr(Ring, "send", lambda *given: sent.append(1) or send(*given))
+    (row,) = decode(decoder_of(stack, bench), spec(PROMPTS[0], limit=6, k=0))
+    assert len(sent) == len(row.rounds) - 1 == 5  # the first token is the prefill's
 
 
 class Scripted(Controller):
@@ -239,6 +264,43 @@ def test_another_number_of_draft_tokens_in_every_round(stack, bench, text):
     assert [row.token_ids for row in rows] == [text, plain[0].token_ids]
     assert [r.num_draft_tokens for r in rows[0].rounds[1:6]] == [0, 2, 1, 4, 0]
     assert_device_ran(decoder)
+
+
+class Probing(Scripted):
+    """Every other round is a probe."""
+
+    def choose(self, asks, **more):
+        choices = super().choose(asks, **more)
+        for ask in asks:
+            ask.state.probing = self.asked % 2 == 1
+        return choices
+
+
+def test_a_round_is_judged_as_the_probe_that_it_was_when_it_was_launched(stack, bench):
+    """The next one, which is on its way by then, is of the other kind."""
+    controller, judged = Probing(2), []
+    controller.observe_draft = lambda state, *_, **__: judged.append(state.probing)
+    decoder = decoder_of(stack, bench, controller=controller)
+    row = decoder.join(spec(PROMPTS[0], k="auto", limit=14))
+    decoder.step()
+    for _ in range(5):
+        decoder.step()
+        assert row.state.probing == (controller.asked % 2 == 1)
+    assert judged[:4] == [True, False, True, False]
+
+
+class Hopeful(Scripted):
+    """Lets drafts go on while they are sure, beyond what pays on the whole."""
+
+    def choose(self, asks, **more):
+        choices = super().choose(asks, **more)
+        return [replace(c, num_draft_tokens=7) if c.num_draft_tokens else c for c in choices]
+
+
+def test_the_device_drafts_what_pays_on_the_whole(stack, bench):
+    """No confidence ends its drafts."""
+    (row,) = decode(decoder_of(stack, bench, controller=Hopeful(2)), spec(PROMPTS[0], k="auto"))
+    assert [r.num_draft_tokens for r in row.rounds[1:4]] == [2, 2, 2]
 
 
 def test_the_controller_learns_a_round_behind(stack, bench):
@@ -424,9 +486,12 @@ def test_the_host_reads_a_round_behind(stack, bench):
 
 REASONS = {
     "processor": (spec(PROMPTS[1]), "read the text on the host"),
+    "top-k": (spec(PROMPTS[1], replace(SAMPLED, top_k=5)), "top_k, top_p and min_p"),
     "top-p": (spec(PROMPTS[1], replace(SAMPLED, top_p=0.9)), "top_k, top_p and min_p"),
+    "min-p": (spec(PROMPTS[1], replace(SAMPLED, min_p=0.2)), "top_k, top_p and min_p"),
     "block": (spec(PROMPTS[1]), "verification='block' needs whole distributions"),
     "logprobs": (spec(PROMPTS[1], logprobs=1), "log-probabilities"),
+    "scores": (spec(PROMPTS[1], sink=lambda logits, scores: None), "scores were asked for"),
     "ends": (spec(PROMPTS[1], eos_ids=frozenset({3})), "rows end with different tokens"),
     "many-drafts": (spec(PROMPTS[1], k=32), "more than 31 tokens"),
 }
@@ -475,6 +540,15 @@ def test_too_many_ends_are_the_hosts(stack, bench):
     decoder = decoder_of(stack, bench)
     decode(decoder, spec(PROMPTS[0], limit=3, eos_ids=frozenset(range(300, 333))))
     assert decoder.rounds.reason == "33 token ids end a sequence, at most 32 can on the device"
+    decode(decoder, spec(PROMPTS[0], limit=3, eos_ids=frozenset(range(300, 332))))
+    assert decoder.rounds.reason == ""
+
+
+def test_a_cap_on_drafts_lets_the_device_run_what_asks_for_too_many(stack, bench):
+    decoder = decoder_of(stack, bench)
+    (row,) = decode(decoder, spec(PROMPTS[0], limit=6, k=32, max_draft_tokens=3))
+    assert row.rounds[1].num_draft_tokens == 3
+    assert decoder.rounds.reason == ""
 
 
 @pytest.fixture
@@ -622,6 +696,45 @@ def test_recordings_outlive_a_decoder(stack, text):
     other = decoder_of(stack, bench, num_rows=1)  # at the same time
     assert other.cache is not cache
     assert decode(other, spec(PROMPTS[0]))[0].token_ids == text
+
+
+def test_rows_that_were_left_unfinished_do_not_go_on_beside_the_next_decoder_s(stack):
+    """Or they would write where one of those has its prompt, and waits for its first round."""
+    bench = Workbench(stack, EXIT, RepeatingRecorder)
+    decoder = decoder_of(stack, bench, num_rows=3)
+    for prompt in PROMPTS[:3]:
+        decoder.join(spec(prompt, limit=40))
+    for _ in range(3):
+        decoder.step()
+    cache = decoder.cache
+    del decoder
+    fast, slow = decoder_of(stack, bench, num_rows=3), decoder_of(stack, num_rows=3)
+    assert fast.cache is cache
+    rows = []
+    for decoder in (fast, slow):
+        mine = [decoder.join(spec(prompt)) for prompt in PROMPTS[:3]]
+        decoder.leave(mine[1].id)  # never began
+        decoder.step()
+        decoder.step()
+        mine[1] = decoder.join(spec(PROMPTS[3]))
+        finish(decoder)
+        rows.append(mine)
+    assert_same(fast, slow, *rows)
+
+
+def test_what_was_recorded_over_a_cache_goes_with_it(stack, text):
+    """Or rounds over the next one would replay it, emit nothing, and be left to the host."""
+    bench = Workbench(stack, EXIT, RepeatingRecorder)
+    for num_rows in (1, 2):
+        bench.record_ahead([0], num_rows=num_rows, num_slots=64)
+    decoder = decoder_of(stack, bench, num_rows=3)
+    assert len(bench._idle) == 1
+    row = decoder.join(spec(PROMPTS[0], k=0))
+    for _ in range(3):
+        decoder.step()
+    assert decoder.rounds.flies(row)
+    finish(decoder)
+    assert row.token_ids == text
 
 
 @pytest.mark.parametrize("patience", [0, 2])
@@ -842,6 +955,7 @@ def test_what_is_left_behind_forgets_whose_text_ended_where(stack, text):
         decoder.step()
     decoder.join(spec(PROMPTS[1], eos_ids=eos_ids))
     assert idle_of(bench).cache.num_rows == 1
+    assert (idle_of(bench).seats.eos_ids == -1).all()
     finish(decoder)
     assert first.token_ids == text[: text.index(text[7]) + 1]
     assert decode(decoder_of(stack, bench, num_rows=1), spec(PROMPTS[0]))[0].token_ids == text
@@ -1015,8 +1129,8 @@ def test_rounds_run_without_recordings_too(stack, text):
 
 def test_drafts_may_have_a_vocabulary_of_their_own(stack, text):
     """A token that it lacks is never drafted, and emitted all the same."""
-    ids = torch.arange(0, VOCAB_SIZE, 2, dtype=torch.int32)
-    decoder = decoder_of(stack, Workbench(stack, EXIT, RepeatingRecorder, vocab_ids=ids))
+    bench, _ = open_bench(stack, EXIT, stack.head_over(range(0, VOCAB_SIZE, 2)))
+    decoder = decoder_of(stack, bench)
     drafted, attempted = [], decoder.speculator.attempted
     decoder.speculator.attempted = lambda landing: (
         drafted.extend(landing.draft) or attempted(landing)

@@ -197,6 +197,24 @@ def test_what_is_looked_up_behind_a_draft_is_verified_with_it(toy, plain, sampli
         assert r.stopped == ("number" if ahead == 2 else "end")
 
 
+def test_what_is_looked_up_behind_a_draft_does_not_hide_why_it_stopped(toy, plain, monkeypatch):
+    known = store_of([*REPEATING, *run(plain).token_ids])
+    controller = Scripted(Choice("early_exit", 3, 1.0, (0.0,) * 16, draft_seconds=1e9))
+    monkeypatch.setattr(controller, "guesses", lambda rows, context: 0)
+    out = run(with_controller(toy, controller, lookup=known))
+    drafted = [r for r in out.rounds if r.num_draft_tokens]
+    assert max(r.num_draft_tokens for r in drafted) > 3
+    assert {r.stopped for r in drafted} == {"cost"}
+
+
+def test_no_more_is_looked_up_behind_a_draft_than_its_round_may_lose(toy, plain):
+    known = store_of([*REPEATING, *run(plain).token_ids])
+    bounded = Choice("early_exit", 2, 0.1, (0.1,) * 16, may_lose=0.35)
+    out = run(with_controller(toy, Scripted(bounded), lookup=known))
+    assert any(r.num_lookup_tokens for r in out.rounds)
+    assert max(r.num_draft_tokens for r in out.rounds) == 3
+
+
 def test_nothing_is_looked_up_behind_a_draft_where_it_does_not_pay(toy, plain):
     text = run(plain).token_ids
     known = store_of([*REPEATING, *text])
@@ -383,8 +401,20 @@ def test_a_store_helps_the_next_request(toy, plain):
     lm = SelfSpeculativeLM(toy(), None, num_draft_tokens=6, lookup=store)
     first, second = (run(lm, PROMPT) for _ in range(2))
     assert first.token_ids == second.token_ids == run(plain, PROMPT).token_ids
-    assert len(store) >= len(PROMPT) + NEW
+    assert len(store) == 2 * (len(PROMPT) + NEW) + 1  # each text once, whole
     assert second.stats.num_rounds <= 0.5 * first.stats.num_rounds
+
+
+def test_what_a_store_offered_is_judged_as_the_store_s(toy, plain):
+    controller = Controller(cost_of(0.1), follows_clock=False)
+    known = store_of([*PROMPT, *run(plain, PROMPT).token_ids])
+    run(with_controller(toy, controller, lookup=known), PROMPT)
+    (kind,) = controller._experiences.values()
+    stored, own = (
+        sum(share.trials for (of_store, _), share in kind.lookups.items() if of_store == wanted)
+        for wanted in (True, False)
+    )
+    assert stored > 5 * own
 
 
 def test_rows_of_a_batch_choose_for_themselves(toy, plain):
@@ -511,12 +541,14 @@ def test_a_text_that_ends_with_its_first_token_is_looked_up_too(toy):
     assert len(store) >= len(REPEATING) + 1
 
 
-def test_nothing_is_learnt_behind_the_end_of_a_text(toy, plain, monkeypatch):
-    """A drafter that is always right drafts on, and the text has ended."""
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_nothing_is_learnt_behind_the_end_of_a_text(toy, plain, monkeypatch, wrong):
+    """A drafter that is always right drafts on, or goes wrong there, and the text has ended."""
     text = run(plain).token_ids
-    whole = (*REPEATING, *text)
     fits = (i for i in range(1, NEW) if i % 5 in (1, 2, 3) and text[i] not in text[:i])
     last = max(fits)  # not the last token of its round
+    behind = [(token + wrong) % VOCAB_SIZE for token in text[last + 1 :]]
+    whole = (*REPEATING, *text[: last + 1], *behind)
     lm = with_controller(toy, Scripted(Choice("early_exit", 4)), lookup=False)
     draft, learnt = lm._drafter.draft, []
 
@@ -635,6 +667,21 @@ def test_what_a_round_verifies_is_known_when_a_draft_goes_on(toy, monkeypatch):
     assert second == (1, 2, {"rows": 3, "verified": 3 + 3 + 2, "others": 1})
 
 
+def test_what_others_look_up_is_verified_too_when_a_draft_goes_on(toy, plain, monkeypatch):
+    known = store_of([*REPEATING, *run(plain).token_ids])
+    controller, asked = Scripted(Choice("early_exit", 4), Choice("lookup", 5)), []
+
+    def going_on(stoppers, context, **shape):
+        asked.append(shape)
+        return [False]
+
+    monkeypatch.setattr(controller, "going_on", going_on)
+    monkeypatch.setattr(controller, "guesses", lambda rows, context: 0)
+    lm = with_controller(toy, controller, lookup=known)
+    lm.generate([PROMPT, REPEATING], max_new_tokens=7)
+    assert asked[0] == {"rows": 2, "verified": 2 + 5 + 1, "others": 0}
+
+
 def test_most_rounds_of_a_long_text_are_not_learnt_from(toy, monkeypatch):
     """Of the first rounds all are, and later ones seldom: it takes as long as to choose."""
     learnt, observe = [], Clocks.observe
@@ -678,6 +725,21 @@ def test_what_begins_a_draft_is_expected_once_in_a_round_that_drafts(toy, monkey
     assert told[:4] == pytest.approx([0.2 + 3 * late, 0.0, 0.2 + 3 * late, 0.0])
 
 
+def test_what_drawing_looked_up_tokens_takes_is_expected_of_the_verify_pass(
+    toy, plain, monkeypatch
+):
+    known = store_of([*REPEATING, *run(plain, sampling=SAMPLED).token_ids])
+    controller, told = Scripted(Choice("lookup", 4)), []
+    cost = replace(cost_of(0.1), sampling=0.1, judging=0.001)
+    times = controller.times = PassTimes(cost, follows_clock=False)
+    assert times.drawing() > 0.0
+    monkeypatch.setattr(times, "observe_phases", lambda *given: told.append(given[2:]))
+    run(with_controller(toy, controller, lookup=known), sampling=SAMPLED)
+    draft, verify, tokens, _ = told[0]
+    assert (draft, tokens) == (0.0, 5)
+    assert verify == pytest.approx(cost.verify_pass(5, 0) + 4 * times.drawing())
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, WITH_RULES], ids=["greedy", "0.8", "rules"])
 @pytest.mark.parametrize("size", [8, 64, VOCAB_SIZE])
 def test_a_trimmed_vocabulary_changes_no_token(toy, plain, sampling, size):
@@ -697,19 +759,22 @@ def test_trimmed_drafts_take_kept_tokens_and_those_of_the_row(toy):
     kept = (3, 50, 99)
     known = PlanFile(PLANS["exit"], draft_vocabulary=kept)
     lm = SelfSpeculativeLM(toy(), None, known, num_draft_tokens=4, lookup=False)
-    taken = []
+    taken, lengths = [], []
     draft = lm._drafter.draft
 
     def spy(requests, *rest):
         drafts = draft(requests, *rest)
         taken.extend((r.own_ids, d.tokens) for r, d in zip(requests, drafts, strict=True))
+        lengths.extend(r.length for r in requests)
         return drafts
 
     lm._drafter.draft = spy
-    lm.generate([PROMPT], max_new_tokens=12, sampling=SAMPLED, verification="token")
+    (out,) = lm.generate([PROMPT], max_new_tokens=12, sampling=SAMPLED, verification="token")
     assert taken
     assert all(set(tokens) <= own | set(kept) for own, tokens in taken)
     assert set(PROMPT) - set(kept) <= taken[0][0]
+    whole = (*PROMPT, *out.token_ids)
+    assert [own for own, _ in taken] == [{*whole[: n + 1]} - {*kept} for n in lengths]
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
