@@ -9,6 +9,7 @@ from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 CONTEXT_STEP = 64
 MOST_REMEMBERED = 100_000  # seconds looked up in the table
 SHORTEST = 1e-9  # seconds of a pass: nothing is divided by zero
+MANY_ROWS = 8  # sequences, of which each is thought to verify as many tokens
 LEAST_GROWTH = 0.5  # of what a verify pass grows by, where it is charged
 # Rounds: all of the first ones are learnt from, then some. A plain one tells less: how fast the
 # machine is, which scales all that is chosen between.
@@ -73,10 +74,15 @@ class PassTimes:
     ) -> float:
         """Of one full-depth pass over the tokens of ``rows`` sequences.
 
+        Of many as if each had as many: a GPU's recorded rounds are such, and on a CPU a batch of
+        which one sequence has another token takes about as long as if all had (bench/LOG.md,
+        2026-11-27). Few fill what a pass is padded to.
+
         Args:
             greedy: all of them take the likeliest token.
             charged: as of ``draft``.
         """
+        tokens = _evenly(tokens, rows)
         clock = self._verify_clock(tokens, rows)
         seconds = self._looked_up("verify", tokens, context, rows, greedy)
         if not charged:
@@ -118,7 +124,9 @@ class PassTimes:
 
     def _verify_clock(self, tokens: int, rows: int) -> int:
         """Whose error a verify pass has: that of plain ones, or of its size."""
-        return PACE if tokens <= rows else Clocks.size(tokens, self.row_quantum)
+        if tokens <= rows:
+            return PACE
+        return Clocks.size(_evenly(tokens, rows), self.row_quantum)
 
     def _looked_up(self, what: str, tokens: int, context: int, rows: int, greedy: bool) -> float:
         if tokens == 0:
@@ -186,3 +194,8 @@ class PassTimes:
         if self._follows_clock and total > 0.0:
             weights = [(clock, seconds / total) for clock, seconds in tabled if clock != PACE]
             self._clocks.observe(measured / total, weights)
+
+
+def _evenly(tokens: int, rows: int) -> int:
+    """Tokens of a pass in which each of many rows has as many as any."""
+    return -(-tokens // rows) * rows if rows >= MANY_ROWS else tokens

@@ -207,6 +207,24 @@ def test_the_largest_passes_have_each_their_clock_where_nothing_is_padded():
     assert ratios == pytest.approx([1.0, 1.5], rel=0.05)
 
 
+@pytest.mark.parametrize("rows", [4, 12])
+def test_many_rows_are_thought_to_verify_as_many_tokens_each(rows):
+    """So all of them draft, or none: what some leave out saves nothing."""
+    controller = Controller(table(quantum=1))
+    times = controller.times
+    before = [times.verify(rows + n, CONTEXT, rows=rows) for n in (0, 1, rows // 2, rows, rows + 1)]
+    if rows < 8:
+        assert before == sorted(set(before))
+    else:
+        assert before[0] < before[1] == before[2] == before[3] < before[4]
+        assert before[4] == times.verify(3 * rows, CONTEXT, rows=rows)
+    for _ in range(40):  # what rounds take corrects the price of such ones
+        run_rounds(controller, 1, tokens=rows, rows=rows)
+        run_rounds(controller, 1, verify=1.5, tokens=rows + 2, rows=rows)
+    took = 1.5 * controller.cost.verify_pass(rows + 2, CONTEXT, sequences=rows)
+    assert times.verify(rows + 2, CONTEXT, rows=rows) == pytest.approx(took, rel=0.03)
+
+
 def test_no_clock_makes_a_longer_pass_cheaper_than_a_plain_one():
     """A step below nothing would be drafts that a stake is not charged for."""
     controller = Controller(table())
