@@ -36,6 +36,7 @@ DEAR, CHEAP = (0.5, 0.6, 1.5), (0.1, 0.2, 0.4)
 COST = CostTable(curve(*CHEAP), curve(0.1, 0.1, 0.1), curve(*DEAR), 0.0, 1, {})
 SCRIPTS = (
     "bad_drafters",
+    "batches",
     "blocks",
     "deciding",
     "drift",
@@ -856,6 +857,22 @@ def test_fewer_prompts_than_batches_make_no_empty_batch(
     size = ["--rows", "3", "--limit", "5", "--out", str(tmp_path / "out.json")]
     run(scripts.blocks, [*arguments, *size], monkeypatch)
     assert [len(batch) for batch in given] == [3, 1]
+
+
+def test_batches_are_compared_while_all_of_their_rows_go_on(
+    scripts: SimpleNamespace, arguments: list[str]
+) -> None:
+    lm = SelfSpeculativeLM.from_pretrained(arguments[1], lookup=False)
+    options = SimpleNamespace(tokens=9, temperature=0.8)
+    prompts = [[5, 6, 7], [9, 1], [4]]
+    work = scripts.batches.Full(lm, prompts, 0, options)
+    assert list(work) == [3 * n for n in range(2, 10)]  # a plain round is a token of each row
+    assert (work.first, work.emitted) == (3, 27)
+    ways = {"plain": 0, "auto": "auto", "2": 2}
+    found = scripts.batches.measured(lm, prompts, ways, options)
+    assert found["plain"] == 1.0
+    assert found.keys() == ways.keys()
+    assert all(ratio > 0.0 for ratio in found.values())
 
 
 def test_what_deciding_takes_is_part_of_the_rounds_that_do_it(
