@@ -346,7 +346,8 @@ def main() -> None:
     options = parser.parse_args()
     quiet()
     parts = SelfSpeculativeLM.load_parts(options.model, dtype=options.dtype)
-    if not options.drafts.is_file():
+    recorded = not options.drafts.is_file()
+    if recorded:
         loaded = SelfSpeculativeLM(*parts[:3], num_draft_tokens=DEPTH, lookup=False)
         record_all(loaded, options)
     else:
@@ -366,7 +367,7 @@ def main() -> None:
     show(by_temperature, options.rows)
     if options.out is not None:
         c = options.c if options.cost is None else None
-        asked = {"rows": options.rows, "c": c, "tokens": options.tokens}
+        asked = {"rows": options.rows, "c": c} | ({"tokens": options.tokens} if recorded else {})
         write(options.out, {**circumstances(), **asked, "temperatures": by_temperature})
 
 

@@ -36,8 +36,8 @@ NOT_OF_THE_MODEL = {
     "use_cache",
 }
 
-# How a sentence names what differs; other names are said as they are.
 RECORDED, BY_HOST = "recorded", "started by the host"
+# How a sentence names what differs; other names are said as they are.
 SAID = {
     "fingerprint": "of another checkpoint",
     "device": "on another device",

@@ -248,8 +248,8 @@ class GenerationOutput:
             stop string; of a cancelled row what was final by then. "" if there is no tokenizer.
             Blanks are as in the tokens, whatever ``clean_up_tokenization_spaces`` says.
         token_ids: emitted ids, those of an end of sequence or stop string included.
-        finish_reason: "stop" (end of sequence or stop string), "length", or "cancelled" (removed
-            before its end).
+        finish_reason: "stop" (end of sequence, stop string, a grammar's end, or a criterion of
+            transformers), "length", or "cancelled" (removed before its end).
         seed: of the sampling noise; the same seed gives the same text. None when greedy.
         stats: counts and times.
         rounds: the records that ``stats`` sums up.

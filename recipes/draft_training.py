@@ -121,7 +121,7 @@ class Rollout:
 
     Attributes:
         starts: places of a row.
-        tokens: drafted from each, and each judged by the full model; 0: none.
+        tokens: drafted from each, and each judged by the full model; at least 1.
         temperature: that they are drawn at, above 0.
         seed: of the draws.
     """

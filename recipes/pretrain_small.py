@@ -2,7 +2,7 @@
 
     python recipes/pretrain_small.py --out runs/small                  # the built-in checkpoint
     python recipes/pretrain_small.py --out runs/mine --text my/files   # the same on your own text
-    python recipes/pretrain_small.py --out runs/try --smoke            # one minute, tiny
+    python recipes/pretrain_small.py --out runs/try --smoke            # half a minute, tiny
 
 Data: the running Python's standard library, held out by module path, and (``--math FILE``) GSM8K
 questions. Loss: next-token cross-entropy at full depth plus, each step, one sampled early exit

@@ -1,4 +1,4 @@
-"""Each operation in plain PyTorch: its definition, and the path that runs on a CPU."""
+"""What only a CPU's engine uses, in plain PyTorch; ``definitions`` has every operation."""
 
 import numpy as np
 import torch

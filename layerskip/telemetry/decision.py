@@ -1,8 +1,8 @@
 """Where drafting pays: from a report to a policy, by the tails and not by the means.
 
-A user waits for one request, not for the average of all (article S2): drafting stays on where the
-90 % quantile of the time until the last token falls and the request at the 10 % quantile of gain
-does not lose. Where that request loses, a cap on drafted tokens that mends it is looked for, in the
+A user waits for one request, not for the average of all: drafting stays on where the 90 % quantile
+of the time until the last token does not clearly rise, nor the request at the 10 % quantile of gain
+clearly lose. Where that request loses, a cap on drafted tokens that mends it is looked for, in the
 recorded rounds of the worst tenth of requests, each cut to the cap; else drafting goes off.
 Rules are by task and prompt length: nobody knows a request's output length when it arrives.
 """
