@@ -218,6 +218,25 @@ def test_a_table_of_recorded_passes(device_stack, monkeypatch):
     assert (table.sampling, table.further, table.drawing, table.draft_start) == (0, 0, 0, 0)
 
 
+def test_recorded_passes_are_measured_up_to_the_largest(device_stack, monkeypatch):
+    """As a GPU's quick table has them: 64 rows, which a processor's guesses."""
+    monkeypatch.setattr(
+        profiling, "_passes", lambda *args: RecordedPasses(*args, RepeatingRecorder())
+    )
+    grids = profiling.grids
+    monkeypatch.setattr(
+        profiling,
+        "grids",
+        lambda *args, **kw: [replace(grid, guessed=()) for grid in grids(*args, **kw)],
+    )
+    table = measure_cost(device_stack, PLAN, quick=True)
+    assert table.verify.rows == (1, 8, 32, 64)
+    for curve in (table.verify, table.draft_layers, table.draft_head):
+        largest, next_one = curve.at(64, 0), curve.at(32, 0)
+        assert next_one > 0.0
+        assert largest != pytest.approx(bare_passes.TWICE_AS_MANY * next_one, rel=1e-9)
+
+
 def test_passes_that_cannot_be_recorded_are_started_by_the_host(device_stack, monkeypatch, caplog):
     """All of them: those that were recorded before the memory was full are not in the table."""
 
