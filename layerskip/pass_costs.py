@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from layerskip.cost import CostTable
 
-PREFILL_CHUNK = 512  # a CPU's; a GPU's engine takes 2048, of which a prompt has fewer
+PREFILL_CHUNK = 512  # a CPU's; a GPU's engine takes 2048: its long prompts are priced too high
 CONTEXT_BUCKETS = 512
 
 Ints = NDArray[np.int64]
