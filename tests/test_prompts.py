@@ -176,5 +176,5 @@ def test_a_line_with_half_a_character_is_named(tmp_path: Path) -> None:
 def test_a_line_nested_too_deeply_is_named(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text("[" * 100_000, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"p\.jsonl line 1 is not a prompt \(RecursionError"):
+    with pytest.raises(ValueError, match=r"p\.jsonl line 1 is not a prompt \(maximum recursion"):
         read_prompts(path)
