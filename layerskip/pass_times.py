@@ -74,9 +74,9 @@ class PassTimes:
     ) -> float:
         """Of one full-depth pass over the tokens of ``rows`` sequences.
 
-        Of many as if each had as many: a GPU's recorded rounds are such, and on a CPU a batch of
-        which one sequence has another token takes about as long as if all had (bench/LOG.md,
-        2026-11-27). Few fill what a pass is padded to.
+        Of many as if each had as many, the mean rounded up: a GPU's recorded rounds are such, and
+        on a CPU a batch of which some sequences have another token takes about as long as if all
+        had (bench/LOG.md, 2026-11-27). Few fill what a pass is padded to.
 
         Args:
             greedy: all of them take the likeliest token.

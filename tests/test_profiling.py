@@ -231,7 +231,7 @@ def test_recorded_passes_are_measured_up_to_the_largest(device_stack, monkeypatc
     )
     table = measure_cost(device_stack, PLAN, quick=True)
     assert table.verify.rows == (1, 8, 32, 64)
-    for curve in (table.verify, table.draft_layers, table.draft_head):
+    for curve in (table.verify, table.draft_head):
         largest, next_one = curve.at(64, 0), curve.at(32, 0)
         assert next_one > 0.0
         assert largest != pytest.approx(bare_passes.TWICE_AS_MANY * next_one, rel=1e-9)
