@@ -254,6 +254,23 @@ def test_a_document_that_nobody_reads_ends_quietly(folder: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
+def test_a_table_that_was_measured_is_saved_though_nobody_reads_what_is_said(
+    folder: Path, tmp_path: Path
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    out = tmp_path / "cost.json"
+    argv = ["profile", str(folder), "--out", str(out), "--seconds", "0.3"]
+    command = [sys.executable, "-m", "layerskip.cli", *argv]
+    done = subprocess.run(
+        command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    os.close(writing)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert out.is_file()
+
+
 def test_compare_says_how_many_prompts_are_too_long(folder: Path, bad: Path) -> None:
     path = bad / "prompts.jsonl"
     lines = [

@@ -83,7 +83,7 @@ def run_profile(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             seconds=args.seconds,
             on_progress=lambda share: progress.update(task, completed=share),
         )
-        table.save(args.out)  # while nothing else can fail: stdout may be closed
+        table.save(args.out)  # before the bar ends, which ends all where nobody reads stdout
     seconds = time.perf_counter() - began
     document = {
         "model": args.model,
