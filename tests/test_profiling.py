@@ -218,23 +218,15 @@ def test_a_table_of_recorded_passes(device_stack, monkeypatch):
     assert (table.sampling, table.further, table.drawing, table.draft_start) == (0, 0, 0, 0)
 
 
-def test_recorded_passes_are_measured_up_to_the_largest(device_stack, monkeypatch):
+@torch.inference_mode()
+def test_recorded_passes_are_measured_up_to_the_largest(device_stack):
     """As a GPU's quick table has them: 64 rows, which a processor's guesses."""
-    monkeypatch.setattr(
-        profiling, "_passes", lambda *args: RecordedPasses(*args, RepeatingRecorder())
-    )
-    grids = profiling.grids
-    monkeypatch.setattr(
-        profiling,
-        "grids",
-        lambda *args, **kw: [replace(grid, guessed=()) for grid in grids(*args, **kw)],
-    )
-    table = measure_cost(device_stack, PLAN, quick=True)
-    assert table.verify.rows == (1, 8, 32, 64)
-    for curve in (table.verify, table.draft_head):
-        largest, next_one = curve.at(64, 0), curve.at(32, 0)
-        assert next_one > 0.0
-        assert largest != pytest.approx(bare_passes.TWICE_AS_MANY * next_one, rel=1e-9)
+    context = bare_passes.grids(device_stack, quick=True)[0].contexts[-1]
+    passes = RecordedPasses(device_stack, PLAN, None, (64, context), RepeatingRecorder())
+    for point in (("verify", 64, 0), ("verify", 64, context), ("head", 64, 0)):
+        assert min(passes.timing(point)) > 0.0
+    assert passes._recordings.reason == ""
+    assert len(passes._recordings) == 3
 
 
 def test_passes_that_cannot_be_recorded_are_started_by_the_host(device_stack, monkeypatch, caplog):
