@@ -48,8 +48,8 @@ class KVCache:
         num_slots = -(-num_slots // attended_block) * attended_block
         shape = (num_layers + num_extra_layers, num_rows, num_slots, num_kv_heads, head_dim)
         # Zeros, not empty: a masked slot's value is multiplied by 0, which NaN would survive.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self._both = torch.zeros((2, *shape), dtype=dtype, device=device)
+        self.keys, self.values = self._both.unbind(0)
         self.lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.adapter_lengths = [0] * num_rows
         self.model_layers = slice(0, num_layers)
@@ -83,8 +83,7 @@ class KVCache:
 
         Attention reads scratch, too, and only then masks it: a NaN there would spread.
         """
-        self.keys[layers, row, start:end] = 0.0
-        self.values[layers, row, start:end] = 0.0
+        self._both[:, layers, row, start:end] = 0.0
 
     def copied(self, row: int, token_ids: tuple[int, ...], source: object) -> "CachedText":
         """The committed keys and values of ``row``, which hold ``token_ids`` in every layer."""

@@ -82,6 +82,9 @@ class Verifier:
         below, above = slice(0, self.shared_depth), slice(self.shared_depth, depth)
         for r, d in zip(requests, drafts, strict=True):
             end = r.length + MAX_NUM_DRAFT_TOKENS + 1
+            if not d.shared:  # in one piece: many rows have many pieces
+                cache.sweep(r.row, r.length, end)
+                continue
             cache.sweep(r.row, r.length, end, above)
             cache.sweep(r.row, r.length + len(d.shared), end, below)
             if self.has_block:
