@@ -26,7 +26,7 @@ from layerskip.params import most_draft_tokens
 from layerskip.plan import DraftPlan
 from layerskip.row import ExitStates, Row, RowSpec
 from layerskip.speculation import Speculator
-from layerskip.verification import Verdict, judge
+from layerskip.verification import Case, Verdict, judge, judge_all
 from layerskip.verify import Verifier
 from layerskip.workbench import Workbench
 
@@ -265,9 +265,12 @@ class Decoder:
         requests, drafts = [a.request for a in attempts], [a.draft for a in attempts]
         logits, states = self.verifier.verify(requests, drafts, self.cache)
         verified = time.perf_counter()
-        judged = [
-            Judged(part, judge(r.sampler, part, r.length + 1, d.tokens, d.q, r.context))
+        cases = [
+            Case(r.sampler, part, r.length + 1, d.tokens, d.q, r.context)
             for part, r, d in zip(logits, requests, drafts, strict=True)
+        ]
+        judged = [
+            Judged(part, verdict) for part, verdict in zip(logits, judge_all(cases), strict=True)
         ]
         ended = time.perf_counter()
         if sizes.num_proofs == num_proofs:  # a proof's time is no pass's

@@ -13,7 +13,7 @@ from layerskip.guessing import judged
 from layerskip.model import DecoderStack, Head
 from layerskip.plan import DraftPlan
 from layerskip.row import ExitStates
-from layerskip.sampling import Sampler, confidences, greedy_tokens
+from layerskip.sampling import Sampler, confidences, greedy_tokens, noisy, temperatures
 
 
 @dataclass(frozen=True)
@@ -151,11 +151,15 @@ class EarlyExitDrafter:
         if sure and len(asking) == 1:  # nobody asks behind its first wrong guess
             scores = scores[: 1 + sum(judged(flat[1:], tokens))]
         told = confidences(scores) if sure else []
+        drawn = _drawn(asking, logits) if len(flat) == len(asking) and head is None else {}
         done = 0
-        for g, given in zip(asking, inputs, strict=True):
+        for i, (g, given) in enumerate(zip(asking, inputs, strict=True)):
             at = slice(done, done + len(given))
             if g.request.sampler.is_argmax:
                 g.take(given, hidden[at], tokens[at], told[at])
+            elif i in drawn:
+                token, confidence = drawn[i]
+                g.take(given, hidden[at], [token], [confidence])
             else:
                 g.draw(given, hidden[at], logits[at], head)
             done += len(given)
@@ -217,6 +221,25 @@ def _by_row(hidden: Tensor, segments: Sequence[Segment]) -> Sequence[Tensor]:
 
 def _greedy(logits: Tensor, head: DraftHead | None) -> list[int]:
     return greedy_tokens(logits) if head is None else greedy_kept(logits, head.ids)
+
+
+def _drawn(growing: "Sequence[_Growing]", logits: Tensor) -> dict[int, tuple[int, float]]:
+    """Tokens and confidences of all rows that are drawn by their own noise alone, by place, if they
+    are several: as ``Sampler.draft`` draws them one by one.
+
+    Args:
+        logits: ``(rows, vocab)``, of one token each.
+    """
+    places = [i for i, g in enumerate(growing) if g.request.sampler.is_noisy_argmax]
+    if len(places) < 2:
+        return {}
+    samplers = [growing[i].request.sampler for i in places]
+    own = logits if len(places) == len(growing) else logits[places]
+    scores = noisy(samplers, own, [growing[i].position for i in places])[1]
+    told = [1.0] * len(places)
+    if any(growing[i].request.with_confidence for i in places):
+        told = confidences(scores, temperatures(samplers, scores.device))
+    return dict(zip(places, zip(scores.argmax(-1).tolist(), told, strict=True), strict=True))
 
 
 @dataclass(eq=False)

@@ -97,6 +97,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def cuts(self) -> bool:
+        """Whether any rule may take tokens out of the distribution."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
     def token_ids(self) -> frozenset[int]:
         """Every id that is named anywhere, to be checked against a vocabulary."""
         return frozenset(dict(self.logit_bias)).union(self.forced_token_ids, *self.bad_words_ids)

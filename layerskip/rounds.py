@@ -361,7 +361,7 @@ def _why_not(row: Row) -> str:
         return "logits processors and grammars read the text on the host"
     if not params.greedy and sampler.verification != "coupled":
         return f"verification={sampler.verification!r} needs whole distributions"
-    if not params.greedy and (params.top_k or params.top_p < 1.0 or params.min_p):
+    if not params.greedy and params.cuts:
         return "top_k, top_p and min_p need whole distributions"
     if spec.logprobs is not None or spec.sink is not None:
         return "log-probabilities and scores were asked for"

@@ -49,13 +49,13 @@ def greedy_tokens(logits: Tensor) -> list[int]:
     return logits.float().argmax(-1).tolist()
 
 
-def confidences(scores: Tensor, temperature: float = 1.0) -> list[float]:
+def confidences(scores: Tensor, temperature: float | Tensor = 1.0) -> list[float]:
     """What speaks for the largest score's being the target's, too, 0 to 1: its share of a softmax
     ``SHARPNESS`` times as sharp as that of the logits.
 
     Args:
         scores: ``(rows, vocab)`` float32: logits, or logits over ``temperature`` and noise.
-        temperature: above 0.
+        temperature: above 0; of each row, ``(rows, 1)``, if they differ.
 
     Returns:
         Of each row; NaN of scores that are no numbers.
@@ -170,6 +170,13 @@ class Sampler:
     def is_argmax(self) -> bool:
         """Whether the next token is the likeliest of the bare logits."""
         return self.params.greedy and not self.reads_context
+
+    @property
+    def is_noisy_argmax(self) -> bool:
+        """Whether it is the likeliest of the logits over temperature and noise."""
+        if self.params.greedy or self.params.cuts:
+            return False
+        return self.verification == "coupled" and not self.reads_context
 
     @property
     def reads_context(self) -> bool:
@@ -327,6 +334,32 @@ class Sampler:
     def uniforms(self, position: int, count: int) -> list[float]:
         """Numbers in (0, 1) that decide over ``count`` tokens drafted from ``position`` on."""
         return self._numbers.uniforms(position, count)
+
+
+def temperatures(samplers: Sequence[Sampler], device: torch.device) -> Tensor:
+    """Of sampled rows: ``(rows, 1)`` float32."""
+    found = [[sampler.params.temperature] for sampler in samplers]
+    return torch.tensor(found, dtype=torch.float32, device=device)
+
+
+def noisy(
+    samplers: Sequence[Sampler], logits: Tensor, positions: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Scores of many rows at once, and what the largest of is chosen: the bits that each row's
+    sampler has for it.
+
+    Args:
+        samplers: of each row of ``logits``; all of them ``is_noisy_argmax``.
+        logits: ``(rows, vocab)``.
+        positions: absolute, of the tokens that they predict.
+
+    Returns:
+        Both ``(rows, vocab)`` float32.
+    """
+    device = logits.device
+    scores = logits.float() / temperatures(samplers, device)
+    rows = zip(samplers, positions, strict=True)
+    return scores, scores + torch.stack([sampler.noise(at, device) for sampler, at in rows])
 
 
 def _asked(processors: Sequence[Processor], ids: Tensor, scores: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerskip.params import Verification
-from layerskip.sampling import Sampler
+from layerskip.sampling import Sampler, noisy
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,58 @@ class Verdict:
     def num_matches(self) -> int:
         """Drafted tokens among ``tokens``."""
         return len(self.tokens) - 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """What ``judge`` needs of one row: its arguments."""
+
+    sampler: Sampler
+    logits: Tensor
+    position: int
+    draft: Sequence[int] = ()
+    q: Sequence[Tensor] = ()
+    context: Sequence[int] = ()
+
+
+def judge_all(cases: Sequence[Case]) -> list[Verdict]:
+    """As ``judge``, of each row: at once of those whose scores need nothing but their logits.
+
+    Raises:
+        ValueError: as ``judge``.
+    """
+    found: dict[int, Verdict] = {}
+    greedy = [i for i, case in enumerate(cases) if case.sampler.is_argmax]
+    sampled = [i for i, case in enumerate(cases) if case.sampler.is_noisy_argmax]
+    for places in (greedy, sampled):
+        if len(places) > 1:
+            found |= zip(places, _at_once([cases[i] for i in places]), strict=True)
+    return [
+        found[i] if i in found else judge(c.sampler, c.logits, c.position, c.draft, c.q, c.context)
+        for i, c in enumerate(cases)
+    ]
+
+
+def _at_once(cases: Sequence[Case]) -> list[Verdict]:
+    """Of rows that are all greedy, or all sampled with coupled noise."""
+    counts = [len(case.draft) + 1 for case in cases]
+    logits, argmax = torch.cat([case.logits for case in cases]), cases[0].sampler.is_argmax
+    if argmax:
+        scores = compared = logits.float()
+    else:
+        rows = [(case, i) for case, count in zip(cases, counts, strict=True) for i in range(count)]
+        positions = [case.position + i for case, i in rows]
+        scores, compared = noisy([case.sampler for case, _ in rows], logits, positions)
+    chosen = compared.argmax(-1, keepdim=True)
+    targets, largest = chosen[:, 0].tolist(), scores.gather(-1, chosen)[:, 0].tolist()
+    verdicts, start = [], 0
+    for case, count in zip(cases, counts, strict=True):
+        at = slice(start, start + count)
+        tokens = targets[at][: count_matches(case.draft, targets[at]) + 1]
+        _check_largest(largest[at][: len(tokens)], case.position)
+        verdicts.append(Verdict(tokens, None if argmax else scores[at]))
+        start += count
+    return verdicts
 
 
 def judge(
@@ -72,7 +124,7 @@ def judge(
         largest = logits[list(range(len(tokens))), tokens]
     else:
         largest = scores[: len(tokens)].amax(-1)
-    _check_largest(largest, position)
+    _check_largest(largest.tolist(), position)
     return Verdict(tokens, scores)
 
 
@@ -92,16 +144,15 @@ def _draw(
     return count, sampler.choose(scores[count:], position + count)[0]
 
 
-def _check_largest(largest: Tensor, position: int) -> None:
+def _check_largest(largest: Sequence[float], position: int) -> None:
     """``largest`` score of each position: NaN if any is, -inf if all are."""
-    finite = largest.isfinite()
-    if not finite.all():
-        bad = int((~finite).nonzero()[0])
-        raise ValueError(
-            f"the scores at position {position + bad} are NaN, infinite or rule out every token; "
-            "use bfloat16 or float32 in place of float16, and look at the logits processors "
-            "and the grammar"
-        )
+    for i, score in enumerate(largest):
+        if not math.isfinite(score):
+            raise ValueError(
+                f"the scores at position {position + i} are NaN, infinite or rule out every token; "
+                "use bfloat16 or float32 in place of float16, and look at the logits processors "
+                "and the grammar"
+            )
 
 
 def count_matches(draft: Sequence[int], target: Sequence[int]) -> int:

@@ -282,10 +282,10 @@ def test_what_an_interrupted_round_left_is_not_read(monkeypatch):
         for i in EVERY_PLACE
     ]
     batch.step()
-    while going := [row for row in rows if row.finish_reason is None]:
+    while any(row.finish_reason is None for row in rows):
         with monkeypatch.context() as patch:
-            broken = Interruption(decode_module.judge, len(going) - 1, KeyboardInterrupt)
-            patch.setattr(decode_module, "judge", broken)
+            broken = Interruption(decode_module.judge_all, 0, KeyboardInterrupt)
+            patch.setattr(decode_module, "judge_all", broken)
             with pytest.raises(KeyboardInterrupt):
                 batch.step()
         batch.step()

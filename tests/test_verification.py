@@ -29,10 +29,12 @@ from layerskip.ops.reference import (
 )
 from layerskip.sampling import Drawn, Sampler
 from layerskip.verification import (
+    Case,
     acceptance_chances,
     count_accepted,
     count_matches,
     judge,
+    judge_all,
     recovered,
 )
 
@@ -433,3 +435,69 @@ def test_the_last_bit_of_a_chance_is_enough(verification):
     assert count_accepted(verification, [0.0], [lowest]) == 0
     assert count_accepted(verification, [1.0], [highest]) == 1
     assert count_accepted(verification, [0.0, 1.0], [lowest] * 2) == 2 * (verification == "block")
+
+
+def rows_of_a_batch(dtype: torch.dtype = torch.float32) -> list[Case]:
+    """Greedy rows and sampled ones of several temperatures, with cuts, processors and other
+    verifications between them, each with a draft of its own length, right at first."""
+    hot, cool = SamplingParams(temperature=1.3), SamplingParams(temperature=0.7)
+    samplers = [
+        Sampler(SamplingParams(), 0, 50),
+        Sampler(hot, 1, 50),
+        Sampler(replace(cool, top_k=5), 2, 50),
+        Sampler(SamplingParams(), 3, 50),
+        Sampler(cool, 4, 50),
+        Sampler(cool, 5, 50, verification="token"),
+        Sampler(hot, 6, 50, processors=(lambda _, scores: 2.0 * scores,)),
+        Sampler(SamplingParams(), 7, 50, processors=(lambda _, scores: 2.0 * scores,)),
+        Sampler(replace(hot, min_p=0.1), 8, 50),
+        Sampler(cool, 9, 50),
+        Sampler(SamplingParams(), 10, 50),
+    ]
+    cases = []
+    for i, sampler in enumerate(samplers):
+        generator = torch.Generator().manual_seed(i)
+        logits = torch.randn(1 + i % 4, 50, generator=generator).to(dtype)
+        logits[:, 10:20] = logits[:, :10]  # ties
+        position, context = 20 + 3 * i, tuple(range(20 + 3 * i))
+        draft = [0] * (len(logits) - 1)
+        if draft and sampler.verification == "coupled":
+            draft[0] = judge(sampler, logits, position, draft, (), context).tokens[0]
+        q = [torch.eye(50).double()[token] for token in draft]
+        cases.append(Case(sampler, logits, position, tuple(draft), tuple(q), context))
+    return cases
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_judged_together_as_each_by_itself(dtype):
+    cases = rows_of_a_batch(dtype)
+    together = judge_all(cases)
+    apart = [judge(c.sampler, c.logits, c.position, c.draft, c.q, c.context) for c in cases]
+    assert [v.tokens for v in together] == [v.tokens for v in apart]
+    assert {v.num_matches for v in together} == {0, 1}
+    for one, other in zip(together, apart, strict=True):
+        assert (one.scores is None) == (other.scores is None)
+        assert one.scores is None or torch.equal(one.scores, other.scores)
+
+
+@pytest.mark.parametrize("place", range(11))
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_rows_judged_together_say_where_scores_are_no_numbers(place, bad):
+    cases = rows_of_a_batch()
+    spoilt = cases[place].logits.clone()
+    spoilt[0, 30] = bad
+    cases[place] = replace(cases[place], logits=spoilt)
+    with pytest.raises(ValueError, match=rf"scores at position {cases[place].position} are NaN"):
+        judge_all(cases)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0)])
+def test_a_position_behind_what_stands_is_not_looked_at(params):
+    """As of a row by itself: what follows a wrong token is no row's text."""
+    logits = torch.zeros(2, 2, 50)
+    logits[:, 1] = math.nan
+    cases = [
+        Case(sampler, own, 9, (judge(sampler, own[:1], 9).tokens[0] ^ 1,))
+        for sampler, own in zip([Sampler(params, seed, 50) for seed in (1, 2)], logits, strict=True)
+    ]
+    assert [verdict.num_matches for verdict in judge_all(cases)] == [0, 0]
