@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 128
 WARM_DRAFTS = 7  # longer ones seldom pay
-PROOF_SECONDS = 0.3  # of a load; those of a small model take less
+PROOF_SECONDS = 0.5  # of a load; those of a small model take less
 RECORDING_SECONDS = 0.5  # the same
 RECORDED_SLOTS = 1024  # of a sequence whose rounds are recorded then
 LEAST_COVERAGE = 0.9  # of a draft vocabulary of which nothing was measured

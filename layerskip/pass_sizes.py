@@ -144,9 +144,9 @@ class PassSizes:
         for rows in (now, *(fewer if self._divides_products else ())):
             if rows_agree(stack, size, reference, rows):
                 if rows != now:
-                    # What other sizes were proven with: they are proven again when they are met.
+                    # Larger passes were proven with other products: they are proven again.
                     met = self._proven.copy().items()
-                    self._proven = {k: v for k, v in met if k[0] != threads}
+                    self._proven = {k: v for k, v in met if k[0] != threads or k[1] <= rows}
                     self._product_rows[threads] = rows
                 return True
         return False

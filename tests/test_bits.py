@@ -230,6 +230,25 @@ def test_products_are_divided_where_larger_ones_change_bits(toy, monkeypatch):
     assert set(widths) == {16}
 
 
+def test_passes_that_no_division_changes_are_proven_once(toy, monkeypatch):
+    """Where larger products change bits, the sizes before them took theirs whole, and still do."""
+    stack = SelfSpeculativeLM(toy("llama", "float32"), None, PLANS["exit"]).stack
+    asked = []
+
+    def agree(stack, size, reference, product_rows):
+        asked.append((size, product_rows))
+        return size <= 32 or product_rows <= 32
+
+    monkeypatch.setattr("layerskip.pass_sizes.rows_agree", agree)
+    monkeypatch.setattr("layerskip.pass_sizes.attention_agrees", lambda _: asked.append("slots"))
+    stack.pass_sizes.prove_ahead(60.0)
+    smaller, larger = (16, 24, 32), (48, 56, 64)
+    whole, divided = [(size, 64) for size in (*smaller, 40)], [(size, 32) for size in (40, *larger)]
+    assert asked == [*whole, *divided]
+    stack.pass_sizes.prove_ahead(60.0)
+    assert asked == [*whole, *divided]
+
+
 @pytest.mark.parametrize(("dtype", "sampling"), [("float32", "greedy"), ("bfloat16", "sampled")])
 def test_bits_where_products_are_emulated(toy, monkeypatch, dtype, sampling):
     """Where several rows cost so many passes, products take tokens one by one, no spare row among
