@@ -42,6 +42,7 @@ class Grid:
         drafted: rows of which draft passes are, at a short context alone; ``fill`` reckons the
             others. Empty: of all rows and contexts.
         guessed: rows of which none is, twice the next smaller size: ``fill`` has them from that.
+        tiles: tokens of which a verify pass of several sequences has so many each.
     """
 
     rows: tuple[int, ...]
@@ -49,6 +50,7 @@ class Grid:
     sketched: tuple[int, ...] = ()
     drafted: tuple[int, ...] = ()
     guessed: tuple[int, ...] = ()
+    tiles: tuple[int, ...] = ()
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -68,6 +70,7 @@ class Grid:
                 kinds = ("verify", "draft") if drafts else ("verify",)
                 points += [(f"{kind} sequences", NUM_SEQUENCES, 0) for kind in kinds]
                 points += [(kind, NUM_SEQUENCES, 0) for kind in kinds]
+                points += [("verify sequences", NUM_SEQUENCES * t, 0) for t in self.tiles]
             points += [DRAFT, BEHIND] if drafts else []
         sampled = [*KINDS, *(f"{kind} judging" for kind in KINDS), *(DRAFTED if drafts else ())]
         return list(dict.fromkeys([*points, *((kind, 1, 0) for kind in sampled)]))
@@ -121,7 +124,8 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     contexts = tuple(sorted({c // block * block for c in wanted}))
     ends = tuple(sorted({0, contexts[-1]}))
     in_steps = exactness.wanted and not exactness.holds
-    finest = Grid(coarse if in_steps else fine, contexts)
+    several = (t for t in exactness.tiles if 1 < t <= min(quantum, most // NUM_SEQUENCES))
+    finest = Grid(coarse, contexts) if in_steps else Grid(fine, contexts, tiles=tuple(several))
     # A GPU reads weights as long for 64 rows as for 32 or nearly, and is quick enough to tell.
     guessed = largest if stack.device.type == "cpu" else ()
     if quick:  # what three drafted tokens take less than seven decides how many are drafted
@@ -183,7 +187,7 @@ class Passes:
         kind, _, of = kind.partition(" ")
         segments = [Segment(0, context, rows)]
         if of == "sequences":
-            segments = [Segment(i, 0, 1) for i in range(rows)]
+            segments = [Segment(i, 0, rows // NUM_SEQUENCES) for i in range(NUM_SEQUENCES)]
         if kind == "verify":
             before = "draft" if self.draft_layers and rows > 1 else "verify"
             if self.led_in and self._ran != (before, context):

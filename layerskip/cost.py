@@ -8,12 +8,13 @@ simulator. Pure numbers: nothing here runs a model.
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from layerskip.files import read_json, reason_of, write_json
 
-COST_VERSION, READABLE = 5, (2, 3, 4, 5)
+COST_VERSION, READABLE = 6, (2, 3, 4, 5, 6)
 TILE = 8  # positions of a sequence that attention takes at once, at most
 POWERS = (1, 2, 4, TILE)
 NUM_SEQUENCES = 8  # in the pass that is timed for what sequences cost
@@ -100,6 +101,9 @@ class CostTable:
         draft_start: by how much a round's first draft passes together take longer than as many
             behind them, which find their weights in the processor's caches. ``draft_pass`` has it
             shared out among four.
+        verify_tiles: pairs of tokens, those of a tile at most, and by how much a pass of eight
+            sequences of so many each takes longer, or less long, than one of as many of one
+            sequence. Where there is none, what a pass of one sequence grows by is each one's.
     """
 
     draft_layers: Curve
@@ -119,6 +123,7 @@ class CostTable:
     draft_sampling: float | None = None
     greedy_draft_sampling: float | None = None
     draft_start: float = 0.0
+    verify_tiles: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         kinds = (*OF_SAMPLING, *(f"greedy_{name}" for name in OF_SAMPLING))
@@ -131,6 +136,11 @@ class CostTable:
                 raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
         if list(self.tiles) != sorted(set(self.tiles)) or any(t < 1 for t in self.tiles):
             raise ValueError(f"a cost table's tiles must ascend from 1 on, got {self.tiles}")
+        if not all(t in POWERS and isfinite(seconds) for t, seconds in self.verify_tiles):
+            raise ValueError(
+                f"a cost table's verify_tiles must be pairs of tokens, of {POWERS}, and finite "
+                f"seconds, got {self.verify_tiles}"
+            )
 
     def of(self, *, greedy: bool) -> "CostTable":
         """The table whose passes end in greedy sampling, or in drawing from a distribution."""
@@ -205,7 +215,7 @@ class CostTable:
         for count, each in _shared_out(rows, sequences):
             if count:
                 far = max(0.0, self._attention(curve, each, context))
-                total += count * (self._attending(curve, each, another) + far)
+                total += count * (self._attending(curve, each, another, beside=True) + far)
         return total
 
     def attending(self, rows: int, *, draft: bool = False, padded: bool = False) -> float:
@@ -218,18 +228,30 @@ class CostTable:
         rows = self._padded(rows) if padded else rows
         if draft:
             return self._attending(self.draft_layers, rows, self.draft_sequence)
-        return self._attending(self.verify, rows, self.verify_sequence)
+        return self._attending(self.verify, rows, self.verify_sequence, beside=not padded)
 
-    def _attending(self, curve: Curve, rows: int, another: float) -> float:
+    def _attending(self, curve: Curve, rows: int, another: float, *, beside: bool = False) -> float:
         """A sequence's rows are attended tile by tile. Within a tile products are those of the same
         padded pass, so what a curve grows by there is attention; and a pass of eight sequences
-        differs from one of eight rows of a sequence by eight tiles of one row and a whole one."""
+        differs from one of eight rows of a sequence by eight tiles of one row and a whole one.
+
+        A pass of one sequence grows by more than attention, and what eight of them grew by was
+        too much by half (bench/LOG.md, 2026-11-27): ``verify_tiles`` tell it ``beside`` others.
+        """
         if self.row_quantum < TILE:
             return another
         one = another + self._within_tile(curve, TILE) / (NUM_SEQUENCES - 1)
+        tile = one + self._within_tile(curve, TILE)
+        apart = dict(self.verify_tiles) if beside and curve is self.verify else {}
+
+        def of(size: int) -> float:
+            if size not in apart:
+                return one + self._within_tile(curve, size)
+            # Eight such tiles, and as many rows in whole ones of one sequence.
+            return max(0.0, (apart[size] + size * tile) / NUM_SEQUENCES)
+
         whole, rest = divmod(rows, TILE)
-        seconds = whole * (one + self._within_tile(curve, TILE))
-        return seconds + (one + self._within_tile(curve, rest) if rest else 0.0)
+        return whole * of(TILE) + (of(next(t for t in POWERS if t >= rest)) if rest else 0.0)
 
     def _within_tile(self, curve: Curve, rows: int) -> float:
         """Of a tile of so many rows, beyond one row's. Tiles are powers of two; one that was not
@@ -307,6 +329,7 @@ class CostTable:
                 int(content["pass_rows"]),
                 slot_block=int(content.get("slot_block", 0)),  # older ones have none
                 draft_start=float(content.get("draft_start", 0.0)),
+                verify_tiles=tuple((int(t), float(s)) for t, s in content.get("verify_tiles", ())),
                 **newer,
             )
         except (KeyError, TypeError, OverflowError) as error:

@@ -266,6 +266,11 @@ def _table(
         apart = together - typical[kind, NUM_SEQUENCES, 0]
         return max(0.0, apart) / (NUM_SEQUENCES - 1)
 
+    apart = {
+        tokens: typical[several] - typical["verify", several[1], 0]
+        for tokens in grid.tiles
+        if (several := ("verify sequences", NUM_SEQUENCES * tokens, 0)) in typical
+    }
     start = 0.0
     if BEHIND in typical:
         start = DRAFTS_IN_A_ROW * max(0.0, typical[DRAFT] - typical[BEHIND])
@@ -291,6 +296,7 @@ def _table(
         greedy_draft_sampling=typical.get(("greedy drafting", 1, 0)),
         slot_block=stack.exactness.slot_block if stack.exactness.slot_block > 1 else 0,
         draft_start=start,
+        verify_tiles=tuple(apart.items()),
     )
 
 

@@ -60,7 +60,7 @@ class RecordedPasses(Passes):
             return 0.0, 0.0
         if of == "behind":  # a recorded pass reads its weights from memory, whatever ran before
             return self.last_draft
-        sequences = rows if of == "sequences" else 1
+        sequences = NUM_SEQUENCES if of == "sequences" else 1
         cache = self.cache if sequences == 1 else self.many
         slots = rounded_up(context + rows // sequences, cache.num_slots)
         self._at.fill_(context)

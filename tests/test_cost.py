@@ -88,6 +88,30 @@ def test_sequences_are_attended_tile_by_tile():
     assert quick.attending(3) == pytest.approx(tile[1] + 3 / 7 * (tile[8] - tile[1]))
 
 
+def test_what_eight_sequences_took_is_what_several_attend_for():
+    """Of one sequence a pass grows by a call of attention a tile, which several share."""
+    call, tile = 0.3, {1: 0.5, 2: 0.7, 4: 0.9, 8: 1.7}
+    rows, wholes = (1, 2, 4, 8, 16, 32, 64), {16: 2, 32: 4, 64: 8}
+    products = {n: 10.0 + n / 8 for n in (8, 16, 32, 64)}
+    seconds = [products[8] + call + tile[n] for n in (1, 2, 4, 8)]
+    seconds += [products[n] + count * (call + tile[8]) for n, count in wholes.items()]
+    verify, free = Curve(rows, (0,), (tuple(seconds),)), Curve((1,), (0,), ((0.0,),))
+
+    def took(each: int) -> float:
+        return products[8 * each] + call + 8 * tile[each]
+
+    apart = {n: took(n) - verify.at(8 * n, 0) for n in tile}
+    table = CostTable(free, free, verify, 0.0, 8, {}, (1, 2, 4), verify_sequence=apart.pop(1) / 7)
+    told = replace(table, verify_tiles=tuple(apart.items()))
+    for each in (2, 4, 8):
+        assert told.verify_pass(8 * each, 0, sequences=8) == pytest.approx(took(each))
+        assert table.verify_pass(8 * each, 0, sequences=8) > took(each) + 0.2
+    assert [told.verify_pass(n, 0) for n in rows] == pytest.approx(seconds)
+    assert told.verify_pass(8, 0, sequences=8) == table.verify_pass(8, 0, sequences=8)
+    never = replace(told, verify_tiles=((2, -100.0),))
+    assert never.verify_pass(16, 0, sequences=8) >= 0.0
+
+
 def test_a_sequence_that_drafts_makes_no_other_one_attend_to_more():
     """Attention of 1, 4, 8 tokens takes 1, 2, 4 s at 100 slots, and products nothing."""
     curve = Curve((1, 4, 8), (0, 100), ((0.0, 0.0, 0.0), (1.0, 2.0, 4.0)))
@@ -113,6 +137,7 @@ def test_a_table_is_saved_and_read_back(tmp_path):
     table = replace(TABLE, tiles=(1, 2, 4), draft_sequence=0.1, verify_sequence=0.2, pass_rows=64)
     table = replace(table, judging=0.002, greedy_sampling=0.003, greedy_judging=0.001)
     table = replace(table, draft_sampling=0.004, greedy_draft_sampling=0.005, draft_start=0.2)
+    table = replace(table, verify_tiles=((2, -0.1), (8, 0.3)))
     table.save(tmp_path / "cost.json")
     assert CostTable.load(tmp_path / "cost.json") == table
     assert [f.name for f in tmp_path.iterdir()] == ["cost.json"]
@@ -154,6 +179,7 @@ def test_drafted_tokens_are_judged_for_less_than_they_are_drawn():
         (2, ("judging", "greedy_sampling", "greedy_judging")),
         (3, ("judging", "greedy_judging")),
         (4, ("draft_sampling", "greedy_draft_sampling")),
+        (5, ("verify_tiles",)),
     ],
 )
 def test_an_older_table_is_read(version, lacks):
@@ -177,7 +203,7 @@ def test_a_table_survives_json():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "version 5 was expected, got 1"),
+        ({"version": 1}, "version 6 was expected, got 1"),
         ({"verify": {"rows": [8]}}, "not complete"),
         ({"sampling": None}, "not complete"),
         ({"sampling": 10**400}, "not complete"),
@@ -189,6 +215,9 @@ def test_a_table_survives_json():
         ({"verify_sequence": float("inf")}, "verify_sequence must be finite and not negative"),
         ({"pass_rows": -4}, "pass_rows must be 0 or more, got -4"),
         ({"tiles": [4, 1]}, "tiles must ascend from 1 on"),
+        ({"verify_tiles": 2}, "not complete"),
+        ({"verify_tiles": [[3, 0.1]]}, r"pairs of tokens, of \(1, 2, 4, 8\), and finite seconds"),
+        ({"verify_tiles": [[2, float("nan")]]}, "verify_tiles must be pairs"),
     ],
 )
 def test_what_is_no_table_is_refused(change, message):

@@ -158,6 +158,11 @@ def test_the_table_says_what_passes_take(stack, machine):
     assert table.draft_head.at(1, 0) == pytest.approx(HEAD)
     assert table.verify_sequence == pytest.approx(NUM_LAYERS * ANOTHER)
     assert table.draft_sequence == pytest.approx(2 * ANOTHER)
+    # Eight sequences in one call of attention: no tile of one of them takes another.
+    assert [tokens for tokens, _ in table.verify_tiles] == [2, 4, 8]
+    assert [seconds for _, seconds in table.verify_tiles] == pytest.approx(
+        [7 * NUM_LAYERS * ANOTHER] * 3
+    )
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
@@ -173,11 +178,12 @@ def test_passes_are_interleaved_and_small_ones_are_run_more_often(stack, machine
     )
     measure_cost(stack, None)
     verify = [p for p in timed if p[0] == "verify" and p != ("verify", 4, 0)]
-    small, large = ([p for p in verify if (p[1] > 16) == is_large] for is_large in (False, True))
-    # 14 small and 6 large points: after a probe of six, a warm-up, in which each of four and two
-    # numbers of rows is proven first, and 40 sweeps.
+    small = [p for p in verify if p[1] <= 16]
+    large = [p for p in timed if p[0].startswith("verify") and p[1] > 16]
+    # 14 small points and 8 large ones, two of them of eight sequences: after a probe of six, a
+    # warm-up, in which each of four and two numbers of rows is proven first, and 40 sweeps.
     assert len(small) == 6 + 4 + 14 * (1 + 40)
-    assert len(large) == 2 + 6 * (1 + 40 / 4)
+    assert len(large) == 2 + 8 * (1 + 40 / 4)
     sweeps = [tuple(small[i : i + 14]) for i in range(24, len(small), 14)]
     assert len(set(sweeps)) == 40, "the order is the same in every sweep"
     assert all(len(set(s)) == 14 for s in sweeps), "a pass is missing from a sweep"

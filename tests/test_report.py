@@ -400,7 +400,7 @@ BROKEN = {
     ),
     "plain only": (damage("run.json", '["0", "auto"]', '["0"]'), "measured nothing that drafts"),
     "which": (damage("run.json", '"auto"]', '"2", "4"]'), "arms 2, 4; name one of them"),
-    "bad costs": (damage("run.json", '"cost": null', '"cost": {}'), "version 5 was expected"),
+    "bad costs": (damage("run.json", '"cost": null', '"cost": {}'), "version 6 was expected"),
 }
 
 

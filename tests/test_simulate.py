@@ -251,7 +251,8 @@ def test_off_overtakes_where_rows_are_no_longer_free():
     assert always.crossovers[0].off == 2
 
 
-def test_cost_of_passes_is_the_table_s():
+@pytest.mark.parametrize("several", [(), ((2, 0.01), (4, -0.01), (8, -0.02))])
+def test_cost_of_passes_is_the_table_s(several):
     cost = replace(
         table(0.2, slope=0.03, far=0.4, start=0.1),
         draft_sequence=0.01,
@@ -260,6 +261,7 @@ def test_cost_of_passes_is_the_table_s():
         judging=0.001,
         draft_sampling=0.002,
         tiles=(1, 2, 4),
+        verify_tiles=several,
     )
     costs = PassCosts(cost, rows=4, most_drafted=5, longest=300)
     for rows, tokens, context in product(
