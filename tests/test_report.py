@@ -328,6 +328,20 @@ def test_what_a_killed_run_left_is_ignored(tmp_path):
     assert report.total.accepted_counts == (0, 0, 3)
 
 
+def test_a_line_that_was_cut_off_shifts_no_task(tmp_path):
+    """It is of no task that is known, and would be the first of them."""
+    requests = [*pair(0, ((4, 2),) * 3, task="chat"), *pair(1, ((4, 3),) * 3, task="code")]
+    folder = write_run(tmp_path / "runs", requests)
+    whole = acceptance_report(folder)
+    with (folder / "requests.jsonl").open("a") as file:
+        file.write((folder / "requests.jsonl").read_text().splitlines()[-1][:40])
+    assert {row.bucket.task: row.accepted_counts for row in whole.buckets} == {
+        "chat": (0, 0, 3),
+        "code": (0, 0, 0, 3),
+    }
+    assert acceptance_report(folder).buckets == whole.buckets
+
+
 def test_other_arms_are_left_out(tmp_path):
     requests = [*pair(0, ((4, 2),) * 3), Request(0, rounds=((2, 2),) * 2, arm="2")]
     folder = write_run(tmp_path / "runs", requests, arms=("0", "auto", "2"))

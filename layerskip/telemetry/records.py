@@ -159,7 +159,7 @@ def _load_requests(
         CREATE TABLE requests AS
         SELECT number, request_id, prompt_index,
             CASE arm WHEN $arm THEN true WHEN $plain THEN false END AS is_on,
-            {task} AS task, dense_rank() OVER (ORDER BY {task}) - 1 AS task_number,
+            {task} AS task,
             {_range_of("prompt_tokens", prompts)} AS prompt,
             {_range_of("new_tokens", outputs)} AS output,
             new_tokens, num_rounds, ttft_seconds, decode_seconds, e2e_seconds, tokens_sha256,
@@ -169,6 +169,13 @@ def _load_requests(
         given,
     )
     _drop_broken(database, "requests", run.folder)
+    database.execute(  # without what was dropped: no number is left out
+        """
+        CREATE OR REPLACE TABLE requests AS
+        SELECT *, dense_rank() OVER (ORDER BY task) - 1 AS task_number FROM requests
+        ORDER BY number
+        """
+    )
     (again,) = one_row(database, "SELECT count(*) - count(DISTINCT request_id) FROM requests")
     if again:
         raise ValueError(f"{run.folder}/requests.jsonl has {again} requests more than once")
