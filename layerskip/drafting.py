@@ -151,7 +151,7 @@ class EarlyExitDrafter:
         if sure and len(asking) == 1:  # nobody asks behind its first wrong guess
             scores = scores[: 1 + sum(judged(flat[1:], tokens))]
         told = confidences(scores) if sure else []
-        drawn = _drawn(asking, logits) if len(flat) == len(asking) and head is None else {}
+        drawn = _drawn(asking, logits, head) if len(flat) == len(asking) else {}
         done = 0
         for i, (g, given) in enumerate(zip(asking, inputs, strict=True)):
             at = slice(done, done + len(given))
@@ -223,18 +223,20 @@ def _greedy(logits: Tensor, head: DraftHead | None) -> list[int]:
     return greedy_tokens(logits) if head is None else greedy_kept(logits, head.ids)
 
 
-def _drawn(growing: "Sequence[_Growing]", logits: Tensor) -> dict[int, tuple[int, float]]:
+def _drawn(
+    growing: "Sequence[_Growing]", logits: Tensor, head: DraftHead | None
+) -> dict[int, tuple[int, float]]:
     """Tokens and confidences of all rows that are drawn by their own noise alone, by place, if they
     are several: as ``Sampler.draft`` draws them one by one.
 
     Args:
-        logits: ``(rows, vocab)``, of one token each.
+        logits: ``(rows, ids of the head)``, of one token each.
     """
     places = [i for i, g in enumerate(growing) if g.request.sampler.is_noisy_argmax]
     if len(places) < 2:
         return {}
     samplers = [growing[i].request.sampler for i in places]
-    own = logits if len(places) == len(growing) else logits[places]
+    own = torch.cat([growing[i].over_all(logits[i : i + 1], head) for i in places])
     scores = noisy(samplers, own, [growing[i].position for i in places])[1]
     told = [1.0] * len(places)
     if any(growing[i].request.with_confidence for i in places):
@@ -303,7 +305,7 @@ class _Growing:
         for i in range(len(inputs)):
             self.shared.append(states[i])
             drawn = request.sampler.draft(
-                logits[i : i + 1] if head is None else self._spread(logits[i : i + 1], head),
+                self.over_all(logits[i : i + 1], head),
                 self.position,
                 request.length + 1,
                 (*request.context, *self.tokens),
@@ -318,9 +320,11 @@ class _Growing:
             if not self._follows(inputs, i, drawn.confidence):
                 return
 
-    def _spread(self, logits: Tensor, head: DraftHead) -> Tensor:
+    def over_all(self, logits: Tensor, head: DraftHead | None) -> Tensor:
         """Over the whole vocabulary. What the head knows for other rows' sake only is left out:
         q must not depend on the neighbours."""
+        if head is None:
+            return logits
         scores = spread(logits, head.ids, self.request.sampler.vocab_size)
         foreign = [i for i in head.extra_ids if i not in self.request.own_ids]
         if foreign:

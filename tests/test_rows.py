@@ -1,16 +1,20 @@
 """What rows of one cache do to each other, and what an interrupted round leaves: nothing."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from decoding import PROMPT, SAMPLED, Interruption, Oracle, decode, join, self_drafting
-from toys import PLANS, random_ids
+from toys import PLANS, VOCAB_SIZE, random_ids
 
 from layerskip import SamplingParams
+from layerskip.ambient import Decoding
 from layerskip.cache import KVCache
 from layerskip.decode import Decoder
+from layerskip.drafting import DraftRequest, EarlyExitDrafter
 from layerskip.model import DecoderStack
+from layerskip.sampling import Sampler
 from layerskip.text import TextStream
 
 
@@ -63,6 +67,39 @@ def test_one_cache_and_accepting_copies_nothing(stack, plain, monkeypatch):
     decode(batch)
     assert made == [batch.cache]
     assert (batch.cache.keys.data_ptr(), batch.cache.values.data_ptr()) == places
+
+
+@pytest.mark.parametrize("kept", [None, range(0, 300, 3)])
+def test_rows_that_draft_together_draft_what_each_drafts_alone(stack, kept):
+    """The text does not tell: other drafts would only be accepted less often."""
+    head = None if kept is None else stack.head_over(kept).including([1, 2])
+    drafter, cache = (
+        EarlyExitDrafter(stack, PLANS["exit"]),
+        stack.new_cache(num_rows=5, num_slots=64),
+    )
+    hot, cool = SamplingParams(temperature=1.3), SamplingParams(temperature=0.5)
+    settings = [hot, cool, SamplingParams(), replace(cool, top_k=9), hot]
+    requests = [
+        DraftRequest(
+            row,
+            length,
+            pending=row,
+            num_draft_tokens=4 - row % 2,
+            sampler=Sampler(params, 7 + row, VOCAB_SIZE),
+            own_ids=frozenset({1} if row else {2}),
+            tells=True,
+        )
+        for row, (params, length) in enumerate(zip(settings, (3, 9, 4, 4, 20), strict=True))
+    ]
+    with Decoding():
+        for r in requests:
+            stack.prefill(random_ids(r.length, seed=r.row), cache, r.row)
+        alone = [drafter.draft([r], cache, head)[0] for r in requests]
+        together = drafter.draft(requests, cache, head)
+    assert [d.tokens for d in together] == [d.tokens for d in alone]
+    for one, other in zip(together, alone, strict=True):
+        assert one.confidences == pytest.approx(other.confidences, rel=1e-5)
+        assert len(one.confidences) == len(one.tokens) > 2
 
 
 def snapshot(batch: Decoder) -> list:
