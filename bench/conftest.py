@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--matrix", default="quick", choices=["quick", "full"], help="which cells")
     group.addoption("--cells", default=None, help="only these, comma-separated")
     group.addoption("--limit", default=12, type=int, help="most prompts of a cell (12)")
-    group.addoption("--seconds", default=55.0, type=float, help="of a cell, about (55)")
+    group.addoption("--seconds", default=46.0, type=float, help="of a cell, about (46)")
     group.addoption("--resume", default=None, type=Path, help="journal of measured cells")
     group.addoption("--smoke", action="store_true", help="2 prompts, 6 tokens each")
 

@@ -52,7 +52,7 @@ class Options:
     draft_model: str = "auto"
     exit_layer: int | None = None
     limit: int = 12
-    seconds: float = 55.0
+    seconds: float = 46.0
     tokens: int | None = None
     max_repeated: float = 0.2
 
