@@ -42,7 +42,7 @@ class Grid:
         drafted: rows of which draft passes are, at a short context alone; ``fill`` reckons the
             others. Empty: of all rows and contexts.
         guessed: rows of which none is, twice the next smaller size: ``fill`` has them from that.
-        tiles: tokens of which a verify pass of several sequences has so many each.
+        tiles: numbers of tokens that each of eight sequences has in a verify pass of theirs.
     """
 
     rows: tuple[int, ...]
@@ -124,7 +124,8 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     contexts = tuple(sorted({c // block * block for c in wanted}))
     ends = tuple(sorted({0, contexts[-1]}))
     in_steps = exactness.wanted and not exactness.holds
-    several = (t for t in exactness.tiles if 1 < t <= min(quantum, most // NUM_SEQUENCES))
+    # Of as many tokens of one sequence a pass is measured, too.
+    several = (t for t in exactness.tiles if 1 < t <= quantum and NUM_SEQUENCES * t in fine)
     finest = Grid(coarse, contexts) if in_steps else Grid(fine, contexts, tiles=tuple(several))
     # A GPU reads weights as long for 64 rows as for 32 or nearly, and is quick enough to tell.
     guessed = largest if stack.device.type == "cpu" else ()

@@ -101,8 +101,8 @@ class CostTable:
         draft_start: by how much a round's first draft passes together take longer than as many
             behind them, which find their weights in the processor's caches. ``draft_pass`` has it
             shared out among four.
-        verify_tiles: pairs of tokens, those of a tile at most, and by how much a pass of eight
-            sequences of so many each takes longer, or less long, than one of as many of one
+        verify_tiles: pairs of tokens, 2 to those of a tile, ascending, and by how much a pass of
+            eight sequences of so many each takes longer, or less long, than one of as many of one
             sequence. Where there is none, what a pass of one sequence grows by is each one's.
     """
 
@@ -136,10 +136,12 @@ class CostTable:
                 raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
         if list(self.tiles) != sorted(set(self.tiles)) or any(t < 1 for t in self.tiles):
             raise ValueError(f"a cost table's tiles must ascend from 1 on, got {self.tiles}")
-        if not all(t in POWERS and isfinite(seconds) for t, seconds in self.verify_tiles):
+        sizes = [tokens for tokens, _ in self.verify_tiles]
+        fit = sizes == sorted(set(sizes) & set(POWERS[1:]))
+        if not fit or not all(isfinite(seconds) for _, seconds in self.verify_tiles):
             raise ValueError(
-                f"a cost table's verify_tiles must be pairs of tokens, of {POWERS}, and finite "
-                f"seconds, got {self.verify_tiles}"
+                f"a cost table's verify_tiles must be pairs of tokens, of {POWERS[1:]}, ascending, "
+                f"and finite seconds, got {self.verify_tiles}"
             )
 
     def of(self, *, greedy: bool) -> "CostTable":
@@ -195,7 +197,8 @@ class CostTable:
             context: slots that a sequence holds, on the average.
             sequences: that the tokens are of, one or more each.
         """
-        layers = self._layers(self.verify, rows, context, sequences, self.verify_sequence)
+        alone = self.verify, rows, context
+        layers = self._layers(*alone, sequences, self.verify_sequence, self.verify_tiles)
         return layers + sequences * self.sampling + max(0, rows - sequences) * self.further
 
     def _layers(
@@ -205,6 +208,7 @@ class CostTable:
         context: float,
         sequences: int,
         another: float,
+        apart: Sequence[tuple[int, float]] = (),
     ) -> float:
         """Layers over several sequences, from what one takes: products over all rows at once,
         attention of each sequence's own tokens over its own context."""
@@ -215,7 +219,7 @@ class CostTable:
         for count, each in _shared_out(rows, sequences):
             if count:
                 far = max(0.0, self._attention(curve, each, context))
-                total += count * (self._attending(curve, each, another, beside=True) + far)
+                total += count * (self._attending(curve, each, another, apart) + far)
         return total
 
     def attending(self, rows: int, *, draft: bool = False, padded: bool = False) -> float:
@@ -228,27 +232,30 @@ class CostTable:
         rows = self._padded(rows) if padded else rows
         if draft:
             return self._attending(self.draft_layers, rows, self.draft_sequence)
-        return self._attending(self.verify, rows, self.verify_sequence, beside=not padded)
+        apart = () if padded else self.verify_tiles
+        return self._attending(self.verify, rows, self.verify_sequence, apart)
 
-    def _attending(self, curve: Curve, rows: int, another: float, *, beside: bool = False) -> float:
+    def _attending(
+        self, curve: Curve, rows: int, another: float, apart: Sequence[tuple[int, float]] = ()
+    ) -> float:
         """A sequence's rows are attended tile by tile. Within a tile products are those of the same
         padded pass, so what a curve grows by there is attention; and a pass of eight sequences
         differs from one of eight rows of a sequence by eight tiles of one row and a whole one.
 
-        A pass of one sequence grows by more than attention, and what eight of them grew by was
-        too much by half (bench/LOG.md, 2026-11-27): ``verify_tiles`` tell it ``beside`` others.
+        A pass of one sequence grows by more than attention, and what many sequences were to grow by
+        was twice too much (bench/LOG.md, 2026-11-27): ``verify_tiles`` tell it beside others.
         """
         if self.row_quantum < TILE:
             return another
         one = another + self._within_tile(curve, TILE) / (NUM_SEQUENCES - 1)
-        tile = one + self._within_tile(curve, TILE)
-        apart = dict(self.verify_tiles) if beside and curve is self.verify else {}
+        tile, measured = one + self._within_tile(curve, TILE), dict(apart)
 
         def of(size: int) -> float:
-            if size not in apart:
+            if size not in measured:
                 return one + self._within_tile(curve, size)
-            # Eight such tiles, and as many rows in whole ones of one sequence.
-            return max(0.0, (apart[size] + size * tile) / NUM_SEQUENCES)
+            # Eight such tiles, and as many rows in whole ones of one sequence. That a smaller one
+            # took longer was the machine.
+            return max(of(size // 2), (measured[size] + size * tile) / NUM_SEQUENCES)
 
         whole, rest = divmod(rows, TILE)
         return whole * of(TILE) + (of(next(t for t in POWERS if t >= rest)) if rest else 0.0)
@@ -329,7 +336,7 @@ class CostTable:
                 int(content["pass_rows"]),
                 slot_block=int(content.get("slot_block", 0)),  # older ones have none
                 draft_start=float(content.get("draft_start", 0.0)),
-                verify_tiles=tuple((int(t), float(s)) for t, s in content.get("verify_tiles", ())),
+                verify_tiles=_pairs(content.get("verify_tiles", ())),
                 **newer,
             )
         except (KeyError, TypeError, OverflowError) as error:
@@ -342,6 +349,12 @@ def _shared_out(rows: int, sequences: int) -> tuple[tuple[int, int], ...]:
     drafting = min(sequences, rows - sequences)
     each, more = divmod(rows - sequences, max(1, drafting))
     return (more, each + 2), (drafting - more, each + 1), (sequences - drafting, 1)
+
+
+def _pairs(content: Any) -> tuple[tuple[int, float], ...]:
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in content):
+        raise TypeError(f"pairs expected, got {content!r:.80}")
+    return tuple((tokens, float(seconds)) for tokens, seconds in content)
 
 
 def _curve(content: Mapping[str, Any]) -> Curve:

@@ -165,6 +165,21 @@ def test_the_table_says_what_passes_take(stack, machine):
     )
 
 
+@pytest.mark.parametrize(("quantum", "tiles"), [(16, (2, 4, 8)), (32, (4, 8)), (64, (8,))])
+def test_eight_sequences_are_measured_where_as_many_tokens_of_one_are(
+    stack, machine, quantum, tiles
+):
+    """Passes that are padded to more rows have fewer sizes."""
+    stack.exactness = replace(stack.exactness, row_quantum=quantum)
+    table = measure_cost(stack, PLAN)
+    assert tuple(tokens for tokens, _ in table.verify_tiles) == tiles
+    for tokens in tiles[:-1]:  # of eight attention alone would take longer here than the pass
+        took = NUM_LAYERS * layer_seconds(8 * tokens, 0, 8) + HEAD
+        sampled = 8 * SAMPLE + 8 * (tokens - 1) * JUDGE
+        priced = table.verify_pass(8 * tokens, 0, sequences=8)
+        assert priced == pytest.approx(took + sampled)
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
 def test_no_time_is_refused(stack, seconds):
     with pytest.raises(ValueError, match=r"seconds must be finite and at least 0\.001"):
