@@ -95,7 +95,8 @@ class Recorded:
         right = np.concatenate([t.right for t in texts])
         if not (right >= 0).any():
             raise ValueError(
-                "no recorded round has a judged draft; measure with an arm other than 0"
+                "no early exit's draft was recorded, and what is looked up says nothing of one: "
+                "measure with an arm other than 0, a draft plan and more than one new token"
             )
         chances = np.concatenate([t.chances for t in texts])
         known = ~np.isnan(chances) & (right >= 0)

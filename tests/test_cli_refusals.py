@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import assert_refused, run, run_apart
+from recorded import flat_cost, pair, write_run
 from toys import MAX_POSITIONS, NUM_LAYERS, make_model
 from transformers import BertConfig, MambaConfig
 
@@ -254,13 +255,24 @@ def test_a_document_that_nobody_reads_ends_quietly(folder: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_a_table_that_was_measured_is_saved_though_nobody_reads_what_is_said(
-    folder: Path, tmp_path: Path
+NOBODY_READS = {
+    "profile": ["profile", "{model}", "--out", "{out}", "--seconds", "0.3"],
+    "report": ["report", "{runs}", "--policy", "{out}"],
+    "report's page": ["report", "{runs}", "--html", "{out}"],
+    "simulate": ["simulate", "--cost", "{cost}", "--acceptance", "0.8", "--html", "{out}"],
+}
+
+
+@pytest.mark.parametrize("case", NOBODY_READS)
+def test_what_was_found_is_saved_though_nobody_reads_what_is_said(
+    folder: Path, tmp_path: Path, case: str
 ) -> None:
+    runs = write_run(tmp_path / "runs", pair(0, ((4, 2),) * 3), cost=flat_cost())
+    flat_cost().save(tmp_path / "cost.json")
+    given = {"model": folder, "out": tmp_path / "out", "runs": runs, "cost": tmp_path / "cost.json"}
+    argv = [word.format(**given) for word in NOBODY_READS[case]]
     reading, writing = os.pipe()
     os.close(reading)
-    out = tmp_path / "cost.json"
-    argv = ["profile", str(folder), "--out", str(out), "--seconds", "0.3"]
     command = [sys.executable, "-m", "layerskip.cli", *argv]
     done = subprocess.run(
         command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False
@@ -268,7 +280,7 @@ def test_a_table_that_was_measured_is_saved_though_nobody_reads_what_is_said(
     os.close(writing)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert out.is_file()
+    assert (tmp_path / "out").is_file()
 
 
 def test_compare_says_how_many_prompts_are_too_long(folder: Path, bad: Path) -> None:

@@ -328,6 +328,15 @@ def test_what_a_killed_run_left_is_ignored(tmp_path):
     assert report.total.accepted_counts == (0, 0, 3)
 
 
+@pytest.mark.parametrize("name", ["arm=auto", "prompt_tokens=4096", "request_id=5", "labels=code"])
+def test_a_folder_s_name_is_no_record(tmp_path, name):
+    requests = pair(0, ((4, 2),) * 3, task="chat")
+    found = [
+        acceptance_report(write_run(tmp_path / folder, requests)) for folder in ("plain", name)
+    ]
+    assert found[0].total == found[1].total
+
+
 def test_a_line_that_was_cut_off_shifts_no_task(tmp_path):
     """It is of no task that is known, and would be the first of them."""
     requests = [*pair(0, ((4, 2),) * 3, task="chat"), *pair(1, ((4, 3),) * 3, task="code")]
@@ -482,6 +491,12 @@ def test_the_command_shows_and_writes_what_was_decided(recorded, tmp_path, capsy
 def test_files_that_cannot_be_written_are_told_of_before_anything_is_read(tmp_path, capsys):
     assert main(["report", "nowhere", "--html", str(tmp_path / "none" / "page.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_two_results_do_not_go_to_one_file(tmp_path, capsys):
+    path = str(tmp_path / "both")
+    assert main(["report", "nowhere", "--policy", path, "--html", path]) == 2
+    assert "--policy and --html must be two files" in capsys.readouterr().err
 
 
 def test_bad_edges_are_refused_before_anything_is_read(capsys):

@@ -256,6 +256,22 @@ def test_command_over_runs(tmp_path, capsys):
     assert "http" not in page.split("<body>")[1]
 
 
+def test_a_table_without_draft_passes_prices_no_early_exit(tmp_path, capsys):
+    """Drafts that cost nothing made any acceptance pay."""
+    path = tmp_path / "bare.json"
+    replace(flat(), key={"draft_layers": "none"}).save(path)
+    words = ["--cost", path, "--requests", 20, "--concurrency", "1"]
+    code, _, err = run_command(capsys, *words, "--runs", runs(tmp_path / "r", EXITS))
+    assert code == 2
+    assert "has no draft passes, and the runs' drafts are an early exit's: give layerskip" in err
+    code, out, err = run_command(capsys, *words, "--acceptance", "0.8")
+    assert code == 0
+    assert "drafts cost what looked-up tokens do" in out + err
+    code, out, err = run_command(capsys, *words, "--acceptance", "0.8", "--policies", "off")
+    assert code == 0
+    assert "looked-up" not in out + err
+
+
 def test_synthetic_acceptance_is_called_so(tmp_path, capsys):
     cost = cost_file(tmp_path)
     words = ["--cost", cost, "--acceptance", "0.8,0.5", "--requests", 20, "--concurrency", "1"]

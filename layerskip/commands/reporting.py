@@ -54,6 +54,8 @@ def run_report(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     for path in (args.policy, args.html):
         if path is not None:
             check_writable(path)
+    if args.html is not None and args.html == args.policy:
+        raise ValueError(f"--policy and --html must be two files, got {args.html!r} for both")
     with console.status("counting rounds"):
         report = acceptance_report(
             args.runs,
@@ -61,15 +63,16 @@ def run_report(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             prompt_edges=args.prompt_edges,
             output_edges=args.output_edges,
         )
-    policy = decide(report)
+        policy = decide(report)
+        # Files first: printing ends all where nobody reads stdout.
+        if args.html is not None:  # a damaged sample ends it
+            _write_html(report, policy, args)
+        if args.policy is not None:
+            policy.save(args.policy)
     for table in (_acceptance_table(report), _latency_table(report), _decision_table(policy)):
         console.print(table)
     for note in _notes(report):
         console.print(escape(note), style="dim", highlight=False)
-    if args.html is not None:  # first, for a damaged sample ends it
-        _write_html(report, policy, args)
-    if args.policy is not None:
-        policy.save(args.policy)
     for path in (args.policy, args.html):
         if path is not None:
             console.print(escape(f"written to {path}"), highlight=False, soft_wrap=True)

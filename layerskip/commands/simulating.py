@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 CONCURRENCY = "1,2,4,8,16,32"
 POLICIES = "off,fixed:4,auto"
 FINE_ROWS = 64  # of a table that was not measured in a hurry
+MOST_TOKENS = 10_000_000  # of an invented prompt
 
 
 def add_parsers(commands: Any) -> None:
@@ -98,16 +99,17 @@ def run_simulate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             machine=machine,
             on_progress=advanced,
         )
+        said = [*crossings(simulation), *assumptions]
+        if args.html:  # before the bar ends, which ends all where nobody reads stdout
+            from layerskip.telemetry.simulation_page import write_page
+
+            write_page(args.html, simulation, said)
     finally:
         if progress.live.is_started:
             progress.stop()
     console.print(_shown(simulation))
-    for line in [*crossings(simulation), *assumptions]:
+    for line in said:
         console.print(escape(line), soft_wrap=True, highlight=False)
-    if args.html:
-        from layerskip.telemetry.simulation_page import write_page
-
-        write_page(args.html, simulation, [*crossings(simulation), *assumptions])
     return {
         "cost": args.cost,
         "runs": args.runs,
@@ -127,14 +129,22 @@ def _traffic(
         from layerskip.workload import Synthetic
 
         prompt_tokens = 256 if args.prompt_tokens is None else args.prompt_tokens
-        check_integer("--prompt-tokens", prompt_tokens, 1)
+        check_integer("--prompt-tokens", prompt_tokens, 1, MOST_TOKENS)
         acceptance = tuple(_numbers("--acceptance", args.acceptance))
         invented = Synthetic(acceptance, prompt_tokens, args.new_tokens or 128)
-        return table, invented, None, 1.0, None, [SYNTHETIC, BY_TABLE]
+        said = [SYNTHETIC, BY_TABLE]
+        if _drafts_cost_nothing(args, table):
+            said.insert(0, NO_DRAFT_PASSES)
+        return table, invented, None, 1.0, None, said
     if args.prompt_tokens is not None:
         raise ValueError("--prompt-tokens is for --acceptance; with --runs they are as recorded")
     from layerskip.telemetry.replay import replay
 
+    if _drafts_cost_nothing(args, table):
+        raise ValueError(
+            f"{args.cost} has no draft passes, and the runs' drafts are an early exit's: give "
+            "layerskip profile their --exit-layer or --plan"
+        )
     known = replay(args.runs, table)
     extra = known.overhead
     said = [f"{known.num_requests} recorded requests of {args.runs}, drawn with replacement."]
@@ -162,6 +172,16 @@ def _traffic(
     return known.table, known.recorded, extra, known.passes_per_token, known.machine, said
 
 
+def _drafts_cost_nothing(args: argparse.Namespace, table: "CostTable") -> bool:
+    """Whether a policy drafts, and the table is of no draft layers."""
+    names = {name.strip() for name in args.policies.split(",")}
+    return table.key.get("draft_layers") == "none" and names != {"off"}
+
+
+NO_DRAFT_PASSES = (
+    "The cost table has no draft passes, so drafts cost what looked-up tokens do: of an early exit "
+    "give layerskip profile its --exit-layer or --plan."
+)
 SYNTHETIC = (
     "Synthetic: acceptance and lengths are invented, not recorded; tokens are drawn, as at a "
     "temperature above 0."
@@ -174,8 +194,8 @@ OTHER_MACHINE = (
     "used, recorded acceptance is."
 )
 NO_CONFIDENCE = (
-    "No automatic arm was recorded, so nothing is known of the draft's confidence: auto is "
-    "simulated without it, and would do better."
+    "No round says how sure its draft was, as those of an automatic arm do where the host starts "
+    "them: auto is simulated without it, and would do better."
 )
 
 

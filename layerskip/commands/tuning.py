@@ -182,11 +182,11 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                     task, completed=done, total=total, description=what
                 ),
             )
+            result.file.save(args.out)  # before the bar ends, as in run_profile
     except KeyboardInterrupt:
         if journal.exists():
             console.print(f"the same command goes on from {escape(str(journal))}", highlight=False)
         raise
-    result.file.save(args.out)
     journal.unlink(missing_ok=True)
     console.print(_tried_table(result))
     if result.trimming is not None:

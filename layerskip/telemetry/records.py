@@ -221,6 +221,7 @@ def _source(columns: Mapping[str, str]) -> str:
     """Lines of the file ``$path``; what cannot be read in them is NULL."""
     typed = ", ".join(f"{name}: '{kind}'" for name, kind in columns.items())
     form = "format = 'newline_delimited', ignore_errors = true"
+    form += ", hive_partitioning = false"  # "arm=auto" in the path is no column
     return f"read_json($path, {form}, columns = {{{typed}}})"
 
 
