@@ -201,7 +201,8 @@ class ABResult:
         if not self.differences:
             return f"the tokens of all {len(self.pairs)} prompts are equal"
         said = ", ".join(
-            f"{i} (from token {at})" for i, at in list(self.differences.items())[:MOST_NAMED]
+            f"line {i + 1} (from token {at})"
+            for i, at in list(self.differences.items())[:MOST_NAMED]
         )
         why = self.inexact or "they must not: please report it"
         more = ", ..." if len(self.differences) > MOST_NAMED else ""

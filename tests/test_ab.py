@@ -147,8 +147,8 @@ def test_differing_tokens_are_said_first_and_where() -> None:
     assert result.differences == {5: 1, 8: 2, 9: 2}
     assert result.equal_share == 0.25
     assert result.equality == (
-        "TOKENS DIFFER on 3 of 4 prompts: 5 (from token 1), 8 (from token 2), 9 (from token 2); "
-        "they must not: please report it"
+        "TOKENS DIFFER on 3 of 4 prompts: line 6 (from token 1), line 9 (from token 2), "
+        "line 10 (from token 2); they must not: please report it"
     )
     assert ABResult("0", "4", pairs[1:2], inexact="rows depend").equality.endswith("; rows depend")
     assert ABResult("0", "4", pairs[:1]).equality == "the tokens of all 1 prompts are equal"
@@ -322,6 +322,20 @@ def test_the_command_prints_times_and_a_verdict(folder: Path) -> None:
     assert code == 0
     assert "2 prompts, 2 runs of each in each arm" in out
     assert "tokens/s" in out
+
+
+def test_the_command_skips_bad_lines_and_numbers_them(folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "some.jsonl"
+    good = (folder / "traffic.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    prompts.write_text(f"{good}\nnonsense\n{good}\n", encoding="utf-8")
+    argv = (folder, "--prompts", prompts, "--max-new-tokens", "4", "--b", "2")
+    code, _, err = command(*argv)
+    assert code == 2
+    assert "line 2 is not a prompt" in err
+    code, out, _ = command(*argv, "--bad-lines", "skip")
+    assert code == 0
+    assert "line 2 skipped: " in out
+    assert "tokens of all 2 prompts are equal" in out
 
 
 def test_the_command_refuses_before_it_loads_anything(folder: Path, tmp_path: Path) -> None:

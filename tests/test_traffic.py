@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,13 @@ def test_a_file_without_prompts_is_refused(file: Path, tmp_path: Path) -> None:
         Traffic.read(write(file, 5), bad_lines="skip")
     with pytest.raises(ValueError, match=r"none\.jsonl cannot be read: No such file"):
         Traffic.read(tmp_path / "none.jsonl")
+
+
+def test_what_can_be_read_only_once_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ValueError, match=r"is no regular file, and prompts are read more than"):
+            Traffic.read(path)
 
 
 def test_the_digest_is_of_what_was_read(file: Path) -> None:

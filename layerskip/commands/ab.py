@@ -8,14 +8,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from layerskip.commands.options import load, model_options, sampling_of, sampling_options
+from layerskip.commands.options import (
+    MOST_SAID,
+    bad_lines_option,
+    load,
+    model_options,
+    sampling_of,
+    sampling_options,
+    say,
+    say_bad_lines,
+)
 from layerskip.commands.progress import counting
 
 if TYPE_CHECKING:
     from layerskip.ab_result import ABResult, Speedup
     from layerskip.telemetry.traffic import Traffic
-
-MOST_SAID = 5  # requests left out that are named; the others are counted
 
 
 def add_parsers(commands: Any) -> None:
@@ -27,6 +34,7 @@ def add_parsers(commands: Any) -> None:
     arms = "0 is plain, a number of draft tokens, 'auto', or a policy file"
     command.add_argument("--a", default="0", metavar="ARM", help=f"{arms} (default 0)")
     command.add_argument("--b", default="auto", metavar="ARM", help="the same (default auto)")
+    bad_lines_option(command)
     command.add_argument("--limit", type=int, help="most prompts (default all)")
     command.add_argument(
         "--repeats", type=int, default=1, help="runs of each prompt in each arm (default 1)"
@@ -44,7 +52,8 @@ def run_ab(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     check_integer("--max-new-tokens", args.max_new_tokens, 1)
     a, b, sampling = Arm.parse(args.a), Arm.parse(args.b), sampling_of(args)
     labels = [arm.policy.label for arm in (a, b) if arm.policy and arm.policy.label]
-    traffic = Traffic.read(args.prompts, labels=labels, limit=args.limit)
+    traffic = Traffic.read(args.prompts, labels=labels, bad_lines=args.bad_lines, limit=args.limit)
+    say_bad_lines(console, traffic)
     lm = load(args)
     with counting(console) as progress:
         task = progress.add_task("runs")
@@ -64,18 +73,15 @@ def run_ab(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def _show(console: Console, result: "ABResult", traffic: "Traffic") -> None:
-    def say(text: str, style: str | None = None) -> None:
-        console.print(escape(text), style=style, highlight=False, soft_wrap=True)
-
     if result.interrupted:
-        say(f"interrupted after {len(result.pairs)} of {traffic.count} prompts", "yellow")
+        say(console, f"interrupted after {len(result.pairs)} of {traffic.count} prompts", "yellow")
     for index, why in list(result.left_out.items())[:MOST_SAID]:
-        say(f"line {index + 1} left out: {why}")
+        say(console, f"line {index + 1} left out: {why}")
     if len(result.left_out) > MOST_SAID:
-        say(f"{len(result.left_out)} prompts left out in all")
+        say(console, f"{len(result.left_out)} prompts left out in all")
     console.print(_table(result))
-    say(result.equality, "bold red" if result.differences else None)
-    say(result.verdict, "bold")
+    say(console, result.equality, "bold red" if result.differences else None)
+    say(console, result.verdict, "bold")
 
 
 def _table(result: "ABResult") -> Table:

@@ -9,7 +9,16 @@ from rich.markup import escape
 from rich.progress import TaskID
 from rich.table import Table
 
-from layerskip.commands.options import load, model_options, sampling_of, sampling_options
+from layerskip.commands.options import (
+    MOST_SAID,
+    bad_lines_option,
+    load,
+    model_options,
+    sampling_of,
+    sampling_options,
+    say,
+    say_bad_lines,
+)
 from layerskip.commands.progress import counting
 from layerskip.params import AUTO
 
@@ -17,9 +26,6 @@ if TYPE_CHECKING:
     from layerskip.params import NumDraftTokens
     from layerskip.telemetry.measure import LeftOut
     from layerskip.telemetry.summary import Summary
-    from layerskip.telemetry.traffic import Traffic
-
-MOST_SAID = 5  # bad lines and prompts left out that are named; the others are counted
 
 
 def add_parsers(commands: Any) -> None:
@@ -42,12 +48,7 @@ def add_parsers(commands: Any) -> None:
         metavar="FIELD",
         help="of a line, to count it under; may be given repeatedly, the first is the task",
     )
-    measure.add_argument(
-        "--bad-lines",
-        choices=("fail", "skip"),
-        default="fail",
-        help="what a line that is no prompt does (default fail)",
-    )
+    bad_lines_option(measure)
     measure.add_argument(
         "--arms", default="0,auto", help="numbers of draft tokens, 0 is plain (default 0,auto)"
     )
@@ -77,7 +78,7 @@ def run_measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     traffic = Traffic.read(
         args.prompts, labels=args.label, bad_lines=args.bad_lines, limit=args.limit
     )
-    _say_bad_lines(console, traffic)
+    say_bad_lines(console, traffic)
     lm = load(args)
     bar = _Bar(console)
     try:
@@ -115,17 +116,6 @@ def _arms(text: str) -> "tuple[NumDraftTokens, ...]":
         ) from None
 
 
-def _say_bad_lines(console: Console, traffic: "Traffic") -> None:
-    for line in traffic.bad_lines[:MOST_SAID]:
-        _say(console, f"line {line.number} skipped: {line.reason}")
-    if traffic.num_bad_lines > MOST_SAID:
-        _say(console, f"{traffic.num_bad_lines} lines skipped in all")
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(escape(text), highlight=False, soft_wrap=True)
-
-
 class _Bar:
     """How far a measurement is; what it left out is said above."""
 
@@ -143,7 +133,7 @@ class _Bar:
     def leave_out(self, prompt: "LeftOut") -> None:
         self._num_left_out += 1
         if self._num_left_out <= MOST_SAID:
-            _say(self.console, f"line {prompt.number} left out: {prompt.reason}")
+            say(self.console, f"line {prompt.number} left out: {prompt.reason}")
 
 
 def _table(summary: "Summary") -> Table:

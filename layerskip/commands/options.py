@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.segment import Segment, Segments
 from rich.style import Style
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from layerskip.params import SamplingParams
     from layerskip.plan import PlanFile
     from layerskip.policy import Policy
+    from layerskip.telemetry.traffic import Traffic
 
+MOST_SAID = 5  # bad lines and prompts left out that are named; the others are counted
 # How tokens are shown, by where they came from.
 STYLES = {
     "prefill": "bold",
@@ -42,6 +45,29 @@ def print_round(
     ended = record.finish_reason is not None
     for text, origin in by_origin(stream, *told, ended=ended, eos_ids=eos_ids):
         print_text(console, text, STYLES[origin])
+
+
+def say(console: "Console", text: str, style: str | None = None) -> None:
+    """A line as it is."""
+    console.print(escape(text), style=style, highlight=False, soft_wrap=True)
+
+
+def bad_lines_option(command: argparse.ArgumentParser) -> None:
+    """What is done about lines of a prompt file that are none."""
+    command.add_argument(
+        "--bad-lines",
+        choices=("fail", "skip"),
+        default="fail",
+        help="what a line that is no prompt does (default fail)",
+    )
+
+
+def say_bad_lines(console: "Console", traffic: "Traffic") -> None:
+    """Which lines are skipped: the first ones, and how many there are."""
+    for line in traffic.bad_lines[:MOST_SAID]:
+        say(console, f"line {line.number} skipped: {line.reason}")
+    if traffic.num_bad_lines > MOST_SAID:
+        say(console, f"{traffic.num_bad_lines} lines skipped in all")
 
 
 def model_options(

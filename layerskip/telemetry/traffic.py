@@ -121,6 +121,11 @@ class Traffic:
             raise ValueError(f"bad_lines must be one of {BAD_LINES}, got {bad_lines!r}")
         if limit is not None:
             check_integer("limit", limit, 1)
+        if Path(path).exists() and not Path(path).is_file():
+            raise ValueError(
+                f"{path} is no regular file, and prompts are read more than once: write them into "
+                "a file first"
+            )
         lines = _Lines(Path(path), tuple(dict.fromkeys(labels)), bad_lines, limit)
         count = sum(1 for _ in lines.requests())
         if not count:
