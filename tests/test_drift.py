@@ -131,6 +131,20 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(monitor._buckets[OTHER_BUCKET]._open) == 10
 
 
+def test_what_many_buckets_learnt_is_handed_over() -> None:
+    monitor = DriftMonitor(label="user", num_reference_requests=20)
+    for name in range(MOST_BUCKETS + 30):
+        for i in range(20):
+            monitor.observe(f"user {name}", f"{name}/{i}", i % 3, finished=True)
+    known = monitor.baselines()
+    assert len(known) == MOST_BUCKETS + 1
+    assert OTHER_BUCKET in known
+    for order in (known, dict(reversed(known.items()))):
+        assert DriftMonitor(label="user", baselines=order).baselines() == known
+    with pytest.raises(ValueError, match=rf"at most {MOST_BUCKETS} buckets, got 101"):
+        DriftMonitor(baselines=known | {"one more": known["user 0"]})
+
+
 def test_requests_that_were_given_up_are_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("layerskip.telemetry.drift_bucket.MOST_OPEN", 10)
     monkeypatch.setattr("layerskip.telemetry.drift_bucket.MOST_KEPT", 3)

@@ -61,10 +61,9 @@ class DriftMonitor:
         check_integer("num_reference_requests", num_reference_requests, LEAST_REQUESTS)
         check_number("shift", shift, 0.1, 3.0)
         check_number("drafts_per_false_alarm", drafts_per_false_alarm, 1e3, 1e12)
-        if baselines is not None and len(baselines) > MOST_BUCKETS:
-            raise ValueError(
-                f"baselines must be of at most {MOST_BUCKETS} buckets, got {len(baselines)}"
-            )
+        named = len(set(baselines or ()) - {OTHER_BUCKET})
+        if named > MOST_BUCKETS:
+            raise ValueError(f"baselines must be of at most {MOST_BUCKETS} buckets, got {named}")
         self._label, self._on_alarm = label, on_alarm
         self._num_reference_requests = num_reference_requests
         self._shift, self._drafts_per_false_alarm = shift, drafts_per_false_alarm
@@ -146,10 +145,11 @@ class DriftMonitor:
         return labels.get(self._label, "") if self._label is not None else ""
 
     def _bucket(self, name: str) -> Bucket:
-        if name not in self._buckets and len(self._buckets) >= MOST_BUCKETS:
+        named = len(self._buckets) - (OTHER_BUCKET in self._buckets)
+        if name not in self._buckets and named >= MOST_BUCKETS:
             name = OTHER_BUCKET
         if name not in self._buckets:
-            self._buckets[name] = Bucket(name)
+            self._buckets[name] = Bucket(name, labelled=self._label is not None)
         return self._buckets[name]
 
     def _tests(self, baseline: Baseline) -> dict[Watched, Cusum]:
@@ -180,6 +180,10 @@ class Drift:
     states: Mapping[str, DriftState]
     alarms: tuple[Alarm, ...]
     paths: Mapping[str, tuple[PathPoint, ...]]
+
+    def shown(self, bucket: str) -> str:
+        """A bucket's name for people; where there are several, that of "" lacks the label."""
+        return bucket or ("no label" if len(self.states) > 1 else "all requests")
 
 
 def find_drift(

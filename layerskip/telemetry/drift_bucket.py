@@ -39,6 +39,7 @@ class Alarm:
         since: of these, the last ones, in which the shift was gathered.
         before: what is watched in the baseline, mean of drafts.
         now: the same in the last ones.
+        labelled: whether buckets are values of a label; that of "" has the requests without one.
     """
 
     bucket: str
@@ -49,10 +50,12 @@ class Alarm:
     since: int
     before: float
     now: float
+    labelled: bool = False
 
     def __str__(self) -> str:
         verb, side = ("fell", "below") if self.direction == "down" else ("rose", "above")
-        found = f"{self.bucket or 'all requests'}: accepted tokens a draft {verb}"
+        whose = self.bucket or ("requests without a label" if self.labelled else "all requests")
+        found = f"{whose}: accepted tokens a draft {verb}"
         if self.watched == "accepted":
             found += f" from {self.before:.2f} to {self.now:.2f}"
         else:
@@ -105,8 +108,8 @@ class _Open:
 class Bucket:
     """A bucket that learns its baseline, then is watched."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, *, labelled: bool = False) -> None:
+        self.name, self.labelled = name, labelled
         self._open: dict[str, _Open] = {}
         self._alarms: dict[Direction, int] = {"down": 0, "up": 0}
         self._last: Alarm | None = None
@@ -186,7 +189,9 @@ class Bucket:
             if found is not None:
                 direction, since, now = found
                 of = (self.num_drafts, since, test.baseline.mean, now)
-                alarms.append(Alarm(self.name, watched, direction, request_id, *of))
+                alarms.append(
+                    Alarm(self.name, watched, direction, request_id, *of, labelled=self.labelled)
+                )
                 self._alarms[direction] += 1
         self._last = alarms[-1] if alarms else self._last
         raised = {alarm.direction for alarm in alarms}

@@ -215,7 +215,7 @@ def _drift(name: str, drift: Drift) -> Figure:
         for column, (side, _) in enumerate(sides, 1)
     ]
     alarms = ", ".join(f"{count} that {side.replace(' ', ' are ')}" for side, count in sides)
-    title = f"Drift, {name or 'all requests'}"
+    title = f"Drift, {drift.shown(name)}"
     chart = line_chart(
         f"Over {path[-1][0]} drafts; alarms at 1: {alarms}.",
         series,

@@ -213,7 +213,7 @@ def drift_table(drift: Drift) -> Table:
         sums = (state.down, state.up) if baseline else (None, None)
         rows.append(
             (
-                name or "all requests",
+                drift.shown(name),
                 f"{state.num_requests}",
                 number(baseline.mean if baseline else None),
                 f"{state.num_drafts}",
