@@ -21,7 +21,7 @@ from layerskip.ambient import Decoding
 from layerskip.api import SelfSpeculativeLM
 from layerskip.cache import Segment
 from layerskip.model import DecoderStack
-from layerskip.params import SamplingParams
+from layerskip.params import MAX_SEED, SamplingParams
 from layerskip.plan import DraftPlan
 from layerskip.prompts import Example
 from layerskip.sampling import Sampler
@@ -63,7 +63,8 @@ def read_texts(
 ) -> list[Text]:
     """Prompts with their known continuations, or with what the model writes where none is known.
 
-    The model writes with ``sampling``, plainly; text i with the seed ``sampling.seed + i``.
+    The model writes with ``sampling``, plainly; text i with the seed ``sampling.seed + i``,
+    or behind the largest one from 0 on.
 
     Raises:
         ValueError: no prompt is left that fits into the model and has three tokens after it.
@@ -74,7 +75,7 @@ def read_texts(
     for example in examples:
         if len(texts) == max_texts:
             break
-        seed = (sampling.seed or 0) + len(texts)
+        seed = ((sampling.seed or 0) + len(texts)) % (MAX_SEED + 1)
         prompt = list(lm.tokenizer(example.prompt)["input_ids"])
         room = min(max_tokens, lm.stack.max_positions - len(prompt))
         if not prompt or room < 3:

@@ -77,10 +77,13 @@ def example_of(row: Mapping[str, Any]) -> Example:
         KeyError, IndexError: it has none.
         TypeError: what should be text is not.
     """
-    if "question" in row:
+    if not isinstance(row, Mapping):
+        raise TypeError(f"an object expected, got {row!r:.80}")
+    others = row if row.get("prompt") is None else {}  # a prompt goes before what else there is
+    if "question" in others:
         question, answer = _text(row["question"]), _text(row.get("answer", ""))
         return Example(f"Question: {question}\nAnswer:", " " + answer if answer else "")
-    if "turns" in row:
+    if "turns" in others:
         if not isinstance(row["turns"], list):
             raise TypeError("'turns' must be a list")
         return Example(_text(row["turns"][0]))

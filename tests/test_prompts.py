@@ -53,6 +53,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
         ({"question": "q"}, Example("Question: q\nAnswer:")),
         ({"turns": ["first", "second"], "category": "qa"}, Example("first")),
         ({"prompt": "one\u2028line", "id": 3}, Example("one\u2028line")),
+        ({"prompt": "a", "question": "q", "turns": ["first"]}, Example("a")),
+        ({"prompt": "a", "question": None}, Example("a")),
+        ({"prompt": None, "question": "q"}, Example("Question: q\nAnswer:")),
     ],
 )
 def test_a_line_may_have_any_of_the_known_shapes(

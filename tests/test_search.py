@@ -22,6 +22,7 @@ from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.journal import Journal
+from layerskip.params import MAX_SEED
 from layerskip.plan import PlanFile
 from layerskip.prediction import Counts, count, draft_costs, predict
 from layerskip.prompts import Example
@@ -197,6 +198,12 @@ def test_texts_are_continuations_or_what_the_model_writes(talking):
     sampling = replace(SAMPLED, seed=4)
     out = talking.generate(EXAMPLES[1].prompt, max_new_tokens=12, sampling=sampling)
     assert own.ids[own.start :] == out.token_ids
+
+
+def test_seeds_of_texts_begin_anew_behind_the_last_one(talking):
+    last = replace(SAMPLED, seed=MAX_SEED)
+    texts = read_texts(talking, EXAMPLES[:3], sampling=last, max_texts=3, max_tokens=12)
+    assert [text.seed for text in texts] == [MAX_SEED, 0]
 
 
 def test_texts_have_to_be_some(talking, wrap):
