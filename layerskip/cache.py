@@ -18,7 +18,7 @@ EVERY_LAYER = slice(None)
 
 
 class KVCache:
-    """Keys and values of all layers and rows in two tensors.
+    """Keys and values of all layers and rows, the halves of one tensor.
 
     Attributes:
         keys, values: ``(layer, row, slot, kv_head, head_dim)``; an exit adapter's block has the

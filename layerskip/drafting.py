@@ -13,7 +13,7 @@ from layerskip.guessing import judged
 from layerskip.model import DecoderStack, Head
 from layerskip.plan import DraftPlan
 from layerskip.row import ExitStates
-from layerskip.sampling import Sampler, confidences, greedy_tokens, noisy, temperatures
+from layerskip.sampling import Sampler, confidences, greedy_tokens, noisy_scores, portions
 
 
 @dataclass(frozen=True)
@@ -232,16 +232,21 @@ def _drawn(
     Args:
         logits: ``(rows, ids of the head)``, of one token each.
     """
+    drawn: dict[int, tuple[int, float]] = {}
     places = [i for i, g in enumerate(growing) if g.request.sampler.is_noisy_argmax]
-    if len(places) < 2:
-        return {}
-    samplers = [growing[i].request.sampler for i in places]
-    own = torch.cat([growing[i].over_all(logits[i : i + 1], head) for i in places])
-    scores = noisy(samplers, own, [growing[i].position for i in places])[1]
-    told = [1.0] * len(places)
-    if any(growing[i].request.with_confidence for i in places):
-        told = confidences(scores, temperatures(samplers, scores.device))
-    return dict(zip(places, zip(scores.argmax(-1).tolist(), told, strict=True), strict=True))
+    for part in portions([1] * len(places), logits):
+        if len(part) < 2:
+            continue
+        rows = [(i, growing[i]) for i in (places[p] for p in part)]
+        samplers = [g.request.sampler for _, g in rows]
+        own = torch.cat([g.over_all(logits[i : i + 1], head) for i, g in rows])
+        scores = noisy_scores(samplers, own, [g.position for _, g in rows])[1]
+        told = [1.0] * len(rows)
+        if any(g.request.with_confidence for _, g in rows):
+            told = confidences(scores, [s.params.temperature for s in samplers])
+        found = zip(scores.argmax(-1).tolist(), told, strict=True)
+        drawn |= zip((i for i, _ in rows), found, strict=True)
+    return drawn
 
 
 @dataclass(eq=False)

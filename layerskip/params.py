@@ -98,7 +98,7 @@ class SamplingParams:
 
     @property
     def cuts(self) -> bool:
-        """Whether any rule may take tokens out of the distribution."""
+        """Whether top-k, top-p or min-p may take tokens out of the distribution."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property

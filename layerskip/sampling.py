@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from layerskip.ops.kernels import KernelOps
 
 CPU = torch.device("cpu")
+# Scores that are chosen from at once, of several rows. What leaves a processor's caches is quicker
+# row by row (bench/LOG.md, 2026-11-27); on a GPU it is memory that is spared.
+AT_ONCE, AT_ONCE_ON_GPU = 2**17, 2**23
 Processor = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -49,18 +52,22 @@ def greedy_tokens(logits: Tensor) -> list[int]:
     return logits.float().argmax(-1).tolist()
 
 
-def confidences(scores: Tensor, temperature: float | Tensor = 1.0) -> list[float]:
+def confidences(scores: Tensor, temperature: float | Sequence[float] = 1.0) -> list[float]:
     """What speaks for the largest score's being the target's, too, 0 to 1: its share of a softmax
     ``SHARPNESS`` times as sharp as that of the logits.
 
     Args:
         scores: ``(rows, vocab)`` float32: logits, or logits over ``temperature`` and noise.
-        temperature: above 0; of each row, ``(rows, 1)``, if they differ.
+        temperature: above 0, of all rows or of each.
 
     Returns:
         Of each row; NaN of scores that are no numbers.
     """
-    return (scores * (SHARPNESS * temperature)).softmax(-1).amax(-1).tolist()
+    if isinstance(temperature, Sequence):
+        sharper = scores * _column([SHARPNESS * t for t in temperature], scores.device)
+    else:
+        sharper = scores * (SHARPNESS * temperature)
+    return sharper.softmax(-1).amax(-1).tolist()
 
 
 def keep_mask(scores: Tensor, params: SamplingParams) -> Tensor:
@@ -336,13 +343,29 @@ class Sampler:
         return self._numbers.uniforms(position, count)
 
 
-def temperatures(samplers: Sequence[Sampler], device: torch.device) -> Tensor:
-    """Of sampled rows: ``(rows, 1)`` float32."""
-    found = [[sampler.params.temperature] for sampler in samplers]
-    return torch.tensor(found, dtype=torch.float32, device=device)
+def _column(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """``(rows, 1)`` float32."""
+    return torch.tensor(numbers, dtype=torch.float32, device=device)[:, None]
 
 
-def noisy(
+def portions(counts: Sequence[int], logits: Tensor) -> list[range]:
+    """Cases that are chosen for at once: one after another, as many as take no longer together.
+
+    Args:
+        counts: rows of each case.
+        logits: of one of them, ``(rows, vocab)``.
+    """
+    most = (AT_ONCE if logits.device.type == "cpu" else AT_ONCE_ON_GPU) // logits.shape[-1]
+    found, first, rows = [], 0, 0
+    for i, count in enumerate(counts):
+        if i > first and rows + count > most:
+            found.append(range(first, i))
+            first, rows = i, 0
+        rows += count
+    return [*found, range(first, len(counts))]
+
+
+def noisy_scores(
     samplers: Sequence[Sampler], logits: Tensor, positions: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Scores of many rows at once, and what the largest of is chosen: the bits that each row's
@@ -357,7 +380,7 @@ def noisy(
         Both ``(rows, vocab)`` float32.
     """
     device = logits.device
-    scores = logits.float() / temperatures(samplers, device)
+    scores = logits.float() / _column([s.params.temperature for s in samplers], device)
     rows = zip(samplers, positions, strict=True)
     return scores, scores + torch.stack([sampler.noise(at, device) for sampler, at in rows])
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerskip.params import Verification
-from layerskip.sampling import Sampler, noisy
+from layerskip.sampling import Sampler, noisy_scores, portions
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,16 @@ def judge_all(cases: Sequence[Case]) -> list[Verdict]:
     """As ``judge``, of each row: at once of those whose scores need nothing but their logits.
 
     Raises:
-        ValueError: as ``judge``.
+        ValueError: as ``judge``, of one of the rows.
     """
     found: dict[int, Verdict] = {}
     greedy = [i for i, case in enumerate(cases) if case.sampler.is_argmax]
     sampled = [i for i, case in enumerate(cases) if case.sampler.is_noisy_argmax]
-    for places in (greedy, sampled):
-        if len(places) > 1:
-            found |= zip(places, _at_once([cases[i] for i in places]), strict=True)
+    for alike in (greedy, sampled):
+        for part in portions([len(cases[i].draft) + 1 for i in alike], cases[0].logits):
+            if len(part) > 1:
+                places = [alike[i] for i in part]
+                found |= zip(places, _at_once([cases[i] for i in places]), strict=True)
     return [
         found[i] if i in found else judge(c.sampler, c.logits, c.position, c.draft, c.q, c.context)
         for i, c in enumerate(cases)
@@ -74,7 +76,7 @@ def _at_once(cases: Sequence[Case]) -> list[Verdict]:
     else:
         rows = [(case, i) for case, count in zip(cases, counts, strict=True) for i in range(count)]
         positions = [case.position + i for case, i in rows]
-        scores, compared = noisy([case.sampler for case, _ in rows], logits, positions)
+        scores, compared = noisy_scores([case.sampler for case, _ in rows], logits, positions)
     chosen = compared.argmax(-1, keepdim=True)
     targets, largest = chosen[:, 0].tolist(), scores.gather(-1, chosen)[:, 0].tolist()
     verdicts, start = [], 0

@@ -249,6 +249,23 @@ def test_passes_that_no_division_changes_are_proven_once(toy, monkeypatch):
     assert asked == [*whole, *divided]
 
 
+def test_passes_that_a_division_changes_are_proven_again(toy, monkeypatch):
+    """Of 64 tokens by whole products, and then by halves, which 40 need."""
+    stack = SelfSpeculativeLM(toy("llama", "float32"), None, PLANS["exit"]).stack
+    asked = []
+
+    def agree(stack, size, reference, product_rows):
+        asked.append((size, product_rows))
+        return size != 40 or product_rows <= 32
+
+    monkeypatch.setattr("layerskip.pass_sizes.rows_agree", agree)
+    assert [stack.pass_sizes.largest(n) for n in (32, 64, 40)] == [32, 64, 40]
+    first = [(32, 64), (64, 64), (40, 64), (40, 32)]
+    assert asked == first
+    assert [stack.pass_sizes.largest(n) for n in (32, 64, 40)] == [32, 64, 40]
+    assert asked == [*first, (64, 32)]
+
+
 @pytest.mark.parametrize(("dtype", "sampling"), [("float32", "greedy"), ("bfloat16", "sampled")])
 def test_bits_where_products_are_emulated(toy, monkeypatch, dtype, sampling):
     """Where several rows cost so many passes, products take tokens one by one, no spare row among

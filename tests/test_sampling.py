@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from layerskip import SamplingParams, sampling
 from layerskip.params import SHARPNESS
-from layerskip.sampling import Drawn, Sampler, confidences, keep_mask
+from layerskip.sampling import AT_ONCE, Drawn, Sampler, confidences, keep_mask, portions
 
 VOCAB_SIZE = 331
 SETTINGS = [
@@ -222,3 +222,15 @@ def test_token_and_block_drafts_are_as_sure_as_their_probability():
         sampler = Sampler(params, 3, VOCAB_SIZE, verification=verification)
         drawn = sampler.draft(random_logits(1), 9, 9, with_confidence=True)
         assert drawn.confidence == float(drawn.q[drawn.token])
+
+
+def test_rows_are_chosen_for_at_once_as_far_as_the_caches_reach():
+    logits = torch.zeros(1, AT_ONCE // 8)  # eight rows
+    assert portions([1] * 19, logits) == [range(8), range(8, 16), range(16, 19)]
+    assert portions([3, 4, 1, 5, 9, 2], logits) == [
+        range(3),
+        range(3, 4),
+        range(4, 5),  # more than eight, by itself
+        range(5, 6),
+    ]
+    assert [len(part) for part in portions([1] * 3, torch.zeros(1, 2 * AT_ONCE))] == [1, 1, 1]
