@@ -108,12 +108,14 @@ class Pace:
 
     @cached_property
     def lookup_risks(self) -> list[float]:
-        """Seconds that a row's first, first two, ... looked-up tokens cost, its shares."""
+        """Seconds that a row's first, first two, ... looked-up tokens cost, its shares, ascending:
+        what a table has for more tokens may be less."""
         if not self._charges:
             return self.charged.lookup_risks
         plain, *more = self.shares
         least = LOOKING * plain
-        return [least + seconds - plain + n * self.drawing for n, seconds in enumerate(more, 1)]
+        risks = (least + seconds - plain + n * self.drawing for n, seconds in enumerate(more, 1))
+        return list(itertools.accumulate(risks, max))
 
     def draft(self, rows: int) -> float:
         """Seconds of a draft pass of so many rows."""

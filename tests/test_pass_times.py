@@ -242,6 +242,8 @@ def test_no_table_makes_a_longer_pass_of_a_batch_cheaper_than_a_plain_one():
     """Though it says so: it may have been measured while others kept the machine busy."""
     falling = flat_cost(verify=[0.010 - 0.0001 * n for n in range(17)])
     assert set(Pace(PassTimes(falling), CONTEXT, 2).steps) == {0.0}
+    risks = Pace(PassTimes(falling), CONTEXT, 2).lookup_risks
+    assert risks == sorted(risks)  # which is how they are searched
 
 
 def cheaper(rounds, rows=1):
