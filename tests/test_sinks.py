@@ -221,6 +221,25 @@ def test_a_line_that_was_cut_off_is_dropped_at_the_next_start(
     assert [e["n"] for e in read_lines(path)] == list(range(whole + 1))
 
 
+@pytest.mark.parametrize("before", [b"", b'{"n": 0}\n'])
+def test_a_line_that_lacks_but_its_end_is_kept(tmp_path: Path, before: bytes) -> None:
+    path = tmp_path / "rounds.jsonl"
+    path.write_bytes(before + b'{"n": 1}')
+    file = JsonLines(path)
+    file.append([{"n": 2}])
+    file.close()
+    assert path.read_bytes() == before + b'{"n": 1}\n{"n": 2}\n'
+
+
+@pytest.mark.parametrize("content", [b"notes", b"a\nb", b"\x80PNG\n\x00"])
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"notes\.txt does not hold JSON lines, and is left"):
+        JsonlSink(path)
+    assert path.read_bytes() == content
+
+
 def test_a_line_that_the_disk_has_no_room_for_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,8 @@ class JsonLines:
         alone: no other process may write the file until it is closed.
 
     Raises:
-        ValueError: it cannot be written, now or later, or another process has it alone.
+        ValueError: it cannot be written, now or later, another process has it alone, or its end is
+            no JSON line.
     """
 
     def __init__(self, path: str | Path, *, alone: bool = False) -> None:
@@ -49,10 +50,24 @@ class JsonLines:
                     size = self.path.stat().st_size
                     whole = _whole_lines(self.path)
                     if whole < size:  # without locks others may have added whole lines since
-                        self.cut(whole)
+                        self._mend(whole)
             except OSError as error:
                 raise self._unwritable(error) from None
             opened.pop_all()
+
+    def _mend(self, whole: int) -> None:
+        """End the last line if nothing else is missing of it; drop one that was cut off."""
+        with self.path.open("rb") as file:
+            file.seek(whole)
+            rest = file.read()
+        if not rest.startswith(b"{"):
+            raise ValueError(f"{self.path} does not hold JSON lines, and is left as it is")
+        try:
+            json.loads(rest)
+        except ValueError:
+            self.cut(whole)
+        else:
+            self._file.write(b"\n")
 
     def append(self, entries: Iterable[Mapping[str, Any]]) -> None:
         """Add a line for each entry; none of them if there is no room for all."""
