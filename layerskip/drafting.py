@@ -234,7 +234,8 @@ def _drawn(
     """
     drawn: dict[int, tuple[int, float]] = {}
     places = [i for i, g in enumerate(growing) if g.request.sampler.is_noisy_argmax]
-    for part in portions([1] * len(places), logits):
+    vocab_size = growing[0].request.sampler.vocab_size  # of a trimmed head, too
+    for part in portions([1] * len(places), vocab_size, logits.device):
         if len(part) < 2:
             continue
         rows = [(i, growing[i]) for i in (places[p] for p in part)]

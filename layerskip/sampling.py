@@ -180,7 +180,8 @@ class Sampler:
 
     @property
     def is_noisy_argmax(self) -> bool:
-        """Whether it is the likeliest of the logits over temperature and noise."""
+        """Whether the next token is the likeliest by the logits over temperature and by coupled
+        noise, and by nothing else."""
         if self.params.greedy or self.params.cuts:
             return False
         return self.verification == "coupled" and not self.reads_context
@@ -348,14 +349,15 @@ def _column(numbers: Sequence[float], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float32, device=device)[:, None]
 
 
-def portions(counts: Sequence[int], logits: Tensor) -> list[range]:
+def portions(counts: Sequence[int], vocab_size: int, device: torch.device) -> list[range]:
     """Cases that are chosen for at once: one after another, as many as take no longer together.
 
     Args:
         counts: rows of each case.
-        logits: of one of them, ``(rows, vocab)``.
+        vocab_size: scores of a row.
+        device: that they are on.
     """
-    most = (AT_ONCE if logits.device.type == "cpu" else AT_ONCE_ON_GPU) // logits.shape[-1]
+    most = (AT_ONCE if device.type == "cpu" else AT_ONCE_ON_GPU) // vocab_size
     found, first, rows = [], 0, 0
     for i, count in enumerate(counts):
         if i > first and rows + count > most:

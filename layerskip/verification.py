@@ -53,11 +53,12 @@ def judge_all(cases: Sequence[Case]) -> list[Verdict]:
     Raises:
         ValueError: as ``judge``, of one of the rows.
     """
-    found: dict[int, Verdict] = {}
+    found, logits = dict[int, Verdict](), cases[0].logits
     greedy = [i for i, case in enumerate(cases) if case.sampler.is_argmax]
     sampled = [i for i, case in enumerate(cases) if case.sampler.is_noisy_argmax]
     for alike in (greedy, sampled):
-        for part in portions([len(cases[i].draft) + 1 for i in alike], cases[0].logits):
+        counts = [len(cases[i].draft) + 1 for i in alike]
+        for part in portions(counts, logits.shape[-1], logits.device):
             if len(part) > 1:
                 places = [alike[i] for i in part]
                 found |= zip(places, _at_once([cases[i] for i in places]), strict=True)

@@ -225,12 +225,12 @@ def test_token_and_block_drafts_are_as_sure_as_their_probability():
 
 
 def test_rows_are_chosen_for_at_once_as_far_as_the_caches_reach():
-    logits = torch.zeros(1, AT_ONCE // 8)  # eight rows
-    assert portions([1] * 19, logits) == [range(8), range(8, 16), range(16, 19)]
-    assert portions([3, 4, 1, 5, 9, 2], logits) == [
+    eight = AT_ONCE // 8, torch.device("cpu")
+    assert portions([1] * 19, *eight) == [range(8), range(8, 16), range(16, 19)]
+    assert portions([3, 4, 1, 5, 9, 2], *eight) == [
         range(3),
         range(3, 4),
         range(4, 5),  # more than eight, by itself
         range(5, 6),
     ]
-    assert [len(part) for part in portions([1] * 3, torch.zeros(1, 2 * AT_ONCE))] == [1, 1, 1]
+    assert [len(part) for part in portions([1] * 3, 2 * AT_ONCE, eight[1])] == [1, 1, 1]
