@@ -140,12 +140,12 @@ def _traffic(
         raise ValueError("--prompt-tokens is for --acceptance; with --runs they are as recorded")
     from layerskip.telemetry.replay import replay
 
+    known = replay(args.runs, table)
     if _drafts_cost_nothing(args, table):
         raise ValueError(
             f"{args.cost} has no draft passes, and the runs' drafts are an early exit's: give "
             "layerskip profile their --exit-layer or --plan"
         )
-    known = replay(args.runs, table)
     extra = known.overhead
     said = [f"{known.num_requests} recorded requests of {args.runs}, drawn with replacement."]
     if known.of_this_table:
