@@ -259,7 +259,10 @@ NOBODY_READS = {
     "profile": ["profile", "{model}", "--out", "{out}", "--seconds", "0.3"],
     "report": ["report", "{runs}", "--policy", "{out}"],
     "report's page": ["report", "{runs}", "--html", "{out}"],
-    "simulate": ["simulate", "--cost", "{cost}", "--acceptance", "0.8", "--html", "{out}"],
+    "simulate": [
+        *("simulate", "--cost", "{cost}", "--acceptance", "0.8", "--html", "{out}"),
+        *("--requests", "20", "--concurrency", "1"),
+    ],
 }
 
 
