@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -234,22 +234,25 @@ def test_an_empty_name_of_a_file_is_no_file(
     assert_refused(run(argv[0], folder, *argv[1:]), "directory")
 
 
+def run_into(stdout: int | IO[str], argv: list[str]) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "layerskip.cli", *argv]
+    return subprocess.run(
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+
+
 def test_a_document_that_nobody_reads_ends_quietly(folder: Path) -> None:
     argv = ["generate", str(folder), "--prompt", "a", "--max-new-tokens", "2", "--json"]
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "layerskip.cli", *argv]
-    done = subprocess.run(
-        command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False
-    )
+    done = run_into(writing, argv)
     os.close(writing)
     assert done.returncode == 1
     assert "Error" not in done.stderr
     if Path("/dev/full").exists():
         with Path("/dev/full").open("w", encoding="utf-8") as full:
-            done = subprocess.run(
-                command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False
-            )
+            done = run_into(full, argv)
         assert done.returncode == 2
         assert "No space left on device" in done.stderr
         assert "Traceback" not in done.stderr
@@ -276,10 +279,7 @@ def test_what_was_found_is_saved_though_nobody_reads_what_is_said(
     argv = [word.format(**given) for word in NOBODY_READS[case]]
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "layerskip.cli", *argv]
-    done = subprocess.run(
-        command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False
-    )
+    done = run_into(writing, argv)
     os.close(writing)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr

@@ -14,7 +14,7 @@ from toys import PLANS, make_model, random_ids
 
 from layerskip import Round, SelfSpeculativeLM
 from layerskip.telemetry.baseline import NUM_BINS, Baseline, Surprise
-from layerskip.telemetry.drift import MOST_BUCKETS, OTHER_BUCKET, DriftMonitor, find_drift
+from layerskip.telemetry.drift import MOST_BUCKETS, OTHER_BUCKET, Drift, DriftMonitor, find_drift
 from layerskip.telemetry.drift_bucket import MOST_POINTS, Alarm
 
 
@@ -129,6 +129,20 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(monitor._buckets["given up"]._open) == 10
     assert len(monitor.states()) == MOST_BUCKETS + 1
     assert len(monitor._buckets[OTHER_BUCKET]._open) == 10
+
+
+def test_drift_of_requests_without_the_label_is_not_told_as_of_all(
+    usual: list[list[int]], worse: list[list[int]]
+) -> None:
+    for label, whose in ((None, "all requests: "), ("task", "requests without a label: ")):
+        alarms: list[Alarm] = []
+        monitor = DriftMonitor(label=label, num_reference_requests=50, on_alarm=alarms.append)
+        feed(monitor, usual[:50], "a")
+        feed(monitor, usual[:50], "b", labels={"task": "code"})
+        feed(monitor, worse, "c")
+        assert str(alarms[0]).startswith(f"{whose}accepted tokens a draft fell")
+        names = [Drift(monitor.states(), (), {}).shown(bucket) for bucket in monitor.states()]
+        assert names == (["all requests"] if label is None else ["no label", "code"])
 
 
 def test_what_many_buckets_learnt_is_handed_over() -> None:
