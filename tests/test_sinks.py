@@ -231,6 +231,15 @@ def test_a_line_that_lacks_but_its_end_is_kept(tmp_path: Path, before: bytes) ->
     assert path.read_bytes() == before + b'{"n": 1}\n{"n": 2}\n'
 
 
+def test_zeros_that_a_loss_of_power_left_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "rounds.jsonl"
+    path.write_bytes(b'{"n": 0}\n' + b"\0" * 4096)
+    file = JsonLines(path)
+    file.append([{"n": 1}])
+    file.close()
+    assert path.read_bytes() == b'{"n": 0}\n{"n": 1}\n'
+
+
 @pytest.mark.parametrize("content", [b"notes", b"a\nb", b"\x80PNG\n\x00"])
 def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "notes.txt"

@@ -58,9 +58,11 @@ class JsonLines:
     def _mend(self, whole: int) -> None:
         """End the last line if nothing else is missing of it; drop one that was cut off."""
         with self.path.open("rb") as file:
+            begins_well = not whole or file.read(1) == b"{"
             file.seek(whole)
             rest = file.read()
-        if not rest.startswith(b"{"):
+        lost = not rest.strip(b"\0")  # zeros are what a loss of power leaves
+        if not begins_well or not (rest.startswith(b"{") or lost):
             raise ValueError(f"{self.path} does not hold JSON lines, and is left as it is")
         try:
             json.loads(rest)
