@@ -43,6 +43,7 @@ SECTIONS: dict[str, Section] = {
     "plain": decoding.plain,
     "rounds": decoding.rounds,
     "recording": recorded.recording,
+    "passes": recorded.passes,
     "speedup": decoding.speedup,
     "batches": serving.batches,
     "contexts": serving.contexts,

@@ -351,12 +351,22 @@ def test_every_section_measures_and_is_recorded(record):
     assert k2["bytes"] == moved.round_bytes(
         models.TOY[0], 2, context=lab.TOY.prompt + 1.5 * lab.TOY.rounds
     )
+    passes = sections["passes"]
+    for rows in recorded.TOKENS:
+        assert passes[f"verify, {rows} tokens, 0 slots"]["timings"] == recorded.TIMINGS
+    for kind in ("verify", "draft"):
+        together = passes[f"{kind} sequences, 8 tokens, 0 slots"]
+        assert together["us"] > 0.0
+        assert together["table_us"] > 0.0
+    assert passes["table"]["key"]["device"]
     gained = sections["speedup"]["acceptance 0.8"]["k=2"]
     assert {"speedup", "formula", "by_bytes", "share_of_formula"} <= set(gained)
     beside = sections["transformers"]
-    for name in (*serving.WAYS, *serving.NAMES.values()):
+    for name in (*serving.WAYS, *(serving.NAMES[k] for k in serving.MODES)):
         assert beside[name]["median"] > 0.0, beside[name]
     assert beside["on"]["tokens_as_off"] == beside["auto"]["tokens_as_off"] == lab.TOY.tokens
+    for mode in ("off", "one", "on", "auto"):
+        assert sections["batches"]["batch 3"][mode]["median"] > 0.0
     assert set(lab.TOY.batches) == {int(n.split()[1]) for n in sections["batches"]}
     assert set(lab.TOY.contexts) == {int(n.split()[1]) for n in sections["contexts"]}
     memory = sections["memory"]

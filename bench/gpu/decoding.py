@@ -221,6 +221,8 @@ def by_drafts(lab: Lab, loaded: Loaded, auto: SelfSpeculativeLM, until: float) -
             **label(loaded, seen[k].acceptance_rate),
         }
     result[AUTO] = {"speedup": run.ratio("0", AUTO)} | run.summary(AUTO, 1e3)
+    if AUTO in seen:
+        result[AUTO]["drafted"] = seen[AUTO].mean_drafted
     return result
 
 

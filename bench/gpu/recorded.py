@@ -1,23 +1,30 @@
-"""Section ``recording`` of ``bench/gpu_bench.py``: what a graph takes to record, and saves."""
+"""Sections of ``bench/gpu_bench.py``: what a graph takes to record, and saves; bare passes."""
 
+import random
 import statistics
 import time
 from functools import partial
+
+import torch
 
 from gpu.decoding import AUTO, MOST_DRAFTED
 from gpu.frame import Found
 from gpu.lab import Lab, label
 from gpu.models import Loaded, with_rounds_of_its_own
 from gpu.overlap import tokens_of
-from gpu.timing import Decoded, decode, in_turns, synchronize
+from gpu.timing import NO_TIME, Decoded, decode, in_turns, synchronize
 from layerskip import SelfSpeculativeLM
+from layerskip.bare_passes import Grid
+from layerskip.cost import NUM_SEQUENCES
 from layerskip.graphs import Function, Recorder, Recording
+from layerskip.profiling import _passes
 
 DRAFTED = (0, 1, MOST_DRAFTED)
 NEVER = 1 << 60
 LOADED, WARMED = "auto, as loaded", "auto, recorded ahead"
 FIRSTS = (AUTO, LOADED, WARMED, "plain")
 UNRECORDED, REPLAYED = "unrecorded", "replayed"
+TOKENS, TIMINGS = (1, 2, 4, 8, 9, 16, 17, 24, 32, 33, 48, 64), 9
 
 
 class Clocked:
@@ -108,6 +115,47 @@ def warmed(lm: SelfSpeculativeLM, num_slots: int | None) -> float:
         lm.warm_up(num_slots=num_slots, num_draft_tokens=AUTO)
     synchronize()
     return time.perf_counter() - began
+
+
+@torch.inference_mode()
+def passes(lab: Lab, found: Found, until: float) -> None:
+    """What passes of many tokens take, beside what the table says by which "auto" decides: products
+    go by 8, 16, 32 and 64 tokens, and a quick table has few of these."""
+    lab.each(found, until, lambda *model: passes_of(lab, *model))
+
+
+def passes_of(lab: Lab, loaded: Loaded, entry: Found, end: float) -> None:
+    stack, plan, cost = loaded.lm.stack, loaded.lm.plan, loaded.lm.controller.cost
+    # Of one sequence drafts pass a token or two.
+    grid = Grid(TOKENS, (0, lab.extent.prompt), drafted=(1, 2, NUM_SEQUENCES), tiles=(2, 4, 8))
+    bare = _passes(stack, plan, loaded.lm._head, (max(TOKENS), lab.extent.prompt))
+    kinds = ("verify", "draft", "head", "verify sequences", "draft sequences")
+    points = [p for p in grid.points(drafts=True, sequences=True) if p[0] in kinds]
+    shuffle, times = random.Random(0), {point: list[float]() for point in points}
+    for turn in range(1 + TIMINGS):  # the first records
+        for point in shuffle.sample(points, len(points)):
+            if time.monotonic() > end:
+                break
+            seconds, _ = bare.timing(point)
+            times[point] += [seconds] if turn else []
+    for (kind, rows, context), seconds in times.items():
+        sequences = NUM_SEQUENCES if kind.endswith("sequences") else 1
+        table = float("nan")
+        if kind.startswith("verify"):
+            table = 1e6 * (
+                cost.verify_pass(rows, context, sequences=sequences)
+                - sequences * cost.sampling
+                - (rows - sequences) * cost.further
+            )
+        elif kind.startswith("draft"):
+            table = 1e6 * cost.draft_pass(rows, context, sequences=sequences)
+        name = f"{kind}, {rows} tokens, {context} slots"
+        entry[name] = {
+            "us": 1e6 * statistics.median(seconds) if seconds else NO_TIME,
+            "timings": len(seconds),
+            "table_us": table,
+        }
+    entry["table"] = cost.to_dict()
 
 
 def recordings(seconds: list[float], saved: float) -> Found:

@@ -33,7 +33,8 @@ EXIT_SETTINGS = {  # transformers' early exit, as ``layerskip compare`` tunes it
     "assistant_confidence_threshold": 0.0,
 }
 MODES: tuple[NumDraftTokens, ...] = (0, DRAFTED, "auto")
-NAMES = {0: "off", DRAFTED: "on", "auto": "auto"}
+TOGETHER: tuple[NumDraftTokens, ...] = (0, 1, DRAFTED, "auto")  # large batches gain from few
+NAMES = {0: "off", 1: "one", DRAFTED: "on", "auto": "auto"}
 
 
 def beside_transformers(lab: Lab, found: Found, until: float) -> None:
@@ -170,13 +171,16 @@ def by_mode(
 ) -> Found:
     """Off, on and automatic, which has ``auto`` for itself, on the same prompts together."""
     rates: dict[str, float] = {}
+    drafts: list[float] = []
 
     def seconds(drafted: NumDraftTokens) -> float:
         run = decode(auto if drafted == "auto" else loaded.lm, prompts, drafted, tokens)
         rates[NAMES[drafted]] = run.acceptance_rate
+        if drafted == "auto":
+            drafts.append(run.mean_drafted)
         return run.seconds_per_token
 
-    kinds = {NAMES[k]: lambda k=k: seconds(k) for k in MODES}
+    kinds = {NAMES[k]: lambda k=k: seconds(k) for k in TOGETHER}
     run = in_turns(kinds, until, repeats=lab.extent.repeats, warm_ups={NAMES["auto"]: AUTO_TEXTS})
     context = sum(map(len, prompts)) / len(prompts) + tokens / 2
     step = round_bytes(loaded.model, 0, context=context, batch=len(prompts))
@@ -187,6 +191,8 @@ def by_mode(
         "tokens_per_second": {name: 1.0 / run.median(name) for name in kinds},
         "off_share_of_copy": per_token / lab.copy / run.median("off"),
         "on_over_off": run.ratio("off", "on"),
+        "one_over_off": run.ratio("off", "one"),
+        "auto_drafted": drafts,
         "auto_over_off": lab.against(run.ratio("off", "auto"), NEVER_SLOWER),
         **run.extent,
         **label(loaded, rates.get("on", float("nan"))),

@@ -65,6 +65,11 @@ class Decoded:
         return sum(r.num_accepted_tokens for r in self.rounds) / max(1, drafted)
 
     @property
+    def mean_drafted(self) -> float:
+        """Drafted tokens a round and sequence."""
+        return sum(r.num_draft_tokens for r in self.rounds) / max(1, len(self.rounds))
+
+    @property
     def mean_accepted_length(self) -> float:
         """Tokens a round and sequence."""
         return self.num_tokens / max(1, len(self.rounds))
