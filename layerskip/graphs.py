@@ -22,9 +22,12 @@ logger = logging.getLogger(__name__)
 
 WARM_UPS = 2  # what is made at first use, kernels and their memory, is made before the capture
 # Rounds of a kind that run unrecorded before one is recorded, as skis are rented until they might
-# have been bought (Karlin and others 1988): many a kind comes up once or twice in a text. What a
-# recording takes over what it saves is not measured yet (`make gpu-bench`, section recording).
+# have been bought (Karlin and others 1988): many a kind comes up once or twice in a text. On an
+# H200 a recording took two to four times what it saves a round (bench/LOG.md, 2026-11-27).
 PATIENCE = 2
+# Of the time of rounds, what recordings of drafts may take while others can run in their place; and
+# what may be saved up, so that a long run without any is not followed by a long wait.
+RECORDING_SHARE, MOST_SAVED = 0.05, 0.2
 LIMIT_BYTES = 1 << 30
 # A capture begins by waiting for the device and freeing what torch's cache holds, which spoils one
 # that another thread has under way, over any model: torch allows one at a time in a process.
@@ -174,6 +177,30 @@ class RepeatingRecorder:
         return Repetition(function, taped(function))
 
 
+class Allowance:
+    """Seconds that may go into recordings that nothing depends on, while requests wait: a share of
+    what their rounds take. One serves all threads that decode with a model; it need not be exact.
+
+    Attributes:
+        affords: whether there are enough for one more, by what the last one took.
+    """
+
+    def __init__(self) -> None:
+        self._saved = self._last = 0.0
+
+    @property
+    def affords(self) -> bool:
+        return self._saved >= self._last
+
+    def earn(self, seconds: float) -> None:
+        """Rounds have taken so many."""
+        self._saved = min(self._saved + RECORDING_SHARE * seconds, max(MOST_SAVED, self._last))
+
+    def spend(self, seconds: float) -> None:
+        """A recording has taken so many."""
+        self._saved, self._last = self._saved - seconds, seconds
+
+
 class Recordings:
     """Recordings by key, made for what comes up again until memory is full.
 
@@ -223,6 +250,11 @@ class Recordings:
     def num_tried(self) -> int:
         """Keys for which nothing is left to record."""
         return len(self._kept) + len(self._unrecorded)
+
+    @property
+    def dear(self) -> bool:
+        """Whether a recording takes far longer than the function."""
+        return self._recorder.patience > 0
 
     @property
     def full(self) -> bool:

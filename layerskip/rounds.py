@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from layerskip.ambient import Decoding
 from layerskip.attempt import Landing
 from layerskip.cache import KVCache
 from layerskip.device_round import DeviceRound
-from layerskip.graphs import Recordings
+from layerskip.graphs import Allowance, Recordings
 from layerskip.packed import PackedStack
 from layerskip.params import most_draft_tokens
 from layerskip.plan import DraftPlan
@@ -39,10 +39,10 @@ from layerskip.speculation import Speculator
 from layerskip.stopping import Choice
 from layerskip.verification import count_matches
 
-# A round of up to so many drafted tokens more runs in the place of one that is not recorded. Each
-# takes some 0.35 of a plain token on an H200 (bench/LOG.md, 2026-11-26), and a recording, not
-# measured yet, perhaps ten: so it has to come up so many times as often as where the host would
-# start it.
+# A round of up to so many drafted tokens more may run in the place of one that is not recorded.
+# Each takes 0.3 to 0.35 of a plain token on an H200, a recording 16 to 40 plain tokens, and a round
+# that the host starts takes 7 to 12 times as long (bench/LOG.md, 2026-11-27): so where another can
+# run, a recording has to come up so many times as often as where the host would start it.
 MOST_MORE, WAITS = 3, 8
 
 
@@ -79,6 +79,7 @@ class Rounds:
         cache: that nobody else decodes with.
         seats: that were recorded with it; None makes new ones.
         vocab_ids: ids that drafts may have, ``(kept,)`` int32 ascending on the device; None: all.
+        allowance: of seconds that recordings may take; None: its own.
 
     Attributes:
         reason: why the last round asked for ran by the host; "" if it did not.
@@ -96,8 +97,10 @@ class Rounds:
         cache: KVCache,
         seats: Seats | None = None,
         vocab_ids: Tensor | None = None,
+        allowance: Allowance | None = None,
     ) -> None:
         self.stack = stack
+        self._allowance = allowance or Allowance()
         self._function = DeviceRound(stack, plan, vocab_ids)
         self.recordings, self.reason = recordings, ""
         self.usual = True
@@ -174,12 +177,15 @@ class Rounds:
             One entry for each row that the read round emitted tokens of; ``landed`` forgets it.
         """
         self.reason, self.usual = self.why_not(rows, speculator), True
+        began = time.perf_counter()
         while self._flights and not self._flights[0].rows:
             self._flights.popleft()
         if not self.reason:
             while len(self._flights) <= ahead and self._launch(rows, speculator):
                 pass
-        return self._read(self._flights[0]) if self._flights else []
+        landings = self._read(self._flights[0]) if self._flights else []
+        self._allowance.earn(time.perf_counter() - began)
+        return landings
 
     def landed(self) -> None:
         """What ``advance`` read has been taken over."""
@@ -230,11 +236,15 @@ class Rounds:
         )
         num_tried = self.recordings.num_tried
         shape = self._shape(going, wanted, max(most for _, most in counts))
+        choices = [_at_most(shape.num_draft_tokens, choice) for choice in choices]
         self._seat(going, choices)
         usual = shape in self.recordings and shape.num_draft_tokens == wanted
         usual &= self.recordings.num_tried == num_tried
         self.usual &= usual
-        probing = [row.state is not None and row.state.probing for row in going]
+        probing = [
+            row.state is not None and row.state.probing and shape.num_draft_tokens > 0
+            for row in going
+        ]
         entries = {r.slot_row: (r, c, p) for r, c, p in zip(going, choices, probing, strict=True)}
         turn = (self._flights[-1].turn + 1) % ON_THEIR_WAY if self._flights else 0
         try:
@@ -258,22 +268,37 @@ class Rounds:
         """What a round of so many drafted tokens runs as; recorded before it, if that is due.
 
         Drafts get shorter near a row's limit: no round is recorded for that alone, but one for
-        ``most`` is taken. Until it is sure that a number comes up again, a recorded round of a few
-        more runs in its place, whose further tokens nobody takes: that is far quicker than one that
-        the host starts.
+        ``most`` is taken. Until it is sure that a number comes up again, and rounds have taken long
+        enough for a recording to be a small share of it, another one runs in its place: that is far
+        quicker than one that the host starts.
         """
-        short = self._shape_for(wanted, rows)
-        if short in self.recordings:
-            return short
-        shape = self._shape_for(max(wanted, most), rows)
-        instead = None
-        if shape.num_draft_tokens:  # a plain round is worth its recording at once
-            more = range(shape.num_draft_tokens + 1, shape.num_draft_tokens + MOST_MORE + 1)
-            shapes = (self._shape_for(k, rows) for k in more if k <= MOST_DRAFTED)
-            instead = next((s for s in shapes if self.recordings.has(s)), None)
-        if self.recordings.due(shape, waits=1 if instead is None else WAITS):
+        shapes = (self._shape_for(k, rows) for k in (wanted, max(wanted, most)))
+        for shape in shapes:
+            if self.recordings.has(shape):
+                return shape
+        instead = self._instead(rows, shape.num_draft_tokens)
+        due = self.recordings.due(shape, waits=1 if instead is None else WAITS)
+        if due and (instead is None or not self.recordings.dear or self._allowance.affords):
+            began = time.perf_counter()
             self._record(shape, has_run=instead is None)
-        return instead if instead is not None and shape not in self.recordings else shape
+            if instead is not None:
+                self._allowance.spend(time.perf_counter() - began)
+        return shape if instead is None or self.recordings.has(shape) else instead
+
+    def _instead(self, rows: Sequence[Row], count: int) -> Shape | None:
+        """What can run in the place of a round of so many drafted tokens that is not recorded: one
+        of fewer where the controller has chosen the number, at worst a plain one; or one of a few
+        more, whose further tokens nobody takes."""
+        recorded = self.recordings.has
+        more = range(count + 1, min(count + MOST_MORE, MOST_DRAFTED) + 1) if count else ()
+        larger = next((s for k in more if recorded(s := self._shape_for(k, rows))), None)
+        if not count or any(row.state is None and row.spec.num_draft_tokens != 0 for row in rows):
+            return larger
+        fewer = (self._shape_for(k, rows) for k in reversed(range(count)))
+        smaller = next(filter(recorded, fewer), None)
+        if smaller is not None and 2 * smaller.num_draft_tokens >= count:
+            return smaller
+        return larger or smaller or self._shape(rows, 0, 0)
 
     def _shape_for(self, num_draft_tokens: int, rows: Sequence[Row]) -> Shape:
         num_rows = 1
@@ -343,6 +368,13 @@ class Rounds:
         if flight.numbers is None:
             flight.numbers, flight.seconds = self._ring.receive(flight.turn, flight.shape)
         return flight.numbers
+
+
+def _at_most(count: int, choice: Choice) -> Choice:
+    """The choice of a row in a round of so many drafted tokens."""
+    if choice.num_draft_tokens <= count:
+        return choice
+    return replace(choice, num_draft_tokens=count)
 
 
 def _doubled(first: int, last: int) -> list[int]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from layerskip.cache import KVCache
 from layerskip.draft_head import DraftHead
-from layerskip.graphs import GraphRecorder, Recorder, Recordings, RepeatingRecorder
+from layerskip.graphs import Allowance, GraphRecorder, Recorder, Recordings, RepeatingRecorder
 from layerskip.model import DecoderStack
 from layerskip.packed import PackedStack
 from layerskip.plan import DraftPlan
@@ -64,6 +64,7 @@ class Workbench:
     ) -> None:
         self._stack, self._plan, self._make_recorder = stack, plan, make_recorder
         self._vocab_ids = vocab_ids
+        self._allowance = Allowance()
         self._idle: list[Rounds] = []
         # A garbage collection may give rounds back in the middle of ``take`` or ``give_back``.
         self._lock = threading.RLock()
@@ -139,6 +140,7 @@ class Workbench:
             cache=cache,
             seats=seats,
             vocab_ids=self._vocab_ids,
+            allowance=self._allowance,
         )
 
     def grow(self, rounds: Rounds, *, num_rows: int, num_slots: int) -> None:
@@ -180,10 +182,14 @@ class Workbench:
         """Keep ``rounds`` for other decoders; what it holds of this one's rows is let go."""
         rounds.forget()
         with self._lock:
-            # Those with the most recordings; of as many the newest. One without any is enough.
             known = [r for r in self._idle if r is not rounds]  # or two decoders would have it
-            best = sorted([*known, rounds], key=lambda r: len(r.recordings))[-KEPT:]
-            self._idle = best if len(best[-1].recordings) else best[-1:]
+            # Beside the newest those with the most recordings, one without any not: were it always
+            # these, batches that grow over several sizes would record anew each time.
+            known.sort(key=lambda r: len(r.recordings))
+            kept = known[len(known) - KEPT + 1 :] if len(rounds.recordings) else known[-KEPT:]
+            self._idle = [r for r in kept if len(r.recordings)]
+            if len(rounds.recordings) or not self._idle:
+                self._idle.append(rounds)
 
 
 def _roomy(kept: tuple[int, int], asked: tuple[int, int]) -> tuple[int, int]:

@@ -7,6 +7,8 @@ import threading
 import weakref
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -361,9 +363,10 @@ def test_rounds_that_the_host_drives_are_decided_and_learnt_from_at_its_own_pric
 
 
 @pytest.mark.parametrize("patience", [0, 2])
-def test_no_round_that_was_recorded_meanwhile_is_learnt_from(stack, patience):
+def test_no_round_that_was_recorded_meanwhile_is_learnt_from(stack, patience, monkeypatch):
     """Nor one that the host started in the place of a recording, nor one of more passes than the
-    tokens that were wanted, which ran in another's place or near the text's end."""
+    tokens that were wanted, or of fewer, which ran in another's place or near the text's end."""
+    monkeypatch.setattr("layerskip.rounds.WAITS", 1)
     bench = Workbench(stack, EXIT, lambda: RepeatingRecorder(patience))
     learnt, texts = [], []
     for _ in range(2):  # the second time all is recorded
@@ -379,14 +382,42 @@ def test_no_round_that_was_recorded_meanwhile_is_learnt_from(stack, patience):
         learnt.append(len(seen))
         texts.append(row.token_ids)
     assert 0 < learnt[0] < learnt[1] == len(row.rounds) - 1
-    assert texts[0] == texts[1]
+    # The first rounds drafted nothing while nothing was recorded: they emitted less.
+    assert texts[0] == texts[1][: len(texts[0])]
 
 
-@pytest.mark.parametrize(("kept", "runs_as", "times"), [(4, 4, 15), (5, 1, 2)])
-def test_a_recorded_round_of_a_few_more_runs_until_a_number_has_come_up_often(
-    stack, kept, runs_as, times, monkeypatch
+def runs_of(decoder, monkeypatch):
+    """Drafted tokens of each round that the decoder launches, and whether it is recorded."""
+    ran, recordings = [], decoder.rounds.recordings
+    run = recordings.run
+
+    def running(shape, function):
+        ran.append((shape.num_draft_tokens, recordings.has(shape)))
+        run(shape, function)
+
+    monkeypatch.setattr(recordings, "run", running)
+    return ran
+
+
+def told_of(row):
+    return [(r.num_draft_tokens, r.num_accepted_tokens) for r in row.rounds]
+
+
+@pytest.mark.parametrize(
+    ("kept", "wanted", "runs_as"),
+    [
+        ((4, 0), 1, 4),
+        ((5, 0), 1, 0),
+        ((2, 5), 4, 2),
+        ((1, 5), 4, 5),
+        ((1,), 4, 1),
+    ],
+)
+def test_a_recorded_round_runs_until_a_number_has_come_up_often(
+    stack, kept, wanted, runs_as, monkeypatch
 ):
-    """Tokens and records are as if the host had done it. The first text asks once, at its end.
+    """One of half as many tokens or more, else one of a few more, else what there is.
+    Tokens are as if the host had done it, and what is told is what was done.
     What is recorded has run before, elsewhere or for this: kernels are loaded where they run."""
     done, call = [], DeviceRound.__call__
 
@@ -404,25 +435,104 @@ def test_a_recorded_round_of_a_few_more_runs_until_a_number_has_come_up_often(
 
     monkeypatch.setattr(DeviceRound, "__call__", calling)
     bench = Workbench(stack, EXIT, lambda: Recorder(2))
-    decoder = decoder_of(stack, bench, controller=Scripted(kept), num_slots=128)
-    (before,) = decode(decoder, spec(PROMPTS[0], k="auto", limit=30))
-    decoder.leave(before.id)
-    decoder.speculator.controller, ran = Scripted(1), []
-    recordings, run = decoder.rounds.recordings, decoder.rounds.recordings.run
+    decoder = decoder_of(stack, bench, controller=Scripted(wanted), num_slots=128)
+    for k in kept:
+        (before,) = decode(decoder, spec(PROMPTS[0], k=k, limit=30))
+        decoder.leave(before.id)
+    assert [s.num_draft_tokens for s in decoder.rounds.recordings._kept] == [*kept]
+    ran = runs_of(decoder, monkeypatch)
+    (row,) = decode(decoder, spec(PROMPTS[1], k="auto", limit=110))
+    slow = decoder_of(stack, controller=Scripted(wanted), num_slots=128)
+    (other,) = decode(slow, spec(PROMPTS[1], k="auto", limit=110))
+    assert row.token_ids == other.token_ids
+    assert ran[:16] == [(runs_as, True)] * 16
+    assert ran[16] == (wanted, True)
+    drafted = [count for count, _ in told_of(row)]
+    assert drafted[:18] == [0, *[min(runs_as, wanted)] * 16, wanted]
+    if runs_as >= wanted:
+        assert told_of(row) == told_of(other)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_where_nothing_is_recorded_texts_decode_plainly_until_that_is(stack, rows, monkeypatch):
+    """One that asks for a number has it at once, from the host."""
+    bench = Workbench(stack, EXIT, lambda: RepeatingRecorder(2))
+    decoder = decoder_of(stack, bench, controller=Scripted(3), num_slots=128)
+    ran = runs_of(decoder, monkeypatch)
+    decode(decoder, *(spec(p, k="auto", limit=60) for p in PROMPTS[:rows]))
+    assert ran[:16] == [(0, False)] * 2 + [(0, True)] * 14
+    assert ran[16] == (3, True)
+    ran.clear()
+    row = decoder.join(spec(PROMPTS[3], k=5, limit=30))
+    finish(decoder)
+    assert ran[:3] == [(5, False)] * 2 + [(5, True)]
+    assert max(count for count, _ in told_of(row)) == 5
+
+
+def test_a_row_that_asks_for_a_number_has_it_beside_one_that_does_not(stack, monkeypatch):
+    bench = Workbench(stack, EXIT, lambda: RepeatingRecorder(2))
+    decoder = decoder_of(stack, bench, controller=Scripted(1), num_slots=128)
+    rows = decode(decoder, spec(PROMPTS[0], k="auto", limit=20), spec(PROMPTS[1], k=4, limit=20))
+    assert [told_of(row)[1][0] for row in rows] == [1, 4]
+
+
+def test_a_probe_that_ran_as_a_plain_round_is_no_probe(stack, monkeypatch):
+    bench = Workbench(stack, EXIT, lambda: RepeatingRecorder(2))
+    controller = Scripted(1)
+    decoder = decoder_of(stack, bench, controller=controller, num_slots=128)
+    row = decoder.join(spec(PROMPTS[0], k="auto", limit=20))
+    decoder.step()
+    row.state.probing = True
+    seen = []
+    observe = decoder.speculator.observe
+
+    def observing(row, attempt, *others, **more):
+        seen.append((attempt.probing, attempt.draft.tokens))
+        observe(row, attempt, *others, **more)
+
+    monkeypatch.setattr(decoder.speculator, "observe", observing)
+    decoder.step()
+    assert seen == [(False, ())]
+
+
+def test_recordings_of_drafts_take_a_small_share_of_the_time_of_rounds(stack, monkeypatch):
+    """One may be made as soon as it is due, the next when rounds have taken so long that the first
+    was a small share of it. By a clock that goes on by a second a round and by ten a recording."""
+    now = [0.0]
+    monkeypatch.setattr("layerskip.rounds.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("layerskip.graphs.RECORDING_SHARE", 0.5)
+    monkeypatch.setattr("layerskip.rounds.WAITS", 1)
+
+    class Recorder(RepeatingRecorder):
+        def record(self, function):
+            now[0] += 10.0
+            return super().record(function)
+
+    bench = Workbench(stack, EXIT, lambda: Recorder(2))
+    decoder = decoder_of(stack, bench, controller=Scripted(3), num_slots=256, num_rows=1)
+    run = decoder.rounds.recordings.run
 
     def running(shape, function):
-        ran.append((shape.num_draft_tokens, recordings.has(shape)))
+        now[0] += 1.0
         run(shape, function)
 
-    recordings.run = running
-    (row,) = decode(decoder, spec(PROMPTS[1], k="auto", limit=60))
-    slow = decoder_of(stack, controller=Scripted(1), num_slots=128)
-    (other,) = decode(slow, spec(PROMPTS[1], k="auto", limit=60))
-    assert row.token_ids == other.token_ids
-    told = [[(r.num_draft_tokens, r.num_accepted_tokens) for r in x.rounds] for x in (row, other)]
-    assert told[0] == told[1]
-    assert ran[:times] == [(runs_as, runs_as == kept)] * times
-    assert ran[times] == (1, True)
+    monkeypatch.setattr(decoder.rounds.recordings, "run", running)
+    made = []
+    for number in (3, 2, 1):
+        decoder.speculator.controller = Scripted(number)
+        row = decoder.join(spec(PROMPTS[0], k="auto", limit=200))
+        for _ in range(45):
+            before = len(decoder.rounds.recordings), now[0]
+            decoder.step()
+            if len(decoder.rounds.recordings) > before[0]:
+                made.append((number, before[1]))
+            if row.finish_reason is not None or (made and made[-1][0] == number):
+                break
+        decoder.leave(row.id)
+    numbers, times = zip(*made, strict=True)
+    assert numbers == (3, 2, 1)
+    # The first is owed for, and the next must be there before it is made.
+    assert [later - earlier for earlier, later in pairwise(times)] == [40.0, 20.0]
 
 
 def test_a_plain_round_is_recorded_as_soon_as_one_of_drafts_would_be(stack):
@@ -943,6 +1053,26 @@ def test_a_batch_leaves_single_texts_their_recordings(tokenizer, monkeypatch):
     assert other.generate("a", max_new_tokens=20).token_ids == single
     assert small.recordings._kept.keys() == kept.keys()
     assert len(large.recordings) == made
+
+
+def test_a_batch_that_grew_over_several_sizes_leaves_its_recordings(tokenizer, monkeypatch):
+    """However much more was recorded for others before it."""
+    lm = automatic_lm(tokenizer, monkeypatch)
+    lm.generate("a", max_new_tokens=20)
+
+    def made(prompts, count):
+        batch = lm.open_batch(max_new_tokens=20, num_draft_tokens=count)
+        for prompt in prompts:
+            batch.add(prompt)
+        rounds = batch._rows.rounds
+        before = len(rounds.recordings)
+        while batch.unfinished:
+            batch.step()
+        return len(rounds.recordings) - before
+
+    assert all(made("ab", count) > 0 for count in (1, 2, 3, 4, 5))
+    assert made("abcd", 3) > 0
+    assert made("abcd", 3) == 0
 
 
 def test_what_is_left_behind_forgets_whose_text_ended_where(stack, text):
