@@ -226,7 +226,9 @@ class Theirs:
         elif mode == "hf-prompt-lookup":
             settings["prompt_lookup_num_tokens"] = PROMPT_LOOKUP_TOKENS
         elif mode == "hf-static":
-            settings["cache_implementation"] = "static"
+            # On a GPU it would be compiled for each length of a prompt, most of a minute each time;
+            # `make gpu-bench` has it compiled, for one length.
+            settings |= {"cache_implementation": "static", "disable_compile": True}
         return settings
 
     def _ended(self, text: Sequence[int]) -> tuple[int, ...]:

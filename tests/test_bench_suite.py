@@ -228,6 +228,23 @@ def test_a_padded_batch_gives_transformers_each_prompt_as_it_is(
     assert list(together.texts) == alone
 
 
+def test_transformers_static_cache_is_not_compiled_for_each_prompt(
+    bench: SimpleNamespace, lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU it would be, most of a minute each time."""
+    given, generate = [], type(lab.model).generate
+
+    def generating(model: Any, *args: Any, **settings: Any) -> Any:
+        given.append((settings.get("cache_implementation"), settings.get("disable_compile")))
+        return generate(model, *args, **settings)
+
+    monkeypatch.setattr(type(lab.model), "generate", generating)
+    theirs = bench.modes.Theirs(lab.model, lab.lm(), None, sampling=SamplingParams())
+    theirs.decode("hf-static", [random_ids(9)], max_new_tokens=3)
+    theirs.decode("hf", [random_ids(9)], max_new_tokens=3)
+    assert given == [("static", True), (None, None)]
+
+
 def test_another_token_stops_the_cell_and_is_measured_once(
     bench: SimpleNamespace, lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
