@@ -8,7 +8,6 @@ committed. ``k = 0`` is plain decoding through the same code.
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -218,14 +217,14 @@ class Decoder:
 
     def _landed(self, landing: Landing, attempt: Attempt, times: Times) -> Outcome:
         judged = Judged(NO_LOGITS, Verdict(landing.tokens, None))
-        outcome = self._finished(landing.row, attempt, judged, times)
+        outcome = self._finished(landing.row, attempt, judged, times, landing=landing)
         count, sent = len(outcome.emission.token_ids), landing.num_sent
         if count > sent or (count < sent and outcome.emission.finish_reason != "stop"):
             raise RuntimeError(
                 f"the device emitted {sent} tokens where {count} were due: this is an error of "
                 "layerskip; please report it"
             )
-        return replace(outcome, landing=landing)
+        return outcome
 
     def _keep(self, kept: ExitStates, outcome: Outcome) -> None:
         """What the block has seen, and what it has not: of a draft, what went through its passes
@@ -288,6 +287,8 @@ class Decoder:
         judged: Judged,
         times: Times,
         exit_states: Sequence[Tensor] = (),
+        *,
+        landing: Landing | None = None,
     ) -> Outcome:
         """Emit the confirmed tokens and the one after them. All but the last are committed,
         and with them the token that was pending, or the prompt."""
@@ -304,7 +305,7 @@ class Decoder:
         )
         missing = len(row.spec.prompt) - row.length
         committed = len(emission.token_ids) if row.rounds else missing
-        return Outcome(row, attempt, emission, judged, committed, record, exit_states)
+        return Outcome(row, attempt, emission, judged, committed, record, exit_states, landing)
 
     def _exit_layer(self, attempt: Attempt | None) -> int | None:
         if attempt is None or attempt.source != "early_exit" or self.plan is None:

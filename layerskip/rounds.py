@@ -225,15 +225,14 @@ class Rounds:
 
     def _launch(self, rows: Sequence[Row], speculator: Speculator) -> bool:
         """Start a round, unless those in flight end every row."""
-        going = [row for row in rows if self._left(row) > 0]
+        most_left = [self._left(row) for row in rows]
+        going = [row for row, left in zip(rows, most_left, strict=True) if left > 0]
         if not going:
             return False
         counts = speculator.counted(going)
         choices = [choice for choice, _ in counts]
-        wanted = max(
-            min(choice.num_draft_tokens, self._left(row) - 1)
-            for row, choice in zip(going, choices, strict=True)
-        )
+        room = (left - 1 for left in most_left if left > 0)
+        wanted = max(map(min, (choice.num_draft_tokens for choice in choices), room))
         num_tried = self.recordings.num_tried
         shape = self._shape(going, wanted, max(most for _, most in counts))
         choices = [_at_most(shape.num_draft_tokens, choice) for choice in choices]

@@ -118,10 +118,10 @@ class Speculator:
 
     def attempted(self, landing: Landing) -> Attempt:
         """The draft of a round that is over, each token by a pass of its own."""
-        row, tokens = landing.row, landing.draft
+        row, tokens, choice = landing.row, landing.draft, landing.choice
         # When it was launched the row's limit looked farther by a round.
-        count = min(landing.choice.num_draft_tokens, room(row))
-        choice = replace(landing.choice, num_draft_tokens=count)
+        if (count := room(row)) < choice.num_draft_tokens:
+            choice = replace(choice, num_draft_tokens=count)
         request = self._request(row, choice, None, None, 0)
         # Together, draft and verify ran every token through the first layer once: it is counted
         # with verify, which does so without a draft.
