@@ -23,6 +23,9 @@ MAX_CONTEXT, QUICK_CONTEXT = 4096, 1024
 # A pass of 64 rows over one of 32, on a processor: 1.71 and 1.83 on two (bench/LOG.md, 2026-11-27).
 # By a line through 8 and 32 it was 1.44, and batches of 16 rows drafted a token too many.
 TWICE_AS_MANY = 1.75
+# Beyond 32 tokens our kernels have twice as many columns: a pass of 33 takes 1.39 and 1.51 of one
+# of 32 on an H200 (bench/LOG.md, 2026-11-27), where a line from 32 to 64 has 1.02 and 1.03.
+STEP = 33
 MAX_CACHE_BYTES = 2**29
 JUDGED = 8  # tokens of one sequence
 KINDS = ("sampling", "greedy")  # of sampling
@@ -115,7 +118,10 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     # Three points, the last one far out, and where the largest pass has twice as many rows, that.
     coarse = tuple(r for r in (1, few, (2 if one_by_one else 4) * few) if r <= most)
     twice = 2 * max(coarse)
-    largest = (twice,) if twice == MAX_PASS_ROWS <= most and not one_by_one else ()
+    largest: tuple[int, ...] = (twice,) if twice == MAX_PASS_ROWS <= most and not one_by_one else ()
+    on_gpu = stack.device.type != "cpu"
+    if on_gpu and largest:
+        largest, fine = (STEP, *largest), tuple(sorted({*fine, STEP}))
     longest = QUICK_CONTEXT if quick else MAX_CONTEXT
     fitting = MAX_CACHE_BYTES // stack.kv_bytes_per_token
     top = max(0, min(stack.max_positions, longest, fitting) - max(fine))
@@ -128,7 +134,7 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     several = (t for t in exactness.tiles if 1 < t <= quantum and NUM_SEQUENCES * t in fine)
     finest = Grid(coarse, contexts) if in_steps else Grid(fine, contexts, tiles=tuple(several))
     # A GPU reads weights as long for 64 rows as for 32 or nearly, and is quick enough to tell.
-    guessed = largest if stack.device.type == "cpu" else ()
+    guessed = () if on_gpu else largest
     if quick:  # what three drafted tokens take less than seven decides how many are drafted
         between = min(quantum, few, max(coarse))  # of few positions there is no larger size
         half = tuple(t for t in exactness.tiles if 1 < t < between)[-1:]

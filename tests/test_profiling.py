@@ -664,12 +664,18 @@ def test_the_largest_pass_of_a_quick_table_is_reckoned_on_a_processor(stack, mac
 
 
 def test_the_largest_pass_of_a_quick_table_is_run_on_a_gpu(stack, monkeypatch):
-    """It reads weights once, whatever the rows: what it takes more for 64 of them is its own."""
+    """It reads weights once, whatever the rows: what it takes more for 64 of them is its own, and
+    so is what it takes more for one beyond 32."""
     monkeypatch.setattr(stack, "exactness", SWITCHED_OFF)
     monkeypatch.setattr(stack, "device", torch.device("cuda"))
     for grid in bare_passes.grids(stack, quick=True)[:-1]:
-        assert grid.rows == (1, 8, 32, 64)
-        assert ("verify", 64, 0) in grid.points(drafts=True, sequences=True)
+        assert grid.rows == (1, 8, 32, 33, 64)
+        for rows in (33, 64):
+            assert ("verify", rows, 0) in grid.points(drafts=True, sequences=True)
+    assert {32, 33, 64} < set(bare_passes.grids(stack, quick=False)[0].rows)
+    monkeypatch.setattr(stack, "device", torch.device("cpu"))
+    for quick in (True, False):
+        assert 33 not in bare_passes.grids(stack, quick=quick)[0].rows
 
 
 def test_passes_of_one_row_each_are_measured_as_such(stack, machine, monkeypatch):
