@@ -26,7 +26,6 @@ from layerskip.params import most_draft_tokens
 from layerskip.plan import DraftPlan
 from layerskip.row import Row
 from layerskip.seats import (
-    FIRST_SLOTS,
     MOST_DRAFTED,
     MOST_EOS,
     ON_THEIR_WAY,
@@ -34,6 +33,7 @@ from layerskip.seats import (
     Seats,
     Shape,
     rounded_up,
+    slot_sizes,
 )
 from layerskip.speculation import Speculator
 from layerskip.stopping import Choice
@@ -134,9 +134,7 @@ class Rounds:
             Recordings that are kept.
         """
         began, rows, slots = time.perf_counter(), self.cache.num_rows, self.cache.num_slots
-        sizes = itertools.product(
-            _doubled(FIRST_SLOTS, slots), _doubled(1, rows), counts, (False, True)
-        )
+        sizes = itertools.product(slot_sizes(slots), _doubled(rows), counts, (False, True))
         for num_slots, num_rows, count, sampled in sizes:
             shape = Shape(count, num_rows, num_slots, sampled)
             if self.recordings.full or time.perf_counter() - began > seconds:
@@ -376,9 +374,9 @@ def _at_most(count: int, choice: Choice) -> Choice:
     return replace(choice, num_draft_tokens=count)
 
 
-def _doubled(first: int, last: int) -> list[int]:
-    """``first``, twice as many, ..., up to ``last``."""
-    found = [min(first, last)]
+def _doubled(last: int) -> list[int]:
+    """1, 2, 4, ..., up to ``last``."""
+    found = [1]
     while found[-1] < last:
         found.append(min(2 * found[-1], last))
     return found

@@ -240,8 +240,9 @@ def test_a_table_of_recorded_passes(device_stack, monkeypatch):
 
 
 @torch.inference_mode()
-def test_recorded_passes_are_measured_up_to_the_largest(device_stack):
+def test_recorded_passes_are_measured_up_to_the_largest(device_stack, monkeypatch):
     """As a GPU's quick table has them: 64 rows, which a processor's guesses."""
+    monkeypatch.setattr("layerskip.seats.FIRST_SLOTS", 256)
     context = bare_passes.grids(device_stack, quick=True)[0].contexts[-1]
     passes = RecordedPasses(device_stack, PLAN, None, (64, context), RepeatingRecorder())
     for point in (("verify", 64, 0), ("verify", 64, context), ("head", 64, 0)):
@@ -294,6 +295,7 @@ def test_passes_that_cannot_be_recorded_are_started_by_the_host(device_stack, mo
 @torch.inference_mode()
 def test_a_recorded_pass_is_that_of_a_round(device_stack, monkeypatch):
     """Its layers, at the context that the device is told, behind another one."""
+    monkeypatch.setattr("layerskip.seats.FIRST_SLOTS", 256)
     ids = torch.arange(0, VOCAB_SIZE, 3)
     passes = RecordedPasses(
         device_stack, PLAN, device_stack.head_over(ids), (8, 300), RepeatingRecorder()

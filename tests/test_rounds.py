@@ -26,7 +26,7 @@ from layerskip.packed import PackedStack
 from layerskip.recorded_passes import RecordedPasses
 from layerskip.row import RowSpec
 from layerskip.sampling import Sampler
-from layerskip.seats import FIRST_SLOTS, MOST_DRAFTED, Ring
+from layerskip.seats import MOST_DRAFTED, Ring, rounded_up, slot_sizes
 from layerskip.stopping import Choice
 from layerskip.text import TextStream
 from layerskip.workbench import Workbench, open_bench
@@ -34,6 +34,7 @@ from layerskip.workbench import Workbench, open_bench
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8)
 PROMPTS = [random_ids(n) for n in (9, 2, 17, 5)]
 EXIT = PLANS["exit"]
+FIRST_SLOTS = 64
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,21 @@ def stack():
     model = make_model()
     pack_model(model)
     return PackedStack(model)
+
+
+@pytest.fixture
+def short_recordings(monkeypatch):
+    """Of few slots, which a toy's texts can outgrow."""
+    monkeypatch.setattr("layerskip.seats.FIRST_SLOTS", FIRST_SLOTS)
+
+
+def test_slots_that_recordings_are_made_for():
+    assert slot_sizes(300) == [300]
+    assert slot_sizes(1024) == [1024]
+    assert slot_sizes(9000) == [1024, 4096, 9000]
+    assert [rounded_up(n, 9000) for n in (1, 1024, 1025, 4096, 4097, 9000)] == [
+        *(1024, 1024, 4096, 4096, 9000, 9000)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +227,7 @@ def test_the_cache_grows_while_rounds_are_in_flight(stack, params):
     assert_device_ran(decoders[0])
 
 
-def test_a_context_that_outgrows_a_recording(stack, bench):
+def test_a_context_that_outgrows_a_recording(stack, bench, short_recordings):
     prompt = random_ids(FIRST_SLOTS - 12)
     fast, slow = (decoder_of(stack, b, num_rows=1, num_slots=400) for b in (bench, None))
     one = spec(prompt, limit=18)
@@ -219,7 +235,9 @@ def test_a_context_that_outgrows_a_recording(stack, bench):
     assert len({shape.num_slots for shape in fast.rounds.recordings._kept}) == 2
 
 
-def test_a_recording_has_slots_for_what_rounds_in_flight_may_add(stack, bench, monkeypatch):
+def test_a_recording_has_slots_for_what_rounds_in_flight_may_add(
+    stack, bench, short_recordings, monkeypatch
+):
     """They are ahead of the length that the host knows."""
     decoder = decoder_of(stack, bench, num_rows=1, num_slots=400)
     rounds, sizes = decoder.rounds, set()
@@ -873,12 +891,12 @@ def test_rounds_that_are_recorded_ahead_are_all_that_requests_need(stack, text, 
     assert Recorder.made == 4 * 3 * 2
 
 
-def test_rounds_are_recorded_ahead_for_every_context(stack):
+def test_rounds_are_recorded_ahead_for_every_context(stack, short_recordings):
     bench = Workbench(stack, EXIT, RepeatingRecorder)
-    slots = 2 * FIRST_SLOTS + 10
+    slots = 4 * FIRST_SLOTS + 10
     assert bench.record_ahead([2], num_rows=1, num_slots=slots) == 3 * 2
     shapes = {(shape.num_slots, shape.sampled) for shape in idle_of(bench).recordings._kept}
-    sizes = (FIRST_SLOTS, 2 * FIRST_SLOTS, idle_of(bench).cache.num_slots)
+    sizes = (FIRST_SLOTS, 4 * FIRST_SLOTS, idle_of(bench).cache.num_slots)
     assert sizes[-1] >= slots
     assert shapes == {(n, sampled) for n in sizes for sampled in (False, True)}
     assert bench.record_ahead([MOST_DRAFTED + 1], num_rows=1, num_slots=slots) == 3 * 2
@@ -1150,7 +1168,7 @@ def test_a_controller_that_finds_no_memory_for_recordings_decides_without(tokeni
     assert warned == ["no round is recorded ahead: CUDA out of memory. Tried to allocate 2 GiB."]
 
 
-def test_recording_ahead_ends_with_its_seconds(stack):
+def test_recording_ahead_ends_with_its_seconds(stack, short_recordings):
     """The shortest texts' rounds come first, greedy and sampled of each number."""
     bench = Workbench(stack, EXIT, RepeatingRecorder)
     asked = {"num_rows": 1, "num_slots": 2 * FIRST_SLOTS}
