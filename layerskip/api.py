@@ -327,7 +327,10 @@ class SelfSpeculativeLM:
         """Numbers of drafted tokens whose rounds requests may need, on the device."""
         if self.plan is None or self.looks_up:  # what is looked up needs the host
             return [0]
-        return list(range(WARM_DRAFTS + 1)) if wanted == AUTO else sorted({0, int(wanted)})
+        if wanted != AUTO:
+            return sorted({0, int(wanted)})
+        # Powers of two first, if time or memory runs out: each serves up to twice as many.
+        return sorted(range(WARM_DRAFTS + 1), key=lambda count: (count.bit_count() > 1, count))
 
     def warm_up(
         self,

@@ -42,8 +42,9 @@ from layerskip.verification import count_matches
 # A round of up to so many drafted tokens more may run in the place of one that is not recorded.
 # Each takes 0.3 to 0.35 of a plain token on an H200, a recording 16 to 40 plain tokens, and a round
 # that the host starts takes 7 to 12 times as long (bench/LOG.md, 2026-11-27): so where another can
-# run, a recording has to come up so many times as often as where the host would start it.
-MOST_MORE, WAITS = 3, 8
+# run, a recording has to come up so many times as often as where the host would start it, and yet
+# more often where one of half as many tokens or more can, which gains nearly as much.
+MOST_MORE, WAITS, WAITS_BY_HALF = 3, 8, 64
 
 
 @dataclass(eq=False)
@@ -274,7 +275,7 @@ class Rounds:
             if self.recordings.has(shape):
                 return shape
         instead = self._instead(rows, shape.num_draft_tokens)
-        due = self.recordings.due(shape, waits=1 if instead is None else WAITS)
+        due = self.recordings.due(shape, waits=_waits(shape.num_draft_tokens, instead))
         if due and (instead is None or not self.recordings.dear or self._allowance.affords):
             began = time.perf_counter()
             self._record(shape, has_run=instead is None)
@@ -293,7 +294,7 @@ class Rounds:
             return larger
         fewer = (self._shape_for(k, rows) for k in reversed(range(count)))
         smaller = next(filter(recorded, fewer), None)
-        if smaller is not None and 2 * smaller.num_draft_tokens >= count:
+        if smaller is not None and _by_half(count, smaller):
             return smaller
         return larger or smaller or self._shape(rows, 0, 0)
 
@@ -365,6 +366,18 @@ class Rounds:
         if flight.numbers is None:
             flight.numbers, flight.seconds = self._ring.receive(flight.turn, flight.shape)
         return flight.numbers
+
+
+def _by_half(count: int, instead: Shape) -> bool:
+    """Whether it has half of so many drafted tokens or more, but not more than all."""
+    return count <= 2 * instead.num_draft_tokens <= 2 * count
+
+
+def _waits(count: int, instead: Shape | None) -> int:
+    """How patiently a round of so many drafted tokens is recorded where that can run."""
+    if instead is None:
+        return 1
+    return WAITS_BY_HALF if _by_half(count, instead) else WAITS
 
 
 def _at_most(count: int, choice: Choice) -> Choice:

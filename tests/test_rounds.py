@@ -422,19 +422,20 @@ def told_of(row):
 
 
 @pytest.mark.parametrize(
-    ("kept", "wanted", "runs_as"),
+    ("kept", "wanted", "runs_as", "times"),
     [
-        ((4, 0), 1, 4),
-        ((5, 0), 1, 0),
-        ((2, 5), 4, 2),
-        ((1, 5), 4, 5),
-        ((1,), 4, 1),
+        ((4, 0), 1, 4, 16),
+        ((5, 0), 1, 0, 16),
+        ((2, 5), 4, 2, 20),
+        ((1, 5), 4, 5, 16),
+        ((1,), 4, 1, 16),
     ],
 )
 def test_a_recorded_round_runs_until_a_number_has_come_up_often(
-    stack, kept, wanted, runs_as, monkeypatch
+    stack, kept, wanted, runs_as, times, monkeypatch
 ):
-    """One of half as many tokens or more, else one of a few more, else what there is.
+    """One of half as many tokens or more, else one of a few more, else what there is; the first
+    longer than the others, as there is less to gain.
     Tokens are as if the host had done it, and what is told is what was done.
     What is recorded has run before, elsewhere or for this: kernels are loaded where they run."""
     done, call = [], DeviceRound.__call__
@@ -452,6 +453,7 @@ def test_a_recorded_round_runs_until_a_number_has_come_up_often(
             return recording
 
     monkeypatch.setattr(DeviceRound, "__call__", calling)
+    monkeypatch.setattr("layerskip.rounds.WAITS_BY_HALF", 10)  # texts here are short
     bench = Workbench(stack, EXIT, lambda: Recorder(2))
     decoder = decoder_of(stack, bench, controller=Scripted(wanted), num_slots=128)
     for k in kept:
@@ -463,10 +465,10 @@ def test_a_recorded_round_runs_until_a_number_has_come_up_often(
     slow = decoder_of(stack, controller=Scripted(wanted), num_slots=128)
     (other,) = decode(slow, spec(PROMPTS[1], k="auto", limit=110))
     assert row.token_ids == other.token_ids
-    assert ran[:16] == [(runs_as, True)] * 16
-    assert ran[16] == (wanted, True)
+    assert ran[:times] == [(runs_as, True)] * times
+    assert ran[times] == (wanted, True)
     drafted = [count for count, _ in told_of(row)]
-    assert drafted[:18] == [0, *[min(runs_as, wanted)] * 16, wanted]
+    assert drafted[: times + 2] == [0, *[min(runs_as, wanted)] * times, wanted]
     if runs_as >= wanted:
         assert told_of(row) == told_of(other)
 
@@ -944,7 +946,10 @@ def test_the_library_records_what_its_requests_will_need(tokenizer, settings, co
     pack_model(model)
     lm = SelfSpeculativeLM(model, tokenizer, **{"plan": EXIT} | settings, packed=True)
     assert lm.warm_up(num_slots=40) == 2 * len(counts)
-    assert {shape.num_draft_tokens for shape in idle_of(lm._bench).recordings._kept} == counts
+    kept = [shape.num_draft_tokens for shape in idle_of(lm._bench).recordings._kept]
+    assert set(kept) == counts
+    if len(counts) == 8:  # what serves most comes first, if time or memory runs out
+        assert kept[::2] == [0, 1, 2, 4, 3, 5, 6, 7]
     assert (lm._controller is not None) == (settings["num_draft_tokens"] == "auto")
     made = len(idle_of(lm._bench).recordings)
     lm.generate("a", max_new_tokens=20, sampling=SAMPLED)
