@@ -7,10 +7,13 @@ same sources, the same grid arithmetic and the same arguments, without a GPU.
 import ctypes
 import functools
 import importlib
+import operator
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +35,9 @@ OVERLAP_CAPABILITY = (9, 0)
 OVERLAP_DRIVER = 12030  # CUDA 12.3: edges of a graph say when what follows may start
 # Every argument has a cell of 8 bytes of its own.
 _CELLS = {"P": "Q", "i": "i4x", "f": "f4x", "q": "q", "Q": "Q", "I": "I4x", "?": "?7x"}
+MOST_ARGUMENTS = 64  # of a launch by the driver
+KEPT_LAYOUTS = 256  # of argument types; every kernel has one
+KEPT_CONFIGS = 1024  # of launches: grids change with rows and slots
 
 
 class Launcher(Protocol):
@@ -107,6 +113,12 @@ class DriverLauncher:
                 self._functions[name] = found[0]
         self._smem: dict[str, int] = {}
         self._overlap = self.why_no_overlap is None
+        self._cells = _Cells()
+        self._stream = _stream_of(self._index)
+        # The driver only reads one, and only while it starts a kernel: threads may share them.
+        self._config = functools.lru_cache(KEPT_CONFIGS)(
+            functools.partial(early_config, self._driver)
+        )
 
     @property
     def why_no_overlap(self) -> str | None:
@@ -160,23 +172,32 @@ class DriverLauncher:
         args: Sequence[Argument],
     ) -> None:
         """Start one kernel; see ``Launcher``."""
-        params = pack_arguments(args)
+        if torch.cuda.current_device() == self._index:
+            self._start(kernel, grid, block, smem, args)
+        else:
+            with torch.cuda.device(self._index):
+                self._start(kernel, grid, block, smem, args)
+
+    def _start(
+        self, kernel: str, grid: Dim3, block: Dim3, smem: int, args: Sequence[Argument]
+    ) -> None:
+        """Start one kernel; the device is the current one."""
+        place = self._cells.fill(args)
         function = self._functions[kernel]
-        with torch.cuda.device(self._index):
-            # A thread in which torch has not called CUDA yet has no context.
-            self._call("cuCtxSetCurrent", self._context)
+        # A thread in which torch has not called CUDA yet has no context.
+        self._call("cuCtxSetCurrent", self._context)
+        if smem > DEFAULT_SMEM:
             self._allow_smem(kernel, smem)
-            stream = torch.cuda.current_stream().cuda_stream
-            sizes, place = (*grid, *block, smem, stream), ctypes.addressof(params)
-            if self._overlap:
-                config = early_config(self._driver, grid, block, smem, stream)
-                self._call("cuLaunchKernelEx", config, function, place, 0)
-            else:
-                self._call("cuLaunchKernel", function, *sizes, place, 0)
+        stream = self._stream()
+        if self._overlap:
+            config = self._config(grid, block, smem, stream)
+            self._call("cuLaunchKernelEx", config, function, place, 0)
+        else:
+            self._call("cuLaunchKernel", function, *grid, *block, smem, stream, place, 0)
 
     def _allow_smem(self, kernel: str, smem: int) -> None:
         """More dynamic shared memory than 48 KB has to be asked for."""
-        if smem > max(DEFAULT_SMEM, self._smem.get(kernel, 0)):
+        if smem > self._smem.get(kernel, 0):
             attribute = self._driver.CUfunction_attribute
             self._call(
                 "cuFuncSetAttribute",
@@ -224,13 +245,67 @@ def early_config(driver: Any, grid: Dim3, block: Dim3, smem: int, stream: int) -
     return config
 
 
+def _stream_of(index: int) -> Callable[[], int]:
+    """What tells the handle of torch's current stream on a device."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001
+    if raw is not None:  # what Triton asks, too: by the public way it takes half of a launch
+        return functools.partial(raw, index)
+    return lambda: torch.cuda.current_stream().cuda_stream
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How arguments of some types lie in memory.
+
+    Attributes:
+        codes: see ``argument_codes``.
+        pack: ``pack(buffer, offset, *values)``.
+        reads: of each argument, what gives its value; None where it is the value.
+    """
+
+    codes: str
+    pack: Callable[..., None]
+    reads: tuple[Callable[[Any], int] | None, ...]
+
+
+@functools.lru_cache(KEPT_LAYOUTS)
+def _layout(*types: type) -> _Layout:
+    codes = "".join(map(_code, types))
+    packer = struct.Struct("=" + "".join(_CELLS[code] for code in codes))
+    return _Layout(codes, packer.pack_into, tuple(map(_reading, types)))
+
+
+def _code(kind: type) -> str:
+    if issubclass(kind, Tensor | None):
+        return "P"
+    if issubclass(kind, bool):
+        return "?"
+    if issubclass(kind, int):
+        return "i"
+    if issubclass(kind, float):
+        return "f"
+    if kind in _SCALARS:
+        return _SCALARS[kind]
+    raise TypeError(
+        f"a kernel takes tensors, None, int, float and ctypes scalars, not {kind.__name__}"
+    )
+
+
+def _reading(kind: type) -> Callable[[Any], int] | None:
+    if issubclass(kind, Tensor):
+        return Tensor.data_ptr
+    if kind is type(None):
+        return lambda _: 0
+    return None if issubclass(kind, int | float) else operator.attrgetter("value")
+
+
 def argument_codes(args: Sequence[Argument]) -> str:
     """One letter for each argument: P pointer, i int, f float; q, Q, I, ? the ctypes scalars.
 
     Raises:
         TypeError: an argument is of no type that a kernel can take.
     """
-    return "".join(map(_code, args))
+    return _layout(*map(type, args)).codes
 
 
 def pack_arguments(args: Sequence[Argument]) -> Any:
@@ -241,40 +316,54 @@ def pack_arguments(args: Sequence[Argument]) -> Any:
         ValueError: an integer does not fit its parameter.
     """
     cells = ctypes.create_string_buffer(8 * len(args) + 8)
-    layout = "=" + "".join(_CELLS[code] for code in argument_codes(args))
+    _write_arguments(cells, args)
+    return _pointers_to(cells, len(args))
+
+
+def _write_arguments(cells: Any, args: Sequence[Argument]) -> None:
+    """Each argument into its cell."""
+    layout = _layout(*map(type, args))
+    values = [
+        arg if read is None else read(arg) for read, arg in zip(layout.reads, args, strict=True)
+    ]
     try:
-        struct.pack_into(layout, cells, 0, *map(_value, args))
+        layout.pack(cells, 0, *values)
     except struct.error as error:
         raise ValueError(
             f"a kernel's argument does not fit its parameter ({error}): "
             "give integers of 64 bits as ctypes.c_int64"
         ) from None
+
+
+def _pointers_to(cells: Any, count: int) -> Any:
+    """A ctypes array of the addresses of the first cells, which it keeps alive."""
     base = ctypes.addressof(cells)
-    pointers = _pointer_array(len(args))(*range(base, base + 8 * len(args), 8))
+    pointers = _pointer_array(count)(*range(base, base + 8 * count, 8))
     pointers.cells = cells
     return pointers
 
 
-def _code(arg: Argument) -> str:
-    if arg is None or isinstance(arg, Tensor):
-        return "P"
-    if isinstance(arg, bool):
-        return "?"
-    if isinstance(arg, int):
-        return "i"
-    if isinstance(arg, float):
-        return "f"
-    if type(arg) in _SCALARS:
-        return _SCALARS[type(arg)]
-    raise TypeError(
-        f"a kernel takes tensors, None, int, float and ctypes scalars, not {type(arg).__name__}"
-    )
+class _Cells(threading.local):
+    """Each thread's place for the arguments of its launches.
 
+    The driver has copied them when it has started a kernel, so that the next one's can lie there.
+    """
 
-def _value(arg: Argument) -> Any:
-    if isinstance(arg, Tensor):
-        return arg.data_ptr()
-    return 0 if arg is None else getattr(arg, "value", arg)
+    def __init__(self) -> None:
+        self._cells = ctypes.create_string_buffer(8 * MOST_ARGUMENTS)
+        self._pointers = _pointers_to(self._cells, MOST_ARGUMENTS)
+        self._place = ctypes.addressof(self._pointers)
+
+    def fill(self, args: Sequence[Argument]) -> int:
+        """Write a launch's arguments; returns the address of the pointers to them.
+
+        Raises:
+            TypeError, ValueError: as of ``pack_arguments``.
+        """
+        if len(args) > MOST_ARGUMENTS:
+            raise ValueError(f"a kernel takes {MOST_ARGUMENTS} arguments at most, got {len(args)}")
+        _write_arguments(self._cells, args)
+        return self._place
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import importlib
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from needs import need
@@ -19,6 +20,12 @@ CONTEXT = "context"
 KERNELS = [("scale<4>", "scale.cu"), ("sum", "sum.cu")]
 
 
+def read_ints(params, count=2):
+    """The first parameters of a launch, if they are of type int."""
+    pointers = (ctypes.c_void_p * count).from_address(params)
+    return [ctypes.c_int.from_address(pointer).value for pointer in pointers]
+
+
 class FakeDriver:
     """cuda.bindings.driver, as far as it is used; ``failing`` names a function that fails."""
 
@@ -26,6 +33,7 @@ class FakeDriver:
 
     def __init__(self):
         self.calls = []
+        self.read = []
         self.failing = None
         self.version = 12020  # too old for early starts
 
@@ -34,6 +42,8 @@ class FakeDriver:
 
     def _answer(self, name, *args):
         self.calls.append((name, *args))
+        if name == "cuLaunchKernel":  # the driver reads them before it returns
+            self.read.append(read_ints(args[-2]))
         if name == self.failing:
             return (701,)
         answers = {
@@ -72,6 +82,90 @@ def driver(monkeypatch) -> FakeDriver:
 @pytest.fixture
 def launcher(driver) -> DriverLauncher:
     return DriverLauncher(torch.device("cuda"), KERNELS)
+
+
+@pytest.fixture
+def raw_stream(driver, monkeypatch):
+    """A build of torch for CUDA, which tells a stream's handle; returns what it says."""
+    streams = {0: STREAM, 1: 78}
+
+    def never():
+        raise AssertionError("the slow way")
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", streams.get, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", never)
+    return streams
+
+
+def test_the_stream_is_asked_for_at_every_launch(driver, raw_stream):
+    launcher = DriverLauncher(torch.device("cuda", 1), KERNELS)
+    for stream in (78, 99):  # torch has another one while a graph is captured
+        raw_stream[1] = stream
+        launcher.launch("sum", (1, 1, 1), (32, 1, 1), 0, [1])
+    assert [args[8] for args in driver.named("cuLaunchKernel")] == [78, 99]
+
+
+@pytest.mark.parametrize(("index", "entered"), [(0, []), (1, [1])])
+def test_a_launch_makes_its_device_the_current_one(driver, monkeypatch, index, entered):
+    launcher = DriverLauncher(torch.device("cuda", index), KERNELS)
+    seen = []
+
+    def device(to):
+        seen.append(to)
+        return threading.Lock()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    launcher.launch("sum", (1, 1, 1), (32, 1, 1), 0, [1])
+    assert seen == entered
+
+
+def test_a_launch_has_its_own_arguments(driver, launcher):
+    for args in ([1, 2], [3, 4], [5, -6, 7], [8, 9]):
+        launcher.launch("sum", (1, 1, 1), (32, 1, 1), 0, args)
+    assert driver.read == [[1, 2], [3, 4], [5, -6], [8, 9]]
+
+
+def test_threads_share_no_arguments(driver, launcher, monkeypatch):
+    """Each reads its own when the other has written: the driver takes no lock of Python's."""
+    both, answer = threading.Barrier(2, timeout=20), driver._answer
+
+    def wait(name, *args):
+        if name == "cuLaunchKernel":
+            both.wait()
+        return answer(name, *args)
+
+    monkeypatch.setattr(driver, "_answer", wait)
+    threads = [
+        threading.Thread(
+            target=launcher.launch, args=("sum", (1, 1, 1), (32, 1, 1), 0, [number, number])
+        )
+        for number in (1, 2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(driver.read) == [[1, 1], [2, 2]]
+
+
+def test_a_launch_takes_no_more_arguments_than_have_a_place(driver, launcher):
+    many = launch.MOST_ARGUMENTS
+    launcher.launch("sum", (1, 1, 1), (32, 1, 1), 0, [1] * many)
+    with pytest.raises(ValueError, match=f"{many} arguments at most, got {many + 1}"):
+        launcher.launch("sum", (1, 1, 1), (32, 1, 1), 0, [1] * (many + 1))
+    assert len(driver.named("cuLaunchKernel")) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "told"),
+    [([1, "3"], TypeError, "a kernel takes tensors"), ([1, 2**31], ValueError, "64 bits")],
+)
+def test_bad_arguments_are_refused_every_time(driver, launcher, args, error, told):
+    launcher.launch("sum", (1, 1, 1), (32, 1, 1), 0, [1, 2])
+    for _ in range(2):
+        with pytest.raises(error, match=told):
+            launcher.launch("sum", (1, 1, 1), (32, 1, 1), 0, args)
+    assert len(driver.named("cuLaunchKernel")) == 1
 
 
 def test_all_kernels_are_loaded_at_once(driver, launcher):
@@ -151,6 +245,33 @@ def test_an_early_start_is_an_attribute_of_the_launch(early, overlapping):
     assert attribute.value.programmaticStreamSerializationAllowed == 1
     assert isinstance(params, int)
     assert extra == 0
+
+
+def test_no_launch_has_the_configuration_of_another(early, overlapping, monkeypatch):
+    launches = [
+        ((3, 2, 1), (64, 4, 1), 256, STREAM),
+        ((2, 3, 1), (64, 4, 1), 256, STREAM),
+        ((3, 2, 1), (4, 64, 1), 256, STREAM),
+        ((3, 2, 1), (64, 4, 1), 512, STREAM),
+        ((3, 2, 1), (64, 4, 1), 256, 78),
+        ((3, 2, 1), (64, 4, 1), 256, STREAM),
+    ]
+    for *sizes, stream in launches:
+        monkeypatch.setattr(
+            torch.cuda, "current_stream", lambda stream=stream: SimpleNamespace(cuda_stream=stream)
+        )
+        overlapping.launch("sum", *sizes, [1])
+    configs = [args[0] for args in early.named("cuLaunchKernelEx")]
+    assert [
+        (
+            (c.gridDimX, c.gridDimY, c.gridDimZ),
+            (c.blockDimX, c.blockDimY, c.blockDimZ),
+            c.sharedMemBytes,
+            int(c.hStream),
+        )
+        for c in configs
+    ] == launches
+    assert configs[0] is configs[-1]  # made once
 
 
 def test_an_error_leaves_early_starts_as_they_were(early, overlapping):
@@ -263,6 +384,19 @@ def test_arguments_are_packed_as_c_would():
     wanted = [tensor.data_ptr(), None, -5, 0.25, True, -(2**40), 2**64 - 1, 2**32 - 1]
     assert values == wanted
     assert all(packed[i] % 8 == packed[0] % 8 for i in range(len(args)))
+
+
+def test_packing_keeps_every_launch_apart():
+    first, second = pack_arguments([1, 2]), pack_arguments([3, 4])
+    assert [read_ints(ctypes.addressof(packed)) for packed in (first, second)] == [[1, 2], [3, 4]]
+
+
+def test_subtypes_are_packed_as_their_types():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    assert argument_codes([parameter, np.float64(0.5)]) == "Pf"
+    packed = pack_arguments([parameter, np.float64(0.5)])
+    assert ctypes.c_void_p.from_address(packed[0]).value == parameter.data_ptr()
+    assert ctypes.c_float.from_address(packed[1]).value == 0.5
 
 
 def test_no_arguments_pack_too():
