@@ -274,7 +274,7 @@ def lm_head_argmax(
     _at_least_one(op, sizes, ("k", "vocab", *(["kept"] if vocab_ids is not None else [])))
     token_ids = x.new_empty(sizes["m"], dtype=torch.int64)
     top_probability = x.new_empty(sizes["m"], dtype=torch.float32)
-    return token_ids, top_probability, torch.empty_like(top_probability)
+    return token_ids, top_probability, top_probability.new_empty(sizes["m"])
 
 
 def accept_tokens(

@@ -21,7 +21,8 @@ from layerskip.ops.catalog import (
     VERIFY_CHUNK,
     VOCAB_CHUNK,
 )
-from layerskip.ops.launch import Argument, Dim3, Launcher
+from layerskip.ops.launch import Argument, Dim3
+from layerskip.ops.prepared import PreparedOps, prepared
 
 THREADS = 256
 WARPS = THREADS // 32
@@ -44,17 +45,16 @@ VERIFY_WORDS = 5  # of block_verify
 Arguments = tuple[Argument, ...]
 
 
-class KernelOps:
+class KernelOps(PreparedOps):
     """The operations over one launcher: the driver's, or a test's emulator."""
 
-    def __init__(self, launcher: Launcher) -> None:
-        self._launch = launcher.launch
-
+    @prepared
     def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         out = arguments.rms_norm(x, weight, eps=eps)
         self._norm("rms_norm", x, None, weight, eps, out, None)
         return out
 
+    @prepared
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
     ) -> tuple[Tensor, Tensor]:
@@ -83,6 +83,7 @@ class KernelOps:
         name = f"rms_norm<{layout.form(op, x=x)}>"
         self._start(op, name, (rows, 1, 1), THREADS, 4 * (WARPS + 1), args)
 
+    @prepared
     def linear(
         self,
         x: Tensor,
@@ -121,6 +122,7 @@ class KernelOps:
         self._start("linear", name, grid, THREADS, _product_smem(tiles) + normed, args)
         return out
 
+    @prepared
     def swiglu(
         self,
         x: Tensor,
@@ -159,6 +161,7 @@ class KernelOps:
             return x, weight, room
         return self.rms_norm(x, weight, eps=eps), None, 0
 
+    @prepared
     def rope_append_kv(
         self,
         q: Tensor,
@@ -193,6 +196,7 @@ class KernelOps:
         grid = (seqlen, heads + 2 * heads_k, batch)
         self._start(op, f"rope_append_kv<{layout.form(op, q=q)}>", grid, 32, 0, args)
 
+    @prepared
     def decode_attention(
         self,
         q: Tensor,
@@ -241,6 +245,7 @@ class KernelOps:
         self._start(op, f"combine_splits<{form}>", grid, ATTENTION_THREADS, smem, args)
         return out
 
+    @prepared
     def gumbel_noise(
         self,
         seeds: Tensor,
@@ -259,6 +264,7 @@ class KernelOps:
         self._start(op, op, grid, THREADS, 0, (seeds, positions, starts, out, vocab_size, stream))
         return out
 
+    @prepared
     def gumbel_from_bits(self, bits: Tensor) -> Tensor:
         op = "gumbel_from_bits"
         out = arguments.gumbel_from_bits(bits)
@@ -267,6 +273,7 @@ class KernelOps:
         self._start(op, op, grid, THREADS // 2, 0, (bits, out, bits.shape[0]))
         return out
 
+    @prepared
     def lm_head_argmax(
         self,
         x: Tensor,
@@ -322,6 +329,7 @@ class KernelOps:
         self._start(op, "lm_head_finish", (m, 1, 1), THREADS, 8 * WARPS, args)
         return outputs
 
+    @prepared
     def accept_tokens(
         self,
         draft_token_ids: Tensor,
@@ -341,6 +349,7 @@ class KernelOps:
         self._start(op, op, (batch, 1, 1), 32, 0, (*tokens, *state, *outputs, k))
         return outputs
 
+    @prepared
     def accept_block(
         self,
         draft_token_ids: Tensor,
