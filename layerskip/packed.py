@@ -113,11 +113,12 @@ class PackedStack(DecoderStack):
         Returns:
             ``(rows * seqlen, width)``.
         """
-        rows, slots = slice(0, len(lengths)), slice(0, num_slots)
+        layers, batch = tuple(layers), len(lengths)
+        caches = layer_caches(cache, layers, slice(0, batch), slice(0, num_slots))
 
         def attend(w: LayerWeights, *qkv: Tensor) -> Tensor:
-            q, k, v = (x.unflatten(0, (-1, seqlen)) for x in qkv)
-            return self._attend(w, q, k, v, layer_caches(cache, w.index, rows, slots), lengths)
+            q, k, v = (x.view(batch, seqlen, *x.shape[1:]) for x in qkv)
+            return self._attend(w, q, k, v, caches[w.index], lengths)
 
         for i in layers:
             hidden = self._forward.layer(i, hidden, self.ops, attend)
@@ -177,12 +178,12 @@ class PackedStack(DecoderStack):
             return self.run_rows(hidden, layers, cache, lengths, longest)
         places = [s.row * longest + i for s in segments for i in range(s.count)]
         at = torch.tensor(places, device=hidden.device)
-        rows = slice(0, batch)
+        caches = layer_caches(cache, layers, slice(0, batch))
 
         def attend(w: LayerWeights, *qkv: Tensor) -> Tensor:
             """Between tokens one after another and rows of equal length, the rest of them 0."""
             q, k, v = (_spread(x, at, batch, longest) for x in qkv)
-            mixed = self._attend(w, q, k, v, layer_caches(cache, w.index, rows), lengths)
+            mixed = self._attend(w, q, k, v, caches[w.index], lengths)
             return mixed.index_select(0, at)
 
         for i in layers:
@@ -195,7 +196,7 @@ class PackedStack(DecoderStack):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        caches: list[Tensor],
+        caches: tuple[Tensor, Tensor],
         lengths: Tensor,
     ) -> Tensor:
         """``(rows, seqlen, heads, dim)`` each -> ``(rows * seqlen, heads * dim)``."""
@@ -203,7 +204,8 @@ class PackedStack(DecoderStack):
         mixed = self.ops.decode_attention(
             q, *caches, lengths, softmax_scale=w.scale, window=w.window
         )
-        return mixed.flatten(2).flatten(0, 1)
+        rows, seqlen, heads, dim = mixed.shape
+        return mixed.reshape(rows * seqlen, heads * dim)
 
     def run_pass(
         self,

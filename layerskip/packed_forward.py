@@ -10,7 +10,7 @@ Roundings are those of the operations. In bf16 they are not all where transforme
 tables stay in float32, and OLMo 2's norm rounds before its weight as the others do.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -118,6 +118,7 @@ class PackedModel:
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = config.num_key_value_heads
         self.group = self.num_heads // self.num_kv_heads
+        self._head_counts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         self.widths: set[int] = set()  # the kernels know no tails
         self.norm, self.eps = self._body.norm.weight.detach(), self._body.norm.variance_epsilon
         self.head_weight = model.lm_head.weight.detach()
@@ -146,19 +147,19 @@ class PackedModel:
 
     def _heads(self, qkv: Tensor, w: LayerWeights) -> tuple[Tensor, Tensor, Tensor]:
         """``(tokens, widths of q, k, v)`` -> q, k and v, ``(tokens, heads, head_dim)`` each."""
-        dim = self.head_dim
-        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        flat = qkv.split([n * dim for n in counts], dim=1)
-        q, k, v = (part.unflatten(1, (-1, dim)) for part in flat)
+        dim, counts = self.head_dim, self._head_counts
+        heads = qkv.view(len(qkv), sum(counts), dim)
+        q, k, v = heads.split_with_sizes(counts, dim=1)
         if w.head_norms is None:
             return q, k, v
         weights = w.head_norms
         if len(weights[0]) == dim:  # of each head; all of qkv, as its rows follow each other
             rows = qkv.view(-1, dim)
-            q, k = (self.ops.rms_norm(rows, n, eps=w.eps).view(len(qkv), -1, dim) for n in weights)
+            q, k = (self.ops.rms_norm(rows, n, eps=w.eps).view(heads.shape) for n in weights)
             return q[:, : counts[0]], k[:, counts[0] : -counts[2]], v
         normed = (
-            self.ops.rms_norm(p, n, eps=w.eps) for p, n in zip(flat[:2], weights, strict=True)
+            self.ops.rms_norm(p.flatten(1), n, eps=w.eps)
+            for p, n in zip((q, k), weights, strict=True)
         )
         q, k = (part.unflatten(1, (-1, dim)) for part in normed)
         return q, k, v
@@ -182,7 +183,7 @@ class PackedModel:
         return residual + (out if w.residual_scale == 1.0 else out * w.residual_scale)
 
     def append(
-        self, w: LayerWeights, q: Tensor, k: Tensor, v: Tensor, caches: list[Tensor], at: Tensor
+        self, w: LayerWeights, q: Tensor, k: Tensor, v: Tensor, caches: Iterable[Tensor], at: Tensor
     ) -> None:
         """Rotate q, in place, and k; k and v into the cache. All ``(batch, seqlen, heads, dim)``.
 
@@ -198,10 +199,11 @@ class PackedModel:
         assert isinstance(layout, PrefillLayout), "decode passes are PackedStack's own"
         cache, row = layout.cache, layout.row
         start = torch.full((1,), layout.start, dtype=torch.int32, device=hidden.device)
+        layers = tuple(layers)
+        caches = layer_caches(cache, layers, slice(row, row + 1))
 
         def attend(w: LayerWeights, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            caches = layer_caches(cache, w.index, slice(row, row + 1))
-            self.append(w, q[None], k[None], v[None], caches, start)
+            self.append(w, q[None], k[None], v[None], caches[w.index], start)
             return prompt_attention(q, layout, w).flatten(1)
 
         for i in layers:
@@ -218,10 +220,18 @@ class PackedModel:
 
 
 def layer_caches(
-    cache: KVCache, index: int, rows: slice, slots: slice = slice(None)
-) -> list[Tensor]:
-    """Keys and values of one layer in these rows and slots, ``(rows, slots, heads, dim)``."""
-    return [cache.layer_keys[index][rows, slots], cache.layer_values[index][rows, slots]]
+    cache: KVCache, layers: Sequence[int], rows: slice, slots: slice = slice(None)
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Keys and values of these layers in these rows and slots, ``(rows, slots, heads, dim)``.
+
+    All at once: two views for each layer take a host as long as a launch does.
+    """
+    if not layers:
+        return {}
+    span = range(min(layers), max(layers) + 1)
+    part = (slice(span.start, span.stop), rows, slots)
+    keys, values = (both[part].unbind(0) for both in (cache.keys, cache.values))
+    return dict(zip(span, zip(keys, values, strict=True), strict=True))
 
 
 def prompt_attention(q: Tensor, layout: PrefillLayout, w: LayerWeights) -> Tensor:
