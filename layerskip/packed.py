@@ -56,16 +56,18 @@ class PackedStack(DecoderStack):
 
     Args:
         model: as for ``DecoderStack``; ``packing.why_not`` has nothing against it.
-        ops: where the operations come from.
+        ops: where the operations come from; None: from ``ops_on`` the model's device.
     """
 
     _forward: PackedModel
 
-    def __init__(self, model: object, *, ops: Any = layerskip.ops) -> None:
+    def __init__(self, model: object, *, ops: Any = None) -> None:
         self.ops = ops
         super().__init__(model)
 
     def _make_forward(self, owner: "PreTrainedModel") -> PackedModel:  # noqa: ARG002
+        if self.ops is None:
+            self.ops = ops_on(self.twin.device)
         return PackedModel(self.twin, self.ops)
 
     def _settle(self, exact: bool) -> Exactness:  # noqa: ARG002
@@ -275,6 +277,19 @@ def why_general(model: object, packed: bool | None = None) -> str | None:
         head_dim = inner.model.layers[0].self_attn.head_dim
         reason = kernels_lack(inner.dtype, head_dim) or _failure(inner.device)
     return reason
+
+
+def ops_on(device: torch.device) -> Any:
+    """The operations of ``layerskip.ops`` on one device.
+
+    On a GPU without torch's operators before them: those take a host longer than a launch, and
+    are there for tracing, which decoding has no use for.
+    """
+    if device.type != "cuda":
+        return layerskip.ops
+    from layerskip.ops.registry import cuda_ops
+
+    return cuda_ops(device)
 
 
 def _failure(device: torch.device) -> str | None:

@@ -18,6 +18,7 @@ from layerskip.cache import Segment
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.model import DecoderStack, pack_model
+from layerskip.ops import registry
 from layerskip.ops.build import KernelBuildError
 from layerskip.ops.kernels import KernelOps
 from layerskip.packed import SLOT_BLOCK, Noise, PackedStack, open_stack, why_general
@@ -189,6 +190,29 @@ def test_a_layer_is_seven_launches():
     names = [name.partition("<")[0] for name in launches]
     attention = ["decode_attention", "combine_splits"]
     assert names == ["linear", "rope_append_kv", *attention, "linear", "swiglu", "linear"]
+
+
+def test_decoding_on_a_gpu_calls_the_kernels_without_operators(monkeypatch):
+    asked = []
+    monkeypatch.setattr(registry, "cuda_ops", lambda device: asked.append(device) or "kernels")
+    gpu = torch.device("cuda", 1)
+    assert packed.ops_on(gpu) == "kernels"
+    assert packed.ops_on(torch.device("cpu")) is layerskip.ops
+    assert asked == [gpu]
+
+
+def test_a_stack_has_the_operations_of_its_device(monkeypatch):
+    found = types.SimpleNamespace(device=None)
+
+    def ops_on(device):
+        found.device = device
+        return found
+
+    monkeypatch.setattr(packed, "ops_on", ops_on)
+    stack = PackedStack(toy())
+    assert stack.ops is stack._forward.ops is found
+    assert found.device == torch.device("cpu")
+    assert PackedStack(toy(), ops=layerskip.ops).ops is layerskip.ops
 
 
 def unpacked(family):
