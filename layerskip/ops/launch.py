@@ -260,19 +260,20 @@ class _Layout:
     Attributes:
         codes: see ``argument_codes``.
         pack: ``pack(buffer, offset, *values)``.
-        reads: of each argument, what gives its value; None where it is the value.
+        reads: places of arguments that are no values themselves, and what gives those.
     """
 
     codes: str
     pack: Callable[..., None]
-    reads: tuple[Callable[[Any], int] | None, ...]
+    reads: list[tuple[int, Callable[[Any], int]]]
 
 
 @functools.lru_cache(KEPT_LAYOUTS)
 def _layout(*types: type) -> _Layout:
     codes = "".join(map(_code, types))
     packer = struct.Struct("=" + "".join(_CELLS[code] for code in codes))
-    return _Layout(codes, packer.pack_into, tuple(map(_reading, types)))
+    readings = enumerate(map(_reading, types))
+    return _Layout(codes, packer.pack_into, [(i, read) for i, read in readings if read])
 
 
 def _code(kind: type) -> str:
@@ -323,9 +324,9 @@ def pack_arguments(args: Sequence[Argument]) -> Any:
 def _write_arguments(cells: Any, args: Sequence[Argument]) -> None:
     """Each argument into its cell."""
     layout = _layout(*map(type, args))
-    values = [
-        arg if read is None else read(arg) for read, arg in zip(layout.reads, args, strict=True)
-    ]
+    values: list[Any] = [*args]
+    for place, read in layout.reads:
+        values[place] = read(values[place])
     try:
         layout.pack(cells, 0, *values)
     except struct.error as error:

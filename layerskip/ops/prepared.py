@@ -82,8 +82,7 @@ def _form(arg: Any) -> Any:
         return arg.shape, arg.stride(), arg.dtype, arg.device, arg.data_ptr() % ALIGNMENT
     if arg is None:
         return None
-    # Python calls 0.0, -0.0, 0 and False equal.
-    return type(arg), arg.hex() if isinstance(arg, float) else arg
+    return type(arg), arg or repr(arg)  # Python calls 0.0, -0.0, 0 and False equal
 
 
 @dataclass(frozen=True)
