@@ -199,7 +199,11 @@ class Decoder:
         attempts = [self.speculator.attempted(one) for one in landings]
         read = time.perf_counter()
         seconds = max(read - began, landings[0].seconds)
-        draft = self.speculator.observe_round_seconds(attempts, seconds, learns=self.rounds.usual)
+        # A batch chooses for longer than a plain round takes, and once it rests not at all.
+        passes = max(read - began - self.rounds.choosing_seconds, landings[0].seconds)
+        draft = self.speculator.observe_round_seconds(
+            attempts, seconds, passes if self.rounds.usual else None
+        )
         times = Times(draft, read - (seconds - draft), 0.0, landings[0].num_rows)
         return [
             self._landed(landing, attempt, times)

@@ -85,6 +85,7 @@ class Rounds:
     Attributes:
         reason: why the last round asked for ran by the host; "" if it did not.
         recordings: rounds by shape.
+        choosing_seconds: that ``advance`` took to choose what is drafted in the rounds it launched.
         usual: whether what ``advance`` read took as long as such rounds do, and nothing else kept
             the host: a round that is recorded, or not yet, takes far longer.
     """
@@ -104,7 +105,7 @@ class Rounds:
         self._allowance = allowance or Allowance()
         self._function = DeviceRound(stack, plan, vocab_ids)
         self.recordings, self.reason = recordings, ""
-        self.usual = True
+        self.usual, self.choosing_seconds = True, 0.0
         self._flights: deque[Flight] = deque()
         self._seated: dict[int, Row] = {}
         self._most: dict[int, int] = {}
@@ -176,7 +177,7 @@ class Rounds:
             One entry for each row that the read round emitted tokens of; ``landed`` forgets it.
         """
         self.reason, self.usual = self.why_not(rows, speculator), True
-        began = time.perf_counter()
+        began, self.choosing_seconds = time.perf_counter(), 0.0
         while self._flights and not self._flights[0].rows:
             self._flights.popleft()
         if not self.reason:
@@ -228,7 +229,9 @@ class Rounds:
         going = [row for row, left in zip(rows, most_left, strict=True) if left > 0]
         if not going:
             return False
+        began = time.perf_counter()
         counts = speculator.counted(going)
+        self.choosing_seconds += time.perf_counter() - began
         choices = [choice for choice, _ in counts]
         room = (left - 1 for left in most_left if left > 0)
         wanted = max(map(min, (choice.num_draft_tokens for choice in choices), room))

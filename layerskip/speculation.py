@@ -320,12 +320,14 @@ class Speculator:
         controller.times.observe_phases(draft_seconds, verify_seconds, *expected, *size)
 
     def observe_round_seconds(
-        self, attempts: Sequence[Attempt], seconds: float, *, learns: bool = True
+        self, attempts: Sequence[Attempt], seconds: float, passes: float | None
     ) -> float:
         """The same of a round whose phases no clock could tell apart.
 
         Args:
-            learns: whether the cost table does: not from a round that will take less than it did.
+            seconds: of the round.
+            passes: of them what the cost table learns from, without those of choosing what is
+                drafted; None: nothing, as such rounds will take less.
 
         Returns:
             What its draft is thought to have taken of it: by the cost table, or where there is
@@ -337,9 +339,9 @@ class Speculator:
             run = longest * len(plan.layers) if plan is not None else 0
             return seconds * run / (run + plan.num_layers) if plan is not None else 0.0
         draft, verify = expected_seconds(attempts, self.controller.times)
-        if learns:
+        if passes is not None:
             size = num_tokens(attempts), len(attempts)
-            self.controller.times.observe_round(seconds, draft, verify, *size)
+            self.controller.times.observe_round(passes, draft, verify, *size)
         return seconds * draft / (draft + verify)
 
     def began(self, row: Row) -> None:

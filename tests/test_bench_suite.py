@@ -799,6 +799,12 @@ def test_a_gpu_s_figures_are_held_against_their_goals(
     assert found["new: automatic over plain, by acceptance"] == [">= 0.97", "1 of 2; 0.90 and 1.40"]
     assert found[f"new: {tables.GOALS['memory']}"] == ["-", "nothing was measured"]
     assert tables.by_batch(sections["batches"]["8B"]) == ["0.90", "-", "-"]
+    # What a later run left out is what an earlier one of the same GPU found.
+    record = {"machine": {"gpu": "new"}, "sections": {"plain": {}}}
+    (folder / f"2026-01-03-G{tables.DECODING}.json").write_text(json.dumps(record))
+    found = {title: rest for title, *rest in tables.goals(tmp_path)}
+    assert found[f"new: {tables.GOALS['plain']}"] == ["-", "nothing was measured"]
+    assert found[f"new: {tables.GOALS['batches']}"] == [">= 0.97", "2 of 3; 0.90 to 1.50"]
 
 
 def test_a_mode_is_held_against_the_fastest_number_of_its_kind(bench: SimpleNamespace) -> None:

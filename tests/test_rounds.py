@@ -380,6 +380,35 @@ def test_rounds_that_the_host_drives_are_decided_and_learnt_from_at_its_own_pric
     assert {"device": host, "host": device}[driver].asked == 0
 
 
+def test_what_choosing_takes_is_no_price_of_a_round(stack, bench, monkeypatch):
+    """Or a batch that chooses for longer than a plain round takes would never find that to rest
+    pays. Its records have all that went by."""
+    now, learnt = [0.0], []
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("layerskip.rounds.time", clock)
+    monkeypatch.setattr("layerskip.decode.time", clock)
+
+    class Slow(Scripted):
+        def choose(self, asks, **more):
+            now[0] += 5.0
+            return super().choose(asks, **more)
+
+    controller = Slow(2)
+    controller.times.observe_round = lambda seconds, *_: learnt.append(seconds)
+    decoder = decoder_of(stack, bench, controller=controller)
+    run = decoder.rounds.recordings.run
+
+    def running(shape, function):
+        now[0] += 1.0
+        run(shape, function)
+
+    monkeypatch.setattr(decoder.rounds.recordings, "run", running)
+    (row,) = decode(decoder, spec(PROMPTS[0], k="auto", limit=30))
+    assert learnt
+    assert set(learnt) == {1.0}
+    assert all(r.draft_seconds + r.verify_seconds == pytest.approx(6.0) for r in row.rounds[3:6])
+
+
 @pytest.mark.parametrize("patience", [0, 2])
 def test_no_round_that_was_recorded_meanwhile_is_learnt_from(stack, patience, monkeypatch):
     """Nor one that the host started in the place of a recording, nor one of more passes than the

@@ -1,4 +1,4 @@
-"""The READMEs' tables of the newest records in bench/results/gpu."""
+"""The READMEs' tables of the newest records in bench/results/gpu, section by section."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,8 @@ Found = Mapping[str, Any]
 
 
 def newest(results: Path, *, decoding: bool) -> dict[str, Any]:
-    """The newest record of decoding, or of the kernels.
+    """Each section of the kernels, or of decoding, from the newest record that has it, of all of
+    the GPU that was measured last.
 
     Raises:
         SystemExit: there is none.
@@ -37,8 +38,12 @@ def newest(results: Path, *, decoding: bool) -> dict[str, Any]:
         raise SystemExit(
             f"{results / 'gpu'} lacks a record; `make gpu-check` or gpu-bench writes it"
         )
-    record: dict[str, Any] = json.loads(paths[-1].read_text(encoding="utf-8"))
-    return record
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    machine, sections = records[-1]["machine"], dict[str, Any]()
+    for record in records:
+        if record["machine"]["gpu"] == machine["gpu"]:
+            sections |= record["sections"]
+    return {"machine": machine, "sections": sections}
 
 
 def summary(results: Path) -> tuple[list[str], list[list[str]]]:
