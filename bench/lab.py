@@ -109,8 +109,8 @@ class Lab:
         fit = asked(examples, self.tokenizer, context=cell.context, room=room)
         return spread(list(dict.fromkeys(fit)), self.options.limit * cell.batch)
 
-    def lm(self, *, plan: bool = True, lookup: bool = False) -> SelfSpeculativeLM:
-        """A decoder whose controller has seen nothing yet."""
+    def lm(self, *, plan: bool = True, lookup: bool | None = False) -> SelfSpeculativeLM:
+        """A decoder whose controller has seen nothing yet; None looks up where users' do."""
         known, cost = (self.known, self.cost) if plan else (None, self.alone)
         return wrapped(self.model, self.tokenizer, known, cost, lookup=lookup)
 
@@ -128,7 +128,7 @@ class Lab:
         ways = {"autoregressive": Way(exiting, 0)}
         if self.known.plan is not None:
             ways["fixed"] = Way(exiting, FIXED)
-        ways["automatic"] = Way(self.lm(lookup=True), "auto")
+        ways["automatic"] = Way(self.lm(lookup=None), "auto")
         ways["look-up"] = Way(self.lm(plan=False, lookup=True), "auto")
         return ways
 

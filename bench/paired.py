@@ -189,7 +189,7 @@ def wrapped(
     known: PlanFile | None,
     cost: CostTable | None,
     *,
-    lookup: bool | LookupStore,
+    lookup: bool | LookupStore | None,
 ) -> SelfSpeculativeLM:
     """A decoder whose controller knows what ``known`` says, and a table measured before."""
     file = replace(known or PlanFile(None), cost=cost)

@@ -89,8 +89,9 @@ class SelfSpeculativeLM:
             proving their sizes. 0: plain decoding. A number: so many tokens a round.
         lookup: whether tokens are looked up in a row's prompt and output, to draft them or to save
             draft passes; a ``LookupStore`` is searched, too, and gets every finished text. The host
-            does that between a round's passes. None: unless there is a plan to draft by and the
-            device runs rounds by itself (``rounds_choice``).
+            does that between a round's passes. None: unless the device runs rounds by itself
+            (``rounds_choice``), as on a GPU, where rounds that the host starts may take longer than
+            look-ups gain; there, too, if ``num_draft_tokens`` is a number and there is no plan.
         exact: True keeps every row's bits whatever it is decoded with, so that drafts and batches
             never change a token. False is faster where that costs (on a CPU, batches and float32:
             bench/LOG.md), and lets last bits, and now and then a token, depend on both.
@@ -147,7 +148,10 @@ class SelfSpeculativeLM:
         self._drafter = EarlyExitDrafter(self.stack, self.plan) if self.plan is not None else None
         self._head, self.coverage_meter = self._trimmed(known)
         self._bench, self._rounds_choice = open_bench(self.stack, self.plan, self._head)
-        by_itself = self._bench is not None and self.plan is not None
+        # What is looked up needs rounds that the host starts, which take a small model on a GPU
+        # three times as long (bench/LOG.md, 2026-11-27).
+        asked_for = self.plan is None and num_draft_tokens not in (AUTO, 0)  # else none drafts
+        by_itself = self._bench is not None and not asked_for
         self.looks_up = lookup is not False and not (lookup is None and by_itself)
         self._controller: Controller | None = None
         self._lock = threading.Lock()

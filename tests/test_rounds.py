@@ -1366,6 +1366,9 @@ def test_what_is_made_inside_inference_mode_serves_outside_it(tokenizer, packed)
 def test_look_ups_give_way_unless_they_are_asked_for(tokenizer):
     model = make_model()
     pack_model(model)
-    for lookup, plan, expected in ((None, EXIT, False), (True, EXIT, True), (None, None, True)):
+    for lookup, plan, expected in ((None, EXIT, False), (True, EXIT, True), (None, None, False)):
         lm = SelfSpeculativeLM(model, tokenizer, plan, lookup=lookup, packed=True)
         assert lm.looks_up is expected
+    fixed = SelfSpeculativeLM(model, tokenizer, num_draft_tokens=4, packed=True)
+    assert fixed.looks_up  # nothing else drafts
+    assert SelfSpeculativeLM(make_model(), tokenizer).looks_up  # where the host runs each round
