@@ -239,7 +239,7 @@ class Rounds:
         shape = self._shape(going, wanted, max(most for _, most in counts))
         choices = [_at_most(shape.num_draft_tokens, choice) for choice in choices]
         self._seat(going, choices)
-        usual = shape in self.recordings and shape.num_draft_tokens == wanted
+        usual = shape in self.recordings and shape.num_draft_tokens <= wanted
         usual &= self.recordings.num_tried == num_tried
         self.usual &= usual
         probing = [
