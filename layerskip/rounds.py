@@ -299,7 +299,11 @@ class Rounds:
         smaller = next(filter(recorded, fewer), None)
         if smaller is not None and _by_half(count, smaller):
             return smaller
-        return larger or smaller or self._shape(rows, 0, 0)
+        if larger is not None or smaller is not None:
+            return larger or smaller
+        plain = self._shape(rows, 0, 0)
+        # If that can't be recorded, the host starts both.
+        return plain if recorded(plain) or plain not in self.recordings else None
 
     def _shape_for(self, num_draft_tokens: int, rows: Sequence[Row]) -> Shape:
         num_rows = 1

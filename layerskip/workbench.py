@@ -182,14 +182,12 @@ class Workbench:
         """Keep ``rounds`` for other decoders; what it holds of this one's rows is let go."""
         rounds.forget()
         with self._lock:
-            known = [r for r in self._idle if r is not rounds]  # or two decoders would have it
-            # Beside the newest those with the most recordings, one without any not: were it always
-            # these, batches that grow over several sizes would record anew each time.
+            # Beside the newest the one with the most recordings, and none without any. Were it
+            # always those with the most, a batch that grows over several sizes would record anew
+            # each time.
+            known = [r for r in self._idle if r is not rounds and len(r.recordings)]
             known.sort(key=lambda r: len(r.recordings))
-            kept = known[len(known) - KEPT + 1 :] if len(rounds.recordings) else known[-KEPT:]
-            self._idle = [r for r in kept if len(r.recordings)]
-            if len(rounds.recordings) or not self._idle:
-                self._idle.append(rounds)
+            self._idle = [*known[1 - KEPT :], rounds]
 
 
 def _roomy(kept: tuple[int, int], asked: tuple[int, int]) -> tuple[int, int]:

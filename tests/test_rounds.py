@@ -520,6 +520,20 @@ def test_where_nothing_is_recorded_texts_decode_plainly_until_that_is(stack, row
     assert max(count for count, _ in told_of(row)) == 5
 
 
+def test_drafts_are_the_host_s_where_nothing_can_be_recorded(stack, monkeypatch):
+    class Refusing(RepeatingRecorder):
+        def record(self, function):
+            raise RecordingError("not here")
+
+    bench = Workbench(stack, EXIT, lambda: Refusing(2))
+    decoder = decoder_of(stack, bench, controller=Scripted(3), num_slots=128)
+    ran = runs_of(decoder, monkeypatch)
+    decode(decoder, spec(PROMPTS[0], k="auto", limit=60))
+    counts = [count for count, _ in ran]
+    assert counts[:2] == [0, 0]  # and the third is tried, in vain
+    assert set(counts[3:-4]) == {3}
+
+
 def test_a_row_that_asks_for_a_number_has_it_beside_one_that_does_not(stack, monkeypatch):
     bench = Workbench(stack, EXIT, lambda: RepeatingRecorder(2))
     decoder = decoder_of(stack, bench, controller=Scripted(1), num_slots=128)
@@ -1127,6 +1141,17 @@ def test_a_batch_that_grew_over_several_sizes_leaves_its_recordings(tokenizer, m
     assert all(made("ab", count) > 0 for count in (1, 2, 3, 4, 5))
     assert made("abcd", 3) > 0
     assert made("abcd", 3) == 0
+
+
+def test_how_often_a_round_came_up_is_known_after_a_short_text(tokenizer, monkeypatch):
+    """Though nothing is recorded over its cache yet, and much over another."""
+    lm = automatic_lm(tokenizer, monkeypatch)
+    lm.generate("a", max_new_tokens=20)
+    for _ in range(3):
+        lm.generate(["a", "b", "c"], max_new_tokens=3, num_draft_tokens=0)
+    large = max(lm._bench._idle, key=lambda r: r.cache.num_rows)
+    assert large.cache.num_rows == 3
+    assert len(large.recordings) == 1
 
 
 def test_what_is_left_behind_forgets_whose_text_ended_where(stack, text):
