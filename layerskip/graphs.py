@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 WARM_UPS = 2  # what is made at first use, kernels and their memory, is made before the capture
 # Rounds of a kind that run unrecorded before one is recorded, as skis are rented until they might
 # have been bought (Karlin and others 1988): many a kind comes up once or twice in a text. On an
-# H200 a recording took two to four times what it saves a round (bench/LOG.md, 2026-11-27).
+# H200 a plain round's recording takes 5 to 19 times what it saves (bench/LOG.md, 2026-11-27), and
+# there is nothing else that could run: most texts have more rounds than that.
 PATIENCE = 2
 # Of the time of rounds, what recordings of drafts may take while others can run in their place; and
 # what may be saved up, so that a long run without any is not followed by a long wait.

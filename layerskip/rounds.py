@@ -36,15 +36,9 @@ from layerskip.seats import (
     slot_sizes,
 )
 from layerskip.speculation import Speculator
+from layerskip.stand_ins import patience, stand_in
 from layerskip.stopping import Choice
 from layerskip.verification import count_matches
-
-# A round of up to so many drafted tokens more may run in the place of one that is not recorded.
-# Each takes 0.3 to 0.35 of a plain token on an H200, a recording 16 to 40 plain tokens, and a round
-# that the host starts takes 7 to 12 times as long (bench/LOG.md, 2026-11-27): so where another can
-# run, a recording has to come up so many times as often as where the host would start it, and yet
-# more often where one of half as many tokens or more can, which gains nearly as much.
-MOST_MORE, WAITS, WAITS_BY_HALF = 3, 8, 64
 
 
 @dataclass(eq=False)
@@ -277,8 +271,10 @@ class Rounds:
         for shape in shapes:
             if self.recordings.has(shape):
                 return shape
-        instead = self._instead(rows, shape.num_draft_tokens)
-        due = self.recordings.due(shape, waits=_waits(shape.num_draft_tokens, instead))
+        count = shape.num_draft_tokens
+        instead = self._instead(rows, count)
+        waits = patience(count, None if instead is None else instead.num_draft_tokens)
+        due = self.recordings.due(shape, waits=waits)
         if due and (instead is None or not self.recordings.dear or self._allowance.affords):
             began = time.perf_counter()
             self._record(shape, has_run=instead is None)
@@ -287,23 +283,19 @@ class Rounds:
         return shape if instead is None or self.recordings.has(shape) else instead
 
     def _instead(self, rows: Sequence[Row], count: int) -> Shape | None:
-        """What can run in the place of a round of so many drafted tokens that is not recorded: one
-        of fewer where the controller has chosen the number, at worst a plain one; or one of a few
-        more, whose further tokens nobody takes."""
-        recorded = self.recordings.has
-        more = range(count + 1, min(count + MOST_MORE, MOST_DRAFTED) + 1) if count else ()
-        larger = next((s for k in more if recorded(s := self._shape_for(k, rows))), None)
-        if not count or any(row.state is None and row.spec.num_draft_tokens != 0 for row in rows):
-            return larger
-        fewer = (self._shape_for(k, rows) for k in reversed(range(count)))
-        smaller = next(filter(recorded, fewer), None)
-        if smaller is not None and _by_half(count, smaller):
-            return smaller
-        if larger is not None or smaller is not None:
-            return larger or smaller
+        """What runs in the place of a round that is not recorded: one that is, at worst a plain one
+        that will be; None: nothing does."""
+        chosen = all(row.state is not None or row.spec.num_draft_tokens == 0 for row in rows)
+        found = stand_in(
+            count, lambda k: self.recordings.has(self._shape_for(k, rows)), may_be_fewer=chosen
+        )
+        if found is not None:
+            return self._shape_for(found, rows)
+        if not count or not chosen:
+            return None
         plain = self._shape(rows, 0, 0)
         # If that can't be recorded, the host starts both.
-        return plain if recorded(plain) or plain not in self.recordings else None
+        return plain if self.recordings.has(plain) or plain not in self.recordings else None
 
     def _shape_for(self, num_draft_tokens: int, rows: Sequence[Row]) -> Shape:
         num_rows = 1
@@ -375,23 +367,9 @@ class Rounds:
         return flight.numbers
 
 
-def _by_half(count: int, instead: Shape) -> bool:
-    """Whether it has half of so many drafted tokens or more, but not more than all."""
-    return count <= 2 * instead.num_draft_tokens <= 2 * count
-
-
-def _waits(count: int, instead: Shape | None) -> int:
-    """How patiently a round of so many drafted tokens is recorded where that can run."""
-    if instead is None:
-        return 1
-    return WAITS_BY_HALF if _by_half(count, instead) else WAITS
-
-
 def _at_most(count: int, choice: Choice) -> Choice:
     """The choice of a row in a round of so many drafted tokens."""
-    if choice.num_draft_tokens <= count:
-        return choice
-    return replace(choice, num_draft_tokens=count)
+    return replace(choice, num_draft_tokens=count) if choice.num_draft_tokens > count else choice
 
 
 def _doubled(last: int) -> list[int]:

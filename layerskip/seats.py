@@ -14,7 +14,7 @@ ON_THEIR_WAY = 2  # packets: one is waited for while the next is made
 # The smallest context that a recording is made for; the next ones are four times as large. One that
 # may attend to more than there is takes hardly longer: on an H200 a plain token of Llama-3.2-1B's
 # shape 1.069 ms at 128 slots of 256, 1.072 at 512 of 1024, of 8B's 4.92 and 4.97, and a recording
-# takes 16 to 40 of them (bench/LOG.md, 2026-11-27).
+# takes 4 to 19 of them (bench/LOG.md, 2026-11-27).
 FIRST_SLOTS, SLOTS_APART = 1024, 4
 
 

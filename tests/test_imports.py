@@ -52,7 +52,7 @@ ENGINE = [
     {"model"},
     {"drafting", "packed"},
     {"attempt", "seats", "verify"},
-    {"device_round", "outcome", "speculation"},
+    {"device_round", "outcome", "speculation", "stand_ins"},
     {"rounds"},
     {"workbench"},
     {"decode"},

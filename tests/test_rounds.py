@@ -413,7 +413,7 @@ def test_what_choosing_takes_is_no_price_of_a_round(stack, bench, monkeypatch):
 def test_no_round_that_was_recorded_meanwhile_is_learnt_from(stack, patience, monkeypatch):
     """Nor one that the host started in the place of a recording, nor one of more passes than the
     tokens that were wanted, which ran in another's place or near the text's end."""
-    monkeypatch.setattr("layerskip.rounds.WAITS", 1)
+    monkeypatch.setattr("layerskip.stand_ins.WAITS", 1)
     bench = Workbench(stack, EXIT, lambda: RepeatingRecorder(patience))
     learnt, texts = [], []
     for _ in range(2):  # the second time all is recorded
@@ -482,7 +482,7 @@ def test_a_recorded_round_runs_until_a_number_has_come_up_often(
             return recording
 
     monkeypatch.setattr(DeviceRound, "__call__", calling)
-    monkeypatch.setattr("layerskip.rounds.WAITS_BY_HALF", 10)  # texts here are short
+    monkeypatch.setattr("layerskip.stand_ins.WAITS_BY_HALF", 10)  # texts here are short
     bench = Workbench(stack, EXIT, lambda: Recorder(2))
     decoder = decoder_of(stack, bench, controller=Scripted(wanted), num_slots=128)
     for k in kept:
@@ -566,7 +566,7 @@ def test_recordings_of_drafts_take_a_small_share_of_the_time_of_rounds(stack, mo
     now = [0.0]
     monkeypatch.setattr("layerskip.rounds.time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr("layerskip.graphs.RECORDING_SHARE", 0.5)
-    monkeypatch.setattr("layerskip.rounds.WAITS", 1)
+    monkeypatch.setattr("layerskip.stand_ins.WAITS", 1)
 
     class Recorder(RepeatingRecorder):
         def record(self, function):
