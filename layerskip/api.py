@@ -91,7 +91,8 @@ class SelfSpeculativeLM:
             draft passes; a ``LookupStore`` is searched, too, and gets every finished text. The host
             does that between a round's passes. None: unless the device runs rounds by itself
             (``rounds_choice``), as on a GPU, where rounds that the host starts may take longer than
-            look-ups gain; there, too, if ``num_draft_tokens`` is a number and there is no plan.
+            look-ups gain; there, too, if ``num_draft_tokens`` here, not of a request, is a number
+            above 0 and there is no plan.
         exact: True keeps every row's bits whatever it is decoded with, so that drafts and batches
             never change a token. False is faster where that costs (on a CPU, batches and float32:
             bench/LOG.md), and lets last bits, and now and then a token, depend on both.
@@ -183,7 +184,8 @@ class SelfSpeculativeLM:
             exit_layer: draft with this many leading layers.
             plan: or with this plan, or plan file (``layerskip search`` writes one). With neither,
                 the one in the folder's ``layerskip.json``; if there is none, the first of the exits
-                that its config says were trained (``early_exit_layers``); else only look-ups draft.
+                that its config says were trained (``early_exit_layers``); else only look-ups draft,
+                if there are any (``lookup``).
             num_draft_tokens: as for the class; None takes the plan file's, "auto" as a rule.
             dtype: "bfloat16", "float16", "float32" or None for the checkpoint's own.
             device: "cpu", "cuda" or "auto" (CUDA where there is one).

@@ -159,7 +159,8 @@ class Controller:
         if not all(state.may_rest for state in states):
             return None
         rows = len(states) + beside
-        if not all(s.rests(rows, c) for s, c in zip(states, confidences, strict=True)):
+        credit = min(s.shared.credit for s in states)  # a probe needs as much of each kind
+        if not all(s.rests(rows, c, credit) for s, c in zip(states, confidences, strict=True)):
             return None
         return [Choice("none", 0, plain_seconds=state.rest()) for state in states]
 

@@ -199,10 +199,11 @@ class RowState:
         """Whether the next round can be one of those at all; most rows' cannot."""
         return self._rests > 0
 
-    def rests(self, beside: int, confidence: float = 0.0) -> bool:
+    def rests(self, beside: int, confidence: float = 0.0, credit: float | None = None) -> bool:
         """Whether the next round, of so many rows, is one of those, with looked-up tokens of such a
-        confidence."""
-        idle = self._rests > 0 and self.shared.credit < self._awaited
+        confidence; by the credit that all rows have, if not its own kind's."""
+        own = self.shared.credit if credit is None else credit
+        idle = self._rests > 0 and own < self._awaited
         return idle and beside == self._beside and confidence <= self._declined
 
     def sleeps(self, beside: int) -> bool:

@@ -195,11 +195,12 @@ class Allowance:
 
     def earn(self, seconds: float) -> None:
         """Rounds have taken so many."""
-        self._saved = min(self._saved + RECORDING_SHARE * seconds, max(MOST_SAVED, self._last))
+        self._saved = min(self._saved + RECORDING_SHARE * seconds, MOST_SAVED)
 
     def spend(self, seconds: float) -> None:
-        """A recording has taken so many."""
-        self._saved, self._last = self._saved - seconds, seconds
+        """A recording has taken so many: of one that had to wait for another's, not all of it."""
+        self._last = min(seconds, MOST_SAVED)
+        self._saved -= self._last
 
 
 class Recordings:

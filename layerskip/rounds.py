@@ -36,7 +36,7 @@ from layerskip.seats import (
     slot_sizes,
 )
 from layerskip.speculation import Speculator
-from layerskip.stand_ins import patience, stand_in
+from layerskip.stand_ins import may_draft, patience, stand_in
 from layerskip.stopping import Choice
 from layerskip.verification import count_matches
 
@@ -224,7 +224,8 @@ class Rounds:
         if not going:
             return False
         began = time.perf_counter()
-        counts = speculator.counted(going)
+        drafts = may_draft(self.recordings, self._shape_for(0, going), self._allowance)
+        counts = speculator.counted(going, drafts=drafts)
         self.choosing_seconds += time.perf_counter() - began
         choices = [choice for choice, _ in counts]
         room = (left - 1 for left in most_left if left > 0)

@@ -70,7 +70,9 @@ class Speculator:
             guesses = [guess_for(row, self.store, looks_up=self.looks_up) for row in rows]
         if (rest := self._at_rest(rows, guesses)) is not None:
             return [(choice, NO_GUESS) for choice in rest]
-        return list(zip(self._choices(rows, guesses, self._by_host), guesses, strict=True))
+        drafts = self.drafter is not None
+        choices = self._choices(rows, guesses, self._by_host, drafts=drafts)
+        return list(zip(choices, guesses, strict=True))
 
     def attempt(
         self, rows: Sequence[Row], decided: Sequence[tuple[Choice, Guess]], cache: KVCache
@@ -99,11 +101,20 @@ class Speculator:
         parts = zip(requests, choices, drafts, guesses, stoppers, probing, behind, strict=True)
         return [Attempt(*each) for each in parts]
 
-    def counted(self, rows: Sequence[Row]) -> list[tuple[Choice, int]]:
+    def counted(self, rows: Sequence[Row], *, drafts: bool = True) -> list[tuple[Choice, int]]:
         """For rounds whose drafts have their length before they begin, and are early exits: each
-        row's choice, and how many tokens it would draft if its limit were far."""
+        row's choice, and how many tokens it would draft if its limit were far.
+
+        Args:
+            drafts: whether rows that leave it to the controller may draft at all.
+        """
         counted = []
-        choices = self._choices(rows, [NO_GUESS] * len(rows), self.controller)
+        choices = self._choices(
+            rows,
+            [NO_GUESS] * len(rows),
+            self.controller,
+            drafts=drafts and self.drafter is not None,
+        )
         for row, choice in zip(rows, choices, strict=True):
             wanted = row.spec.num_draft_tokens
             most = 0 if wanted == AUTO else most_draft_tokens(wanted)
@@ -143,7 +154,12 @@ class Speculator:
         return known if known is None or known.by_host is None else known.by_host
 
     def _choices(
-        self, rows: Sequence[Row], guesses: Sequence[Guess], controller: Controller | None
+        self,
+        rows: Sequence[Row],
+        guesses: Sequence[Guess],
+        controller: Controller | None,
+        *,
+        drafts: bool,
     ) -> list[Choice]:
         choices: dict[int, Choice] = {}
         asks: dict[int, Ask] = {}
@@ -159,7 +175,7 @@ class Speculator:
             assert controller is not None
             chosen = controller.choose(
                 list(asks.values()),
-                drafts=self.drafter is not None,
+                drafts=drafts,
                 fixed=[c.num_draft_tokens for c in choices.values()],
             )
             choices |= zip(asks, chosen, strict=True)

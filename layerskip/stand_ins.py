@@ -1,8 +1,11 @@
 """Which recorded round runs in the place of one that is not recorded, and for how long."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from layerskip.seats import MOST_DRAFTED
+from layerskip.graphs import Allowance, Recordings
+from layerskip.params import MAX_AUTO_DRAFT_TOKENS
+from layerskip.seats import MOST_DRAFTED, Shape
 
 # A round of up to so many drafted tokens more may run in the place of one that is not recorded.
 # Each takes 0.3 to 0.35 of a plain token on an H200, a recording 4 to 19 plain tokens, and a round
@@ -26,6 +29,22 @@ def stand_in(count: int, recorded: Callable[[int], bool], *, may_be_fewer: bool)
     if smaller is not None and (larger is None or _by_half(count, smaller)):
         return smaller
     return larger
+
+
+def may_draft(recordings: Recordings, plain: Shape, allowance: Allowance) -> bool:
+    """Whether a round that drafts can run for rows that leave that to the controller. Else they
+    rest: a probe that runs as a plain round tells nothing, and would be tried again and again.
+
+    Args:
+        plain: the rows' plain round.
+        allowance: of recordings to be made.
+    """
+    if not recordings.dear or (allowance.affords and not recordings.full):
+        return True
+    if plain in recordings and not recordings.has(plain):  # the host starts them all
+        return True
+    counts = range(1, MAX_AUTO_DRAFT_TOKENS + MOST_MORE + 1)
+    return any(recordings.has(replace(plain, num_draft_tokens=count)) for count in counts)
 
 
 def patience(count: int, instead: int | None) -> int:

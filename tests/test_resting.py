@@ -109,6 +109,18 @@ def test_rows_rest_beside_one_whose_number_is_fixed():
     assert controller.at_rest(states, [0.0, 0.0], beside=2) is None
 
 
+def test_rows_of_two_kinds_rest_until_both_can_pay_for_a_probe():
+    """It needs as much credit of each kind: with that of one of them nothing could be done."""
+    controller = Controller(table(0.35), [0.05])
+    states = [controller.row(kind, 60) for kind in ("greedy", "coupled")]
+    for state in states:
+        state.rest_for(MOST_AT_REST, 1.0, 1.0, beside=2)
+    states[0].shared.credit, states[1].shared.credit = 2.0, 0.5
+    assert controller.at_rest(states, [0.0, 0.0]) is not None
+    states[1].shared.credit = 1.0
+    assert controller.at_rest(states, [0.0, 0.0]) is None
+
+
 def test_a_row_that_drafts_rests_no_more():
     """Even where it is as it was when it rested: by itself, with too little credit for a probe."""
     controller, state = resting_row()

@@ -20,7 +20,7 @@ from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
 from layerskip.device_round import DeviceRound
 from layerskip.drafting import EarlyExitDrafter
-from layerskip.graphs import LIMIT_BYTES, RecordingError, RepeatingRecorder
+from layerskip.graphs import LIMIT_BYTES, Allowance, RecordingError, RepeatingRecorder
 from layerskip.model import pack_model
 from layerskip.packed import PackedStack
 from layerskip.recorded_passes import RecordedPasses
@@ -566,6 +566,7 @@ def test_recordings_of_drafts_take_a_small_share_of_the_time_of_rounds(stack, mo
     now = [0.0]
     monkeypatch.setattr("layerskip.rounds.time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr("layerskip.graphs.RECORDING_SHARE", 0.5)
+    monkeypatch.setattr("layerskip.graphs.MOST_SAVED", 100.0)
     monkeypatch.setattr("layerskip.stand_ins.WAITS", 1)
 
     class Recorder(RepeatingRecorder):
@@ -596,8 +597,42 @@ def test_recordings_of_drafts_take_a_small_share_of_the_time_of_rounds(stack, mo
         decoder.leave(row.id)
     numbers, times = zip(*made, strict=True)
     assert numbers == (3, 2, 1)
-    # The first is owed for, and the next must be there before it is made.
-    assert [later - earlier for earlier, later in pairwise(times)] == [40.0, 20.0]
+    # Two rounds had earned a second: the first is owed for, and the next must be there before it
+    # is made.
+    assert [later - earlier for earlier, later in pairwise(times)] == [38.0, 20.0]
+
+
+def test_a_recording_that_had_to_wait_is_not_owed_for_long():
+    allowance = Allowance()
+    assert allowance.affords
+    allowance.spend(5.0)
+    rounds = 0
+    while not allowance.affords:
+        allowance.earn(0.01)
+        rounds += 1
+    assert 0.01 * rounds == pytest.approx(2 * 0.2 / 0.05, rel=0.01)
+
+
+def test_rows_rest_while_no_round_that_drafts_can_run(stack, monkeypatch):
+    """Else they would try one again and again, and choose anew in each round."""
+    monkeypatch.setattr("layerskip.graphs.RECORDING_SHARE", 0.0)
+    passes, draft = (Curve((8, 64), (0,), ((each, 2 * each),)) for each in (1.0, 0.6))
+    known = Controller(CostTable(draft, draft, passes, 0.0, 1, {}), [0.3], follows_clock=False)
+    full, at_rest = [], known.at_rest
+
+    def resting(*given, **more):
+        rest = at_rest(*given, **more)
+        full.append(rest is None)
+        return rest
+
+    monkeypatch.setattr(known, "at_rest", resting)
+    bench = Workbench(stack, EXIT, lambda: RepeatingRecorder(2))
+    decoder = decoder_of(stack, bench, controller=known, num_slots=256)
+    decoder.rounds._allowance.spend(1.0)
+    rows = decode(decoder, *(spec(p, k="auto", limit=150) for p in PROMPTS[:2]))
+    assert {r.num_draft_tokens for row in rows for r in row.rounds} == {0}
+    assert len(full) > 100
+    assert sum(full) < 20
 
 
 def test_a_plain_round_is_recorded_as_soon_as_one_of_drafts_would_be(stack):

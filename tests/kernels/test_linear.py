@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from backends import forget_steps
 from measure import ROUNDING, error, exactly, mirrored
 
 import layerskip.ops.kernels
@@ -120,12 +121,13 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(layer):
         assert torch.equal(run(x[:count]), together[:count]), count
 
 
-def test_outputs_of_a_block_change_no_bit(layer, monkeypatch):
+def test_outputs_of_a_block_change_no_bit(layer, kernels, monkeypatch):
     """A block of threads that takes three tiles of outputs, one after another."""
     run, x = layer
     apart = run(x)
     monkeypatch.setattr(layerskip.ops.kernels, "FEW_TILES", 0)
     monkeypatch.setattr(layerskip.ops.kernels, "MANY_BLOCKS", 1)
+    forget_steps(kernels)
     for count in (1, 8, 9, 33, ALL_ROWS):
         assert torch.equal(run(x[:count]), apart[:count]), count
 
