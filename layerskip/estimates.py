@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 from layerskip.experience import (
     LARGEST,
-    LOOKUP_WEIGHT,
     SHARED_DISCOUNT,
     Experience,
     bin_of_match,
-    lookup_prior,
     new_shares,
 )
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
@@ -242,6 +240,5 @@ class RowState:
         for i, success in enumerate(hits):
             match_bin = bin_of_match(match_length, i)
             share = self.shared.lookup(match_bin, stored)
-            expected = share.mean(lookup_prior(match_bin, stored), LOOKUP_WEIGHT)
-            self._lookup_ratio.add(success, expected)
+            self._lookup_ratio.add(success, share.value)
             share.add(success, SHARED_DISCOUNT)

@@ -56,9 +56,19 @@ class Share:
     hits: float = 0.0
     trials: float = 0.0
 
+    @classmethod
+    def begun(cls, prior: float, weight: float) -> "Share":
+        """As if so many trials with the share ``prior`` had been seen, until that wears off."""
+        return cls(weight * prior, weight)
+
     def add(self, success: bool, discount: float) -> None:
         self.hits = discount * self.hits + success
         self.trials = discount * self.trials + 1.0
+
+    @property
+    def value(self) -> float:
+        """Of one that has begun."""
+        return min(LARGEST, self.hits / self.trials)
 
     def mean(self, prior: float, weight: float) -> float:
         """As if ``weight`` trials with the share ``prior`` had come first."""
@@ -195,12 +205,14 @@ class Experience:
         """Of looked-up tokens; a match in a store says less than one in the text itself."""
         key = (stored, match_bin)
         if key not in self.lookups:
-            return self.lookups.setdefault(key, Share())
+            # It wears off: some texts never repeat themselves, and that has to be learnt.
+            begun = Share.begun(lookup_prior(match_bin, stored), LOOKUP_WEIGHT)
+            return self.lookups.setdefault(key, begun)
         return self.lookups[key]
 
     def lookup_acceptance(self, match_bin: int, stored: bool) -> float:
         """Of a looked-up token once those before it are accepted."""
-        return self.lookup(match_bin, stored).mean(lookup_prior(match_bin, stored), LOOKUP_WEIGHT)
+        return self.lookup(match_bin, stored).value
 
 
 def new_shares(count: int) -> list[Share]:

@@ -16,7 +16,14 @@ from layerskip.asks import MOST_CREDIT, Ask
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.estimates import RowState
-from layerskip.experience import LARGEST, Calibration, Experience, ToldChances, lookup_confidence
+from layerskip.experience import (
+    LARGEST,
+    Calibration,
+    Experience,
+    ToldChances,
+    bin_of_match,
+    lookup_confidence,
+)
 from layerskip.lookup import FORCED_MATCH, LONGEST_MATCH
 from layerskip.pace import LOOKING, Pace, affordable, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
@@ -1060,6 +1067,20 @@ def test_what_a_store_offered_says_nothing_of_a_text_s_own_look_ups():
     own, stored = (state.shared.lookup_acceptance(2, kind) for kind in (False, True))
     assert own == other.shared.lookup_acceptance(2, False)
     assert stored < 0.5 * other.shared.lookup_acceptance(2, True)
+
+
+def test_look_ups_that_are_never_right_are_given_up_and_come_back():
+    """However cheap a second token is thought to be: what was expected of them wears off."""
+    shared = Experience((0.6,))
+    for _ in range(4):
+        state = RowState(shared)
+        for _ in range(100):
+            state.add_lookup(LONGEST_MATCH, [False], stored=False)
+    assert shared.lookup_acceptance(bin_of_match(LONGEST_MATCH, 0), False) < 0.01
+    assert RowState(shared).lookup_survivals(LONGEST_MATCH, False, 1) == []
+    for _ in range(10):
+        state.add_lookup(LONGEST_MATCH, [True], stored=False)
+    assert state.lookup_survivals(LONGEST_MATCH, False, 1)[0] > 0.1
 
 
 def test_right_tokens_lengthen_a_match():
