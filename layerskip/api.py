@@ -85,8 +85,8 @@ class SelfSpeculativeLM:
             look-ups alone.
         num_draft_tokens: default for requests that do not say. "auto": from round to round what
             pays, by the acceptance seen so far and the time of passes, which are measured for less
-            than a second at the first use unless the plan file brings them, after up to 0.3 s of
-            proving their sizes. 0: plain decoding. A number: so many tokens a round.
+            than a second at the first use unless the plan file brings them, after up to half a
+            second of proving their sizes. 0: plain decoding. A number: so many tokens a round.
         lookup: whether tokens are looked up in a row's prompt and output, to draft them or to save
             draft passes; a ``LookupStore`` is searched, too, and gets every finished text. The host
             does that between a round's passes. None: unless the device runs rounds by itself
