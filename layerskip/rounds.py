@@ -95,7 +95,6 @@ class Rounds:
         vocab_ids: Tensor | None = None,
         allowance: Allowance | None = None,
     ) -> None:
-        self.stack = stack
         self._allowance = allowance or Allowance()
         self._function = DeviceRound(stack, plan, vocab_ids)
         self.recordings, self.reason = recordings, ""

@@ -73,7 +73,7 @@ class Cusum:
         drafts_per_false_alarm: float = DRAFTS_PER_FALSE_ALARM,
         errors: float = 1.0,
     ) -> None:
-        self.baseline, self._shift = baseline, shift
+        self.baseline = baseline
         self.threshold = threshold(shift, drafts_per_false_alarm)
         self.num_drafts = 0
         self.sums = {direction: 0.0 for direction, _ in SIGNS}
