@@ -258,10 +258,5 @@ class AfterMarker:
             del self._text[len(self._text) - (count - inside) :]
             self._found = False
 
-    def fork(self) -> "AfterMarker":
-        copy = AfterMarker(self._inner.fork(), self._marker, self._bytes)
-        copy._text, copy._inside, copy._found = [*self._text], self._inside, self._found
-        return copy
-
     def forced(self) -> tuple[int, ...]:
         return self._inner.forced() if self._found else ()

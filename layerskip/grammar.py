@@ -44,9 +44,6 @@ class Matcher(Protocol):
     def rollback(self, count: int) -> None:
         """Take the last ``count`` tokens back."""
 
-    def fork(self) -> "Matcher":
-        """An independent copy."""
-
     def forced(self) -> tuple[int, ...]:
         """Tokens of the text that has to follow whatever happens, as the tokenizer would write
         it; another spelling may be allowed too."""

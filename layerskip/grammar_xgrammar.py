@@ -150,9 +150,6 @@ class XGrammarMatcher:
         if count:
             self._matcher.rollback(count)
 
-    def fork(self) -> "XGrammarMatcher":
-        return XGrammarMatcher(self._matcher.fork(), self._vocabulary)
-
     def forced(self) -> tuple[int, ...]:
         try:
             text = self._matcher.find_jump_forward_string()

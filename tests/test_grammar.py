@@ -6,7 +6,7 @@ test_grammar_drafts.py, each name without its ``test_``):
 A marker inside the accepted window or of several tokens (vLLM #31858, #34650, #43338), and a
 doubled brace behind it (#48228)
   c/a_grammar_begins_behind_its_marker_however_that_is_spelt
-  c/a_marker_matcher_rolls_back_and_forks
+  c/a_marker_matcher_rolls_back
   d/a_marker_of_several_tokens_in_the_middle_of_a_block
 
 A mask asked for after the end, or tokens after a stop (vLLM #53777, OpenVINO #4081, SGLang
@@ -26,7 +26,7 @@ Masks of another type or shape (SGLang #24283, #15050), and -1 as padding
   g/tokens_that_are_none_are_not_taken
 
 A backend that can't go back, let through (SGLang #24413)
-  d/a_matcher_can_go_back_and_be_copied
+  d/a_matcher_can_go_back
 
 Stuck after a first forced choice (SGLang #9187)
   c/a_forbidden_draft_gives_way_to_the_target_s_own_token
