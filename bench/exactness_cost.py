@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 python bench/exactness_cost.py --dtype bfloat16
 
-One engine pads passes to the row quantum and attends to whole blocks of slots, as the probe asks
-(DESIGN 3.6); the other takes exact widths. They decode the same prompts for the same number of
-rounds, turn by turn; the figure is the median of the ratios of neighbours. Without exactness texts
-may differ, so times are per round. With one thread the clock is the process's CPU time, which
-other processes on the machine do not count in.
+One engine pads passes to the row quantum and attends to whole blocks of slots, as the probe asks;
+the other takes exact widths. They decode the same prompts for the same number of rounds, turn by
+turn; the figure is the median of the ratios of neighbours. Without exactness texts may differ,
+so times are per round. With one thread the clock is the process's CPU time, which other processes
+on the machine do not count in.
 """
 
 import argparse

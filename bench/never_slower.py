@@ -1,4 +1,4 @@
-"""How much slower than plain decoding it can get: DESIGN's bounds by the clock.
+"""How much slower than plain decoding it can get, by the clock, beside what is allowed.
 
     OMP_NUM_THREADS=1 python bench/never_slower.py
     OMP_NUM_THREADS=1 python bench/never_slower.py --prompts prompts.jsonl --cases 'short; ramp'

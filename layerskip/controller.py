@@ -1,11 +1,11 @@
 """How far to draft: estimates of acceptance, and what the cost table makes of them.
 
 A round with k drafted tokens emits ``E(k) = 1 + sum_{i<=k} prod_{j<=i} a_j`` tokens in
-``T_round(k)`` seconds; the controller takes the k with the most tokens a second, 0 among them
-(DESIGN 6). While a draft grows, each token's own confidence, calibrated by what verification made
-of such confidences before, says whether the next one is worth its pass. Greedy and coupled output
-never depends on any of this; for token-level and block verification a drafted token always stays
-in the draft, so that its length depends only on what was drawn before (DESIGN 3.5).
+``T_round(k)`` seconds; the controller takes the k with the most tokens a second, 0 among them.
+While a draft grows, each token's own confidence, calibrated by what verification made of such
+confidences before, says whether the next one is worth its pass. Greedy and coupled output never
+depends on any of this; for token-level and block verification a drafted token always stays in the
+draft, so that its length depends only on what was drawn before.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """The head over chosen columns of the vocabulary: copied rows of its weight.
 
-A draft pass of a small model is mostly its head (DESIGN 6), and the head is as wide as what may
-be guessed. Whatever a draft can't guess has q = 0: every verification mode stays exact.
+A draft pass of a small model is mostly its head, and the head is as wide as what may be guessed.
+Whatever a draft can't guess has q = 0: every verification mode stays exact.
 """
 
 from collections.abc import Callable, Iterable

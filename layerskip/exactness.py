@@ -2,7 +2,7 @@
 
 On a CPU the kernels of one row and of several differ, and so do their roundings. Two habits undo
 that wherever the probe finds that they do: passes are padded to a multiple of some rows, and
-attention sees whole blocks of slots, masked (DESIGN 3.6).
+attention sees whole blocks of slots, masked.
 """
 
 from collections.abc import Callable, Sequence

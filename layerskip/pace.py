@@ -1,4 +1,4 @@
-"""What a round's passes take, and which drafted tokens are worth them: the sums of DESIGN 6."""
+"""What a round's passes take, and which drafted tokens are worth them."""
 
 import itertools
 from bisect import bisect_right

@@ -1,5 +1,5 @@
-"""DESIGN 3.6 in bits: tokens, log-probabilities and the cache of a row do not depend on drafts,
-on the other rows of its batch, or on its place among them.
+"""Tokens, log-probabilities and the cache of a row do not depend on drafts, on the other
+rows of its batch, or on its place among them.
 
 Every case is held against the same prompt alone, without a draft. Floats are compared exactly.
 """

@@ -541,7 +541,7 @@ def test_the_choice_is_the_largest_of_the_formula():
     state = controller.row("greedy")
     state.stake = 100.0
     choice = controller.choose([Ask(state, 0, MAX_AUTO_DRAFT_TOKENS)], drafts=True)[0]
-    expected = {  # DESIGN 6: at c = 0.25 and a = 0.8 the best k is 3, 1.64 times plain
+    expected = {  # at c = 0.25 and a = 0.8 the best k is 3, 1.64 times plain
         k: sum(0.8**i for i in range(k + 1)) / (0.25 * k + 1.0) for k in range(17)
     }
     assert max(expected, key=expected.get) == 3

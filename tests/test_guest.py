@@ -1,5 +1,5 @@
-"""DESIGN 4: whatever a model has been through, it is decoded exactly and left as it was, or
-refused by name. What is done to it later is seen as far as it is done to its tensors."""
+"""Whatever a model has been through, it is decoded exactly and left as it was, or refused
+by name. What is done to it later is seen as far as it is done to its tensors."""
 
 import copy
 import functools

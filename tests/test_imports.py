@@ -1,4 +1,4 @@
-"""Floors of DESIGN 5: imports only go down."""
+"""Floors of the package: imports only go down."""
 
 import ast
 import graphlib

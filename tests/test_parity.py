@@ -1,4 +1,4 @@
-"""The matrix of DESIGN 3: tokens are those of plain decoding, however they are drafted.
+"""The matrix: tokens are those of plain decoding, however they are drafted.
 
 The plain reference of every case runs alone. Contexts lie around the blocks of 128 and 512 slots
 that attention reads, and around the chunk of 512 tokens that a prefill takes.

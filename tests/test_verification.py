@@ -143,7 +143,7 @@ class Stopping:
 
 
 NEVER = Stopping(lambda q: False, "before")
-# Two of these are allowed (DESIGN 3.5). Dropping what was drawn is not.
+# Two of these are allowed. Dropping what was drawn is not.
 BEFORE, KEPT, DROPPED = (Stopping(lambda q: q < 0.6, how) for how in ("before", "kept", "dropped"))
 
 
@@ -271,7 +271,7 @@ def token_level_residual(verification, p, q, draft, num_accepted):
 
 @pytest.mark.parametrize("verification", DRAWN)
 def test_what_is_wrong_is_seen(verification):
-    """Mistakes that DESIGN 3 warns of: enumeration that let them pass would prove nothing."""
+    """Mistakes that are easily made: enumeration that let them pass would prove nothing."""
     models = make_models("trimmed", 3, 3, seed=1)
     bare = replace(models, q=[q * 0.7 for q in models.q])  # of the kept ids alone, as if all were
     errors = {

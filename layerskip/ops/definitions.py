@@ -213,7 +213,7 @@ def gumbel_noise(
     stream: int = reference.TARGET_STREAM,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """Counter-based standard Gumbel noise (DESIGN 3.2), the same bits on every device.
+    """Counter-based standard Gumbel noise, the same bits on every device.
 
     Args:
         seeds: ``(rows,)`` int64.

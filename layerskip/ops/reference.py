@@ -25,7 +25,7 @@ def decode_attention(
     """Attention of a few new positions per sequence over its cache.
 
     Query heads are folded into rows of their key head, so keys are read once and never repeated,
-    and every call of one model has the same number of rows per position (DESIGN: bits).
+    and every call of one model has the same number of rows per position.
 
     Args:
         q: ``(batch, seqlen, nheads, headdim)``.

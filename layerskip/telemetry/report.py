@@ -12,7 +12,7 @@ from typing import Any
 from layerskip.telemetry.buckets import Bucket
 from layerskip.telemetry.drift import Drift
 
-ENOUGH_REQUESTS = 500  # article S2; a p10 of 500 still lies anywhere from the 7.4 to the 12.6 %
+ENOUGH_REQUESTS = 500  # a p10 of 500 still lies anywhere from the 7.4 to the 12.6 %
 REPORT_VERSION = 1
 
 
@@ -154,9 +154,9 @@ class Paired:
 
 @dataclass(frozen=True)
 class Inequality:
-    """Article S2's ``a > 1 + alpha + beta``, in units of one plain pass of the cost table.
+    """Whether drafting pays, ``a > 1 + alpha + beta``, in units of a plain pass of the cost table.
 
-    It is right if ``a`` counts the token that every round emits by itself (bonus or recovered),
+    That is right if ``a`` counts the token that every round emits by itself (bonus or recovered),
     and ``alpha`` is the whole draft phase. Over rounds that drafted; those that did not cost 1 and
     emit 1, and change no sign.
 
@@ -201,7 +201,7 @@ class Inequality:
 
     @property
     def margin_without_bonus(self) -> float:
-        """Bonus not counted, as the article's words have it: one whole token too strict."""
+        """Bonus not counted: one whole token too strict."""
         return self.accepted.value - self.threshold
 
     @property
