@@ -75,13 +75,10 @@ class LayerWeights:
     def of(cls, layer: Any, index: int, window: int | None) -> "LayerWeights":
         """Of a layer whose weights lie side by side (``why_not``)."""
         attention, mlp = layer.self_attn, layer.mlp
-        pre = getattr(layer, "input_layernorm", None)
-        middle, post = layer.post_attention_layernorm, None
-        norms: tuple[Any, Any] = (pre, middle)
-        after: tuple[Any, Any] = (None, None)
+        pre, middle = getattr(layer, "input_layernorm", None), layer.post_attention_layernorm
+        before, after = (pre, middle), (None, None)
         if pre is None:  # OLMo 2: the same names, other places
-            post = layer.post_feedforward_layernorm
-            norms, after = (None, None), (middle, post)
+            before, after = (None, None), (middle, layer.post_feedforward_layernorm)
         own = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         q_norm, k_norm = (_weight(norm) for norm in own)
         qkv, qkv_bias = cast(tuple[Tensor, Tensor | None], side_by_side(_qkv(attention)))
@@ -96,7 +93,7 @@ class LayerWeights:
             gate=gate,
             up=up,
             down=mlp.down_proj.weight.detach(),
-            before=(_weight(norms[0]), _weight(norms[1])),
+            before=(_weight(before[0]), _weight(before[1])),
             after=(_weight(after[0]), _weight(after[1])),
             head_norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
             eps=middle.variance_epsilon,
