@@ -31,11 +31,8 @@ ORIGINS = {
 }
 # What no page may hold: control characters (but for tabs and line breaks), half characters, and
 # marks that turn the direction of what follows them: they made "128-511" out of "115-821".
-NOT_TEXT = dict.fromkeys((*range(32), *range(127, 160)), "�")
-NOT_TEXT |= dict.fromkeys(range(0xD800, 0xE000), "\N{REPLACEMENT CHARACTER}")
-NOT_TEXT |= dict.fromkeys(
-    (*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\N{REPLACEMENT CHARACTER}"
-)
+SPANS = ((0, 32), (127, 160), (0xD800, 0xE000), (0x202A, 0x202F), (0x2066, 0x206A))
+NOT_TEXT = {code: "\N{REPLACEMENT CHARACTER}" for span in SPANS for code in range(*span)}
 NOT_TEXT |= {ord("\t"): "\t", ord("\n"): "\n", ord("\r"): ""}
 
 
