@@ -128,7 +128,7 @@ class Skeleton:
     divides_products = False
 
     def __init__(self, twin: PreTrainedModel, attention_before: str) -> None:
-        self.twin, self._run = twin, Run()
+        self._run = Run()
         self._layers = list(decoder_layers(twin))
         for module in chain.from_iterable(layer.modules() for layer in self._layers):
             setattr(module, RUN, self._run)
