@@ -38,7 +38,6 @@ class Decoded:
         num_passes: rounds of the batch, however many sequences took part; a step without records
             only started one.
         caches: what was kept of keys and values, if asked for.
-        kv_cache_bytes: of the whole cache.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -47,7 +46,6 @@ class Decoded:
     rounds: tuple[Round, ...]
     num_passes: int
     caches: tuple[CachedText | None, ...]
-    kv_cache_bytes: int
 
     @property
     def num_tokens(self) -> int:
@@ -121,7 +119,6 @@ def decode(
         rounds=tuple(rounds),
         num_passes=passes,
         caches=tuple(out.cache for out in outputs),
-        kv_cache_bytes=max(out.stats.kv_cache_bytes for out in outputs),
     )
 
 
