@@ -6,16 +6,15 @@ Rows are ``{"text"}``, ``{"prompt", "completion"}``, ``{"messages"}``, ``{"quest
 
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 from rows import BadRow, Row, read_rows
 from tokens import UNTRAINED, Sample, encode
 
 __all__ = ["UNTRAINED", "BadRow", "Corpus", "Sample", "Samples", "load", "prompts"]
 
-BadRows = Literal["skip", "fail"]
 HASHES = 2**64
 
 
@@ -85,9 +84,7 @@ def load(
     tokenizer: Any,
     *,
     held_out_share: float = 0.05,
-    bad_rows: BadRows = "skip",
     allow_prompts: bool = False,
-    limit: int | None = None,
 ) -> Corpus:
     """Read, tokenize and divide a source of text.
 
@@ -99,29 +96,26 @@ def load(
         held_out_share: of the rows, chosen by the hash of their content: a row is on the same side
             for ever, in whatever order or company. Of few rows, one is on either side at least; of
             a single text its last part is held out.
-        bad_rows: "skip" reports them in the result, "fail" raises at the first.
         allow_prompts: rows that are a prompt alone are taken, with nothing to learn in them: what
             follows is to be generated.
-        limit: most rows that are used.
 
     Raises:
-        ValueError: there is no such source, it holds fewer than two different rows that can be
-            used, or with "fail" a row cannot be used (file and line are named).
+        ValueError: there is no such source, or it holds fewer than two different rows that can be
+            used.
     """
     if not 0.0 < held_out_share <= 0.5:
         raise ValueError(f"held_out_share must be above 0 and at most 0.5, got {held_out_share}")
-    if bad_rows not in ("skip", "fail"):
-        raise ValueError(f"bad_rows must be 'skip' or 'fail', got {bad_rows!r}")
     bad: list[BadRow] = []
     hashes = array("Q")
     encoded = Samples()
     only: Row | None = None
-    for row in _good(read_rows(source), bad, bad_rows):
-        if len(hashes) == limit:
-            break
+    for row in read_rows(source):
+        if isinstance(row, BadRow):
+            bad.append(row)
+            continue
         sample = encode(row, tokenizer, allow_prompts=allow_prompts)
         if isinstance(sample, str):
-            _note(BadRow(row.source, row.line, sample), bad, bad_rows)
+            bad.append(BadRow(row.source, row.line, sample))
             continue
         only = row if not hashes else only
         hashes.append(row.hash)
@@ -137,20 +131,6 @@ def load(
             f"on and one to hold out are needed{first}"
         )
     return Corpus(*_divided(encoded, hashes, held_out_share), tuple(bad))
-
-
-def _good(found: Iterator[Row | BadRow], bad: list[BadRow], bad_rows: BadRows) -> Iterator[Row]:
-    for row in found:
-        if isinstance(row, Row):
-            yield row
-        else:
-            _note(row, bad, bad_rows)
-
-
-def _note(row: BadRow, bad: list[BadRow], bad_rows: BadRows) -> None:
-    if bad_rows == "fail":
-        raise ValueError(f"{row}; mend or remove it, or leave such rows out with bad_rows=skip")
-    bad.append(row)
 
 
 def _cut(row: Row, share: float) -> tuple[Row, Row]:
