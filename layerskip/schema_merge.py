@@ -151,35 +151,32 @@ class Node:
     def parts(self, keyword: str) -> list["Node"]:
         """Schemas of a keyword that has a list of them."""
         place = self.places.get(keyword, "")
-        return [self._inner(s, f"{place}/{i}") for i, s in enumerate(self.words.get(keyword, ()))]
+        return [Node.of(s, f"{place}/{i}") for i, s in enumerate(self.words.get(keyword, ()))]
 
     def part(self, keyword: str) -> "Node | None":
         """The schema of a keyword that has one."""
         if keyword not in self.words:
             return None
-        return self._inner(self.words[keyword], self.places[keyword])
-
-    def _inner(self, schema: Any, pointer: str) -> "Node":
-        return Node.of(schema, pointer)
+        return Node.of(self.words[keyword], self.places[keyword])
 
     def pattern_parts(self) -> dict[str, "Node"]:
         """Schemas of properties by the pattern of their names."""
         place = self.places.get("patternProperties", "")
         found = self.words.get("patternProperties", {})
-        return {p: self._inner(s, f"{place}/{_escaped(p)}") for p, s in found.items()}
+        return {p: Node.of(s, f"{place}/{_escaped(p)}") for p, s in found.items()}
 
     def property(self, name: str) -> "Node | None":
         """What a property of this name has to fulfil; None if it is free."""
         found = []
         named = self.words.get("properties", {})
         if name in named:
-            found.append(self._inner(named[name], f"{self.places['properties']}/{_escaped(name)}"))
+            found.append(Node.of(named[name], f"{self.places['properties']}/{_escaped(name)}"))
         for pattern, part in self.pattern_parts().items():
             if _matches(pattern, name, self.places["patternProperties"]):
                 found.append(part)
         if not found and "additionalProperties" in self.words:
             found = [
-                self._inner(self.words["additionalProperties"], self.places["additionalProperties"])
+                Node.of(self.words["additionalProperties"], self.places["additionalProperties"])
             ]
         return both(found)
 
