@@ -298,14 +298,12 @@ class Rounds:
         return plain if self.recordings.has(plain) or plain not in self.recordings else None
 
     def _shape_for(self, num_draft_tokens: int, rows: Sequence[Row]) -> Shape:
-        num_rows = 1
-        while num_rows <= max(row.slot_row for row in rows):
-            num_rows *= 2
+        last = max(row.slot_row for row in rows)
         flying = sum(flight.shape.num_draft_tokens + 1 for flight in self._flights)
         needed = max(row.length for row in rows) + flying + num_draft_tokens + 1
         return Shape(
             num_draft_tokens,
-            min(num_rows, self.cache.num_rows),
+            next(n for n in _doubled(self.cache.num_rows) if n > last),
             rounded_up(needed, self.cache.num_slots),
             any(not row.spec.sampler.params.greedy for row in rows),
         )
