@@ -138,7 +138,7 @@ class Paired:
         slowest_decile: mean time until the last token of the slowest tenth of the requests with
             drafting, over that of the slowest tenth without.
         worst_decile: of the tenth of the prompts whose drafts gained least (by ``gain``, which
-            knows no clock; else by accepted tokens a round): all seconds on / off. What they pay.
+            knows no clock; else by accepted tokens a draft): all seconds on / off. What they pay.
         ratios: of prompts, until the last token.
     """
 
