@@ -116,7 +116,7 @@ def exit_loss_scales(
         check_integer("an exit layer", layer, 1, num_layers)
     raw = {e: early_scale * math.comb(e, 2) for e in exits}
     raw[num_layers] = num_layers - 1 + early_scale * math.comb(num_layers - 1, 2)
-    total = sum(raw.values()) or 1.0
-    if num_layers == 1 or total == 0.0:
+    total = sum(raw.values())
+    if total == 0.0:  # of a model of one layer
         return dict.fromkeys(exits, 1.0 / len(exits))
     return {e: (1.0 - floor) * w / total + floor / len(exits) for e, w in raw.items()}
