@@ -243,7 +243,7 @@ def stack_facts(lm: SelfSpeculativeLM) -> dict[str, Any]:
     """Which stack decodes, and what it says of itself."""
     return {
         "stack": type(lm.stack).__name__,
-        "why": getattr(lm, "stack_choice", "there is only this stack"),
+        "why": lm.stack_choice,
         "backend": lm.stack.backend,
         "bit_identical": lm.stack.exactness.wanted,
         "exactness": lm.exactness,
