@@ -9,7 +9,6 @@ import layerskip.ops.kernels
 from layerskip.ops import definitions
 
 WIDTHS = [1, 63, 64, 65, 255, 257]
-ROW_COUNTS = [1, 3, 8, 17, 40]
 ALL_ROWS = 70  # more than one read of the weights serves
 
 
