@@ -134,6 +134,10 @@ class Batch:
         """One round of every unfinished row; for a new row that is its prefill.
 
         ``on_round`` gets every record, whatever it raises for one; that is raised then.
+
+        Raises:
+            RuntimeError: an earlier step was interrupted (Ctrl-C) while its tokens were added to
+                the rows, which can only be taken out then.
         """
         records = self._rows.step() if self._rows is not None else []
         if self._meter is not None:

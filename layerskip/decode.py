@@ -73,7 +73,7 @@ class Decoder:
             self.cache = self.rounds.cache
             weakref.finalize(self, bench.give_back, self.rounds).atexit = False
         self.rows: dict[int, Row] = {}
-        self._next_id = 0
+        self._next_id, self._applying = 0, False
 
     def join(self, spec: RowSpec, *, cached: CachedText | None = None) -> Row:
         """Reserve a cache row; its prefill is the row's first round, in the next ``step``.
@@ -140,7 +140,15 @@ class Decoder:
         """One round for every unfinished row: its prefill if it is new, else draft and verify.
 
         If a pass or a verification raises, no row has changed, and it can be called again.
+
+        Raises:
+            RuntimeError: an earlier one was interrupted while rows were given what it did for them.
         """
+        if self._applying:  # some have it, one perhaps in part, and the cache holds all of it
+            raise RuntimeError(
+                "a round was interrupted while its tokens were added to the rows, which cannot be "
+                "decoded further: take them out, and add their prompts to another batch"
+            )
         going = [row for row in self.rows.values() if row.finish_reason is None]
         new = [row for row in going if not row.token_ids]
         decoding = [row for row in going if row.token_ids]
@@ -153,8 +161,10 @@ class Decoder:
             outcomes += self._round(decoding)
         if self.rounds is not None:
             self.rounds.landed()
+        self._applying = True
         for outcome in outcomes:
             self._apply(outcome)
+        self._applying = False
         return [outcome.record for outcome in outcomes]
 
     def _apply(self, outcome: Outcome) -> None:

@@ -1,7 +1,7 @@
 """The decoding loop with drafters that never, always and sometimes guess right."""
 
 import pytest
-from decoding import LIMIT, PROMPT, Oracle, decode, self_drafting
+from decoding import LIMIT, PROMPT, Interruption, Oracle, decode, join, self_drafting
 from toys import PLANS, without_times
 
 from layerskip.decode import Decoder
@@ -171,3 +171,20 @@ def test_stop_strings_inside_a_block_cut_it(stack, plain, tokenizer):
         assert written == "".join(r.text for r in slow.rounds)
         assert (text.startswith(written + stop), row.finish_reason) == (True, "stop")
         assert row.length == slow.length
+
+
+def test_a_round_that_is_interrupted_while_rows_are_given_it_goes_no_further(stack, monkeypatch):
+    """Some rows have it, one in part: what they would emit next is not the model's."""
+    batch = Decoder(stack, None, None)
+    first, second = join(batch), join(batch, PROMPT[:7])
+    batch.step()
+    interrupted = Interruption(batch.cache.commit, 0, KeyboardInterrupt)
+    with monkeypatch.context() as patched:
+        patched.setattr(batch.cache, "commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            batch.step()
+    with pytest.raises(RuntimeError, match="take them out, and add their prompts to another"):
+        batch.step()
+    assert [len(row.token_ids) for row in (first, second)] == [1, 1]
+    for row in (first, second):
+        batch.leave(row.id)
