@@ -91,8 +91,8 @@ class SelfSpeculativeLM:
             draft passes; a ``LookupStore`` is searched, too, and gets every finished text. The host
             does that between a round's passes. None: unless the device runs rounds by itself
             (``rounds_choice``), as on a GPU, where rounds that the host starts may take longer than
-            look-ups gain; there, too, if ``num_draft_tokens`` here, not of a request, is a number
-            above 0 and there is no plan.
+            look-ups gain; there, too, for requests and batches whose ``num_draft_tokens`` is a
+            number above 0, if there is no plan.
         exact: True keeps every row's bits whatever it is decoded with, so that drafts and batches
             never change a token. False is faster where that costs (on a CPU, batches and float32:
             bench/LOG.md), and lets last bits, and now and then a token, depend on both.
@@ -151,9 +151,9 @@ class SelfSpeculativeLM:
         self._bench, self._rounds_choice = open_bench(self.stack, self.plan, self._head)
         # What is looked up needs rounds that the host starts, which take a small model on a GPU
         # three times as long (bench/LOG.md, 2026-11-27).
-        asked_for = self.plan is None and num_draft_tokens not in (AUTO, 0)  # else none drafts
-        by_itself = self._bench is not None and not asked_for
-        self.looks_up = lookup is not False and not (lookup is None and by_itself)
+        self.looks_up = lookup is not False and (lookup is not None or self._bench is None)
+        self._looks_up_for_numbers = lookup is None and self.plan is None  # else nothing drafts
+        self.looks_up = self._looks_up_for(num_draft_tokens)
         self._controller: Controller | None = None
         self._lock = threading.Lock()
 
@@ -328,6 +328,10 @@ class SelfSpeculativeLM:
             )
         except torch.OutOfMemoryError as error:  # requests of fewer slots may find room
             logger.warning("no round is recorded ahead: %s", str(error).partition("\n")[0])
+
+    def _looks_up_for(self, num_draft_tokens: NumDraftTokens) -> bool:
+        """Whether tokens are looked up for requests of so many."""
+        return self.looks_up or (self._looks_up_for_numbers and num_draft_tokens not in (AUTO, 0))
 
     def _recorded_counts(self, wanted: NumDraftTokens) -> list[int]:
         """Numbers of drafted tokens whose rounds requests may need, on the device."""
@@ -545,7 +549,7 @@ class SelfSpeculativeLM:
             self._encoder,
             settings,
             controller=lambda: self.controller,
-            looks_up=self.looks_up,
+            looks_up=self._looks_up_for(settings.num_draft_tokens),
             store=self._store,
             head=self._head,
             bench=self._bench,

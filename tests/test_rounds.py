@@ -1433,4 +1433,9 @@ def test_look_ups_give_way_unless_they_are_asked_for(tokenizer):
         assert lm.looks_up is expected
     fixed = SelfSpeculativeLM(model, tokenizer, num_draft_tokens=4, packed=True)
     assert fixed.looks_up  # nothing else drafts
+    text = list(range(VOCAB_SIZE))  # whatever comes has come before
+    for lookup, count, expected in ((None, 4, True), (None, 0, False), (False, 4, False)):
+        lm = SelfSpeculativeLM(model, lookup=lookup, packed=True)
+        drafted = lm.generate(text, max_new_tokens=4, num_draft_tokens=count).stats.num_draft_tokens
+        assert (drafted > 0, lm.looks_up) == (expected, False)
     assert SelfSpeculativeLM(make_model(), tokenizer).looks_up  # where the host runs each round
