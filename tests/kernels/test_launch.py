@@ -70,6 +70,8 @@ def driver(monkeypatch) -> FakeDriver:
     )
     monkeypatch.setattr(launch, "arch_for", lambda capability: "sm_{}{}".format(*capability))
     stream = SimpleNamespace(cuda_stream=STREAM)
+    # A build of torch for CUDA has it, and asks a driver that is not there.
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
