@@ -112,7 +112,8 @@ class LookupStore:
     """Texts of earlier requests, to look up in. Requests and threads may share it.
 
     Kept are the newest texts: between half of ``max_tokens`` and all of them, once so many were
-    added. Of a text longer than half of them its end is kept.
+    added. Of a text longer than half of them its end is kept. Where adding one is interrupted
+    (Ctrl-C), the newer half is dropped with it.
 
     Args:
         max_tokens: bound of the tokens kept, 2 at least.
@@ -148,8 +149,12 @@ class LookupStore:
         with self._lock:
             if len(self._newer.tokens) + 1 + len(text) > self._half:
                 self._newer, self._older = _IndexedText(), self._newer
-            self._newer.begin_another()
-            self._newer.extend(text)
+            try:
+                self._newer.begin_another()
+                self._newer.extend(text)
+            except BaseException:  # Ctrl-C: tokens without their places break every later guess
+                self._newer = _IndexedText()
+                raise
 
     def guess(self, max_tokens: int, tail: Sequence[int]) -> Guess:
         """What followed the longest suffix of ``tail`` in a text kept, up to that text's end."""

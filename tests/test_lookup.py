@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 import threading
 from dataclasses import FrozenInstanceError
 
@@ -221,6 +222,26 @@ def test_a_store_s_bound_is_an_int(bound):
     """Else the first text that is added would fail, at the end of its request."""
     with pytest.raises(TypeError, match="max_tokens must be an int, got "):
         LookupStore(max_tokens=bound)
+
+
+@pytest.mark.parametrize("times", [0, 7, 30])
+def test_a_text_whose_adding_is_interrupted_breaks_no_later_guess(times):
+    class Interrupted(dict):
+        def __setitem__(self, pair, place):
+            if place > 40 + times:
+                raise KeyboardInterrupt
+            super().__setitem__(pair, place)
+
+    text = random.Random(0).choices(range(3), k=40)
+    store = LookupStore(1000)
+    store.add(text)
+    store._newer._last_pair = Interrupted(store._newer._last_pair)
+    with pytest.raises(KeyboardInterrupt):
+        store.add(text)
+    for length in range(1, 40):
+        store.guess(4, text[:length])
+        store.add(text[:length])
+    assert store.guess(3, text[4:20]).tokens == tuple(text[20:23])
 
 
 def test_threads_share_a_store():
