@@ -301,8 +301,14 @@ class Batch:
         assert self._rows is not None
         if request.settings.num_draft_tokens == AUTO:
             self._rows.speculator.controller = self._controller()
-        row = self._rows.join(self._spec(request), cached=request.settings.cache)
-        self._requests[row.id] = request
+        spec = self._spec(request)
+        try:
+            row = self._rows.join(spec, cached=request.settings.cache)
+            self._requests[row.id] = request
+        except BaseException:  # Ctrl-C: of a row that is in already nobody would know
+            for unknown in self._rows.rows.keys() - self._requests.keys():
+                self._rows.leave(unknown)
+            raise
         return row.id
 
     def _spec(self, request: RowRequest) -> RowSpec:

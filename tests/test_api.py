@@ -3,6 +3,7 @@ import inspect
 import numpy as np
 import pytest
 import torch
+from decoding import Interruption
 from hypothesis import given
 from hypothesis import strategies as st
 from toys import MAX_POSITIONS, PLANS, VOCAB_SIZE, make_model, random_ids, without_times
@@ -382,3 +383,20 @@ def test_bad_labels_and_callbacks_are_refused(wrap, settings, sentence):
         wrap("exit").generate([5], **settings)
     with pytest.raises(TypeError, match="request_id must be non-empty text, got ''"):
         wrap("exit").open_batch().add([5], request_id="")
+
+
+def test_a_row_whose_adding_is_interrupted_is_not_in(wrap, monkeypatch):
+    """Nobody was told its number; what it would decode, nobody could take out."""
+    batch = wrap("exit").open_batch(max_new_tokens=4)
+    first = batch.add([5, 6])
+    decoder = batch._rows
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "join", Interruption(decoder.join, 0, KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            batch.add([7, 8])
+    assert batch.unfinished == [first]
+    second = batch.add([7, 8])
+    while batch.unfinished:
+        batch.step()
+    outputs = [batch.remove(row) for row in (first, second)]
+    assert outputs[1].token_ids == wrap("exit").generate([7, 8], max_new_tokens=4).token_ids
