@@ -73,6 +73,7 @@ class Decoder:
             self.cache = self.rounds.cache
             weakref.finalize(self, bench.give_back, self.rounds).atexit = False
         self.rows: dict[int, Row] = {}
+        self._left: list[Row] = []  # rows that leave
         self._next_id, self._applying = 0, False
 
     def join(self, spec: RowSpec, *, cached: CachedText | None = None) -> Row:
@@ -81,6 +82,7 @@ class Decoder:
         Args:
             cached: of an earlier row; what the prompt shares with it is not prefilled again.
         """
+        self._empty_left()
         used = {row.slot_row for row in self.rows.values()}
         slot_row = next(i for i in range(len(used) + 1) if i not in used)
         slots = len(spec.prompt) + spec.limit + most_draft_tokens(spec.num_draft_tokens)
@@ -101,8 +103,10 @@ class Decoder:
         if self._bench is None or self.rounds is None:
             self.cache = self.cache.grown(num_rows=num_rows, num_slots=num_slots)
             return
-        self._bench.grow(self.rounds, num_rows=num_rows, num_slots=num_slots)
-        self.cache = self.rounds.cache
+        try:
+            self._bench.grow(self.rounds, num_rows=num_rows, num_slots=num_slots)
+        finally:  # interrupted or not, prefills and rounds have the same one
+            self.cache = self.rounds.cache
 
     def row(self, row_id: int) -> Row:
         """A row that has joined and not left."""
@@ -113,11 +117,21 @@ class Decoder:
     def leave(self, row_id: int) -> Row:
         """Give a row's slots back, finished or not."""
         row = self.row(row_id)
-        if self.rounds is not None:
-            self.rounds.leave(row)
-        self.cache.release(row.slot_row)
+        self._left.append(row)  # from here on it leaves, even if this is interrupted (Ctrl-C)
+        self._empty_left()
         self.speculator.left(row)
-        return self.rows.pop(row_id)
+        return row
+
+    def _empty_left(self) -> None:
+        """Take out the rows that leave, and empty their slots: also of those whose ``leave`` was
+        interrupted."""
+        while self._left:
+            row = self._left[-1]
+            self.rows.pop(row.id, None)
+            if self.rounds is not None:
+                self.rounds.leave(row)
+            self.cache.release(row.slot_row)
+            self._left.pop()
 
     def give_up(self) -> None:
         """No row goes on: what is learnt from how requests end is learnt. The device, which may be
@@ -149,6 +163,7 @@ class Decoder:
                 "a round was interrupted while its tokens were added to the rows, which cannot be "
                 "decoded further: take them out, and add their prompts to another batch"
             )
+        self._empty_left()
         going = [row for row in self.rows.values() if row.finish_reason is None]
         new = [row for row in going if not row.token_ids]
         decoding = [row for row in going if row.token_ids]
@@ -159,9 +174,9 @@ class Decoder:
             decoding = self._left_to_host(decoding, outcomes)
         if decoding:
             outcomes += self._round(decoding)
+        self._applying = True  # before the device's round is forgotten
         if self.rounds is not None:
             self.rounds.landed()
-        self._applying = True
         for outcome in outcomes:
             self._apply(outcome)
         self._applying = False

@@ -108,16 +108,17 @@ class Rounds:
         self._settle_in(seats or Seats(cache), cache)
 
     def _settle_in(self, seats: Seats, cache: KVCache) -> None:
-        self.cache, self.seats = cache, seats
-        self._ring = Ring(len(seats.packet), cache.lengths.device)
+        ring = Ring(len(seats.packet), cache.lengths.device)
+        self.cache, self.seats, self._ring = cache, seats, ring
 
     def move(self, cache: KVCache, recordings: Recordings) -> None:
         """Go on over a larger cache that holds what this one holds, with nothing recorded yet.
         Rounds in flight are ahead of what the host knows: their rows move on the device."""
         for flight in self._flights:
             self._receive(flight)
-        self._settle_in(self.seats.grown(cache), cache)
-        self.recordings = recordings
+        seats = self.seats.grown(cache)
+        self.recordings = recordings  # first: what was recorded over one cache runs over no other
+        self._settle_in(seats, cache)
 
     @Decoding()
     def record_ahead(self, counts: Sequence[int], *, seconds: float = math.inf) -> int:
@@ -203,10 +204,10 @@ class Rounds:
         if self._seated.get(row.slot_row) is not row:
             return
         self.seats.rest(row.slot_row)
-        del self._seated[row.slot_row]
         for flight in self._flights:
             if flight.holds(row):
                 del flight.rows[row.slot_row]
+        del self._seated[row.slot_row]  # last: until then an interrupted call is not over
 
     def why_not(self, rows: Sequence[Row], speculator: Speculator) -> str:
         """Why rounds of these rows need the host; "" if they do not."""
@@ -318,8 +319,8 @@ class Rounds:
         for row, choice in zip(rows, choices, strict=True):
             at = row.slot_row
             if self._seated.get(at) is not row:
+                self._seated[at] = row  # first: whoever takes it out must let the device know
                 self.seats.put(row)
-                self._seated[at] = row
             if self._most.get(at) != choice.num_draft_tokens:
                 self.seats.most[at].fill_(choice.num_draft_tokens)
                 self._most[at] = choice.num_draft_tokens

@@ -100,9 +100,10 @@ class Seats:
         """Let a row take part from the next round on."""
         at, sampler = row.slot_row, row.spec.sampler
         self.pending[at].fill_(row.token_ids[-1])
-        self.num_left[at].fill_(row.spec.limit - len(row.token_ids))
         self.temperature[at].fill_(sampler.params.temperature)
         self.seeds[at].fill_(sampler.seed)
+        # Last: a row of which only part is known takes no part.
+        self.num_left[at].fill_(row.spec.limit - len(row.token_ids))
 
     def rest(self, slot_row: int) -> None:
         """Let a row take no part."""

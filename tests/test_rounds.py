@@ -3,6 +3,7 @@
 The definitions run them, and a CPU's recorder proves of each that it does not ask the host.
 """
 
+import contextlib
 import threading
 import weakref
 from collections import Counter
@@ -15,6 +16,7 @@ import torch
 from toys import PLANS, VOCAB_SIZE, make_model, make_tokenizer, random_ids, without_times
 
 from layerskip import SamplingParams, SelfSpeculativeLM
+from layerskip.cache import KVCache
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
@@ -26,7 +28,8 @@ from layerskip.packed import PackedStack
 from layerskip.recorded_passes import RecordedPasses
 from layerskip.row import RowSpec
 from layerskip.sampling import Sampler
-from layerskip.seats import MOST_DRAFTED, Ring, rounded_up, slot_sizes
+from layerskip.seats import MOST_DRAFTED, Ring, Seats, rounded_up, slot_sizes
+from layerskip.speculation import Speculator
 from layerskip.stopping import Choice
 from layerskip.text import TextStream
 from layerskip.workbench import Workbench, open_bench
@@ -867,6 +870,88 @@ def test_a_round_that_was_launched_and_not_noted_loses_nothing(
     slow = decoder_of(stack)
     assert [row.token_ids for row in rows] == [text, decode(slow, short)[0].token_ids]
     assert decoder.cache.lengths[:2].tolist() == [row.length for row in rows]
+
+
+LEAVING = {
+    "rested": (Seats, "rest"),
+    "empty": (KVCache, "release"),
+    "learnt": (Speculator, "left"),
+}
+
+
+@pytest.mark.parametrize("place", LEAVING)
+@pytest.mark.parametrize("driver", ["device", "host"])
+def test_a_row_whose_leaving_is_interrupted_leaves(stack, bench, text, monkeypatch, place, driver):
+    """It does not go on over slots that were emptied, nor does the next row that has them find
+    anything of it."""
+    decoder = decoder_of(stack, bench if driver == "device" else None)
+    rows = [decoder.join(spec(PROMPTS[0])), decoder.join(spec(PROMPTS[1]))]
+    for _ in range(3):
+        decoder.step()
+    owner, name = LEAVING[place]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, once(getattr(owner, name), after=True))
+        with contextlib.suppress(KeyboardInterrupt):  # the host rests nobody
+            decoder.leave(rows[1].id)
+    for _ in range(2):
+        decoder.step()
+    slow = decoder_of(stack)
+    plain = [decode(slow, spec(prompt))[0].token_ids for prompt in PROMPTS]
+    assert rows[1].token_ids == plain[1][: len(rows[1].token_ids)]
+    rows.append(decoder.join(spec(PROMPTS[3])))
+    assert rows[2].slot_row == rows[1].slot_row
+    finish(decoder)
+    assert [rows[0].token_ids, rows[2].token_ids] == [text, plain[3]]
+
+
+def test_a_round_that_was_forgotten_and_not_applied_ends_its_rows(stack, bench, text, monkeypatch):
+    """Its tokens are gone, and those of the round in flight behind it are not the next ones."""
+    decoder = decoder_of(stack, bench)
+    row = decoder.join(spec(PROMPTS[0]))
+    for _ in range(3):
+        decoder.step()
+    landed = decoder.rounds.landed
+    monkeypatch.setattr(decoder.rounds, "landed", once(landed, after=True))
+    with pytest.raises(KeyboardInterrupt):
+        decoder.step()
+    with pytest.raises(RuntimeError, match="a round was interrupted"):
+        decoder.step()
+    assert row.token_ids == text[: len(row.token_ids)]
+
+
+def test_a_row_that_was_seated_and_not_noted_leaves_the_device_too(stack, bench, monkeypatch):
+    """Or rounds of the others would go on with it, over the slots of the next one that has them."""
+    decoder = decoder_of(stack, bench)
+    specs = [spec(PROMPTS[0], limit=14), spec(PROMPTS[1], limit=12), spec(PROMPTS[2], limit=8)]
+    rows = [decoder.join(one) for one in specs[:2]]
+    decoder.step()
+    monkeypatch.setattr(Seats, "put", once(Seats.put, after=True))
+    with pytest.raises(KeyboardInterrupt):
+        decoder.step()
+    decoder.leave(rows[0].id)
+    rows.append(decoder.join(specs[2]))
+    assert rows[2].slot_row == rows[0].slot_row
+    finish(decoder)
+    slow = decoder_of(stack)
+    plain = [decode(slow, one)[0].token_ids for one in specs]
+    assert [row.token_ids for row in rows] == [plain[0][:1], *plain[1:]]
+
+
+def test_a_cache_that_grew_while_interrupted_is_the_rounds_own(stack, text, monkeypatch):
+    bench = Workbench(stack, EXIT, RepeatingRecorder)
+    decoder = decoder_of(stack, bench, num_rows=1, num_slots=30)
+    row = decoder.join(spec(PROMPTS[0]))
+    for _ in range(3):
+        decoder.step()
+    monkeypatch.setattr(bench, "grow", once(bench.grow, after=True))
+    with pytest.raises(KeyboardInterrupt):
+        decoder.join(spec(PROMPTS[1]))
+    assert decoder.cache is decoder.rounds.cache
+    other = decoder.join(spec(PROMPTS[1], limit=6))
+    finish(decoder)
+    assert row.token_ids == text
+    plain = decode(decoder_of(stack), spec(PROMPTS[1], limit=6))[0].token_ids
+    assert other.token_ids == plain
 
 
 class Unable:
