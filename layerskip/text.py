@@ -1,7 +1,10 @@
 """Token ids to text, piece by piece."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
+
+# Where transformers has its fast tokenizers' ``decode``, and what that calls.
+FAST = ("transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers")
 
 
 class Tokenizer(Protocol):
@@ -16,6 +19,26 @@ class Tokenizer(Protocol):
     ) -> str: ...
 
 
+def decoder_of(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """The tokenizer's ``decode``, without special tokens and as it is.
+
+    Of transformers' fast tokenizers it is that of the library beneath, which theirs calls: each
+    token of a batch is decoded twice, and to see first what it was given takes theirs four times
+    as long. One that decodes in its own way does so.
+    """
+    beneath = getattr(tokenizer, "backend_tokenizer", None)
+    steps = [getattr(tokenizer, name, None) for name in ("decode", "_decode")]
+    makers = [getattr(step, "__module__", None) for step in steps]
+    if beneath is not None and makers == list(FAST):
+        decode = beneath.decode
+        return lambda ids: str(decode(ids, skip_special_tokens=True))
+    # Cleaning takes blanks back once the next token is known, so that the text of some tokens need
+    # not begin that of more; and it is not what a grammar and stop strings are about.
+    return lambda ids: tokenizer.decode(
+        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+
+
 class TextStream:
     """Decodes a growing list of tokens, holding back what is not final.
 
@@ -25,6 +48,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self._decode = decoder_of(tokenizer)
         self.stopped = False
         # Tokens since a boundary shortly before the new text: decoding needs that much context.
         self._ids: tuple[int, ...] = ()
@@ -92,13 +116,6 @@ class TextStream:
         other = TextStream.__new__(TextStream)
         other.__dict__.update(self.__dict__)  # a third of what copy.copy takes, each round
         return other
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        # Cleaning takes blanks back once the next token is known, so that the text of some tokens
-        # need not begin that of more; and it is not what a grammar and stop strings are about.
-        return self.tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
 
     def _release(self) -> str:
         found = [i for i in (self._pending.find(s) for s in self.stop) if i >= 0]

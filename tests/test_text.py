@@ -168,6 +168,31 @@ def test_several_tokens_are_decoded_at_once():
     assert calls == [(), tuple(ids)]
 
 
+def test_a_fast_tokenizer_is_asked_without_its_checks(monkeypatch):
+    monkeypatch.delattr("transformers.tokenization_utils_base.to_py_obj")  # the first of them
+    assert "".join(run(encode("aet hate hat"))[0]) == "aet hate hat"
+
+
+@pytest.mark.parametrize("name", ["decode", "_decode"])
+@pytest.mark.parametrize("place", ["subclass", "instance"])
+def test_a_fast_tokenizer_that_decodes_otherwise_does_so(name, place):
+    class Loud(PreTrainedTokenizerFast):
+        pass
+
+    tokenizer = Loud(tokenizer_object=TOKENIZER.backend_tokenizer)
+    as_usual = getattr(tokenizer, name)
+
+    def decode(*ids, **settings):
+        return as_usual(*ids, **settings).upper()
+
+    if place == "subclass":
+        setattr(Loud, name, lambda _, *ids, **settings: decode(*ids, **settings))
+    else:
+        setattr(tokenizer, name, decode)
+    stream = TextStream(tokenizer, ())
+    assert stream.push_all(encode("aet")) + stream.finish() == "AET"
+
+
 @given(TEXT, st.lists(st.booleans(), min_size=1, max_size=7))
 def test_pieces_of_text_are_whole_characters(text, cuts):
     pieces, stream = run(encode(text, cuts))
