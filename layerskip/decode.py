@@ -223,12 +223,12 @@ class Decoder:
             return []
         attempts = [self.speculator.attempted(one) for one in landings]
         read = time.perf_counter()
-        seconds = max(read - began, landings[0].seconds)
-        # A batch chooses for longer than a plain round takes, and once it rests not at all.
-        passes = max(read - began - self.rounds.choosing_seconds, landings[0].seconds)
-        draft = self.speculator.observe_round_seconds(
-            attempts, seconds, passes if self.rounds.usual else None
-        )
+        on_device = landings[0].seconds
+        seconds = max(read - began, on_device)
+        # By the device's clock: the host's has what choosing takes, and in the first round of a
+        # text, which often drafts, that it seated the rows and launched another round behind it.
+        passes = (on_device or seconds) if self.rounds.usual else None
+        draft = self.speculator.observe_round_seconds(attempts, seconds, passes)
         times = Times(draft, read - (seconds - draft), 0.0, landings[0].num_rows)
         return [
             self._landed(landing, attempt, times)

@@ -79,7 +79,6 @@ class Rounds:
     Attributes:
         reason: why the last round asked for ran by the host; "" if it did not.
         recordings: rounds by shape.
-        choosing_seconds: that ``advance`` took to choose what is drafted in the rounds it launched.
         usual: whether what ``advance`` read took as long as such rounds do, and nothing else kept
             the host: a round that is recorded, or not yet, takes far longer.
     """
@@ -98,7 +97,7 @@ class Rounds:
         self._allowance = allowance or Allowance()
         self._function = DeviceRound(stack, plan, vocab_ids)
         self.recordings, self.reason = recordings, ""
-        self.usual, self.choosing_seconds = True, 0.0
+        self.usual = True
         self._flights: deque[Flight] = deque()
         self._seated: dict[int, Row] = {}
         self._most: dict[int, int] = {}
@@ -171,7 +170,7 @@ class Rounds:
             One entry for each row that the read round emitted tokens of; ``landed`` forgets it.
         """
         self.reason, self.usual = self.why_not(rows, speculator), True
-        began, self.choosing_seconds = time.perf_counter(), 0.0
+        began = time.perf_counter()
         while self._flights and not self._flights[0].rows:
             self._flights.popleft()
         if not self.reason:
@@ -223,10 +222,8 @@ class Rounds:
         going = [row for row, left in zip(rows, most_left, strict=True) if left > 0]
         if not going:
             return False
-        began = time.perf_counter()
         drafts = may_draft(self.recordings, self._shape_for(0, going), self._allowance)
         counts = speculator.counted(going, drafts=drafts)
-        self.choosing_seconds += time.perf_counter() - began
         choices = [choice for choice, _ in counts]
         room = (left - 1 for left in most_left if left > 0)
         wanted = max(map(min, (choice.num_draft_tokens for choice in choices), room))

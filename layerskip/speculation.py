@@ -342,8 +342,8 @@ class Speculator:
 
         Args:
             seconds: of the round.
-            passes: of them what the cost table learns from, without those of choosing what is
-                drafted; None: nothing, as such rounds will take less.
+            passes: what the cost table learns from, of the passes alone where a clock can tell;
+                None: nothing, as such rounds will take less.
 
         Returns:
             What its draft is thought to have taken of it: by the cost table, or where there is
