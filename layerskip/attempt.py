@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layerskip.controller import Controller
-from layerskip.drafting import Draft, DraftRequest
+from layerskip.drafting import NO_DRAFT, Draft
 from layerskip.estimates import RowState
 from layerskip.experience import lookup_confidence
 from layerskip.guessing import NO_GUESS
@@ -20,7 +20,6 @@ class Attempt:
     """One row's draft of a round, and how it came about.
 
     Attributes:
-        request: what was asked of the drafter; also what verification needs to know of the row.
         choice: where the draft came from.
         draft: the tokens.
         guess: what was looked up before the round.
@@ -29,7 +28,6 @@ class Attempt:
         behind: what was looked up behind an early exit's draft.
     """
 
-    request: DraftRequest
     choice: Choice
     draft: Draft
     guess: Guess
@@ -87,19 +85,23 @@ class Landing:
     num_rows: int
 
 
-def expected_seconds(attempts: Sequence[Attempt], times: PassTimes) -> tuple[float, float]:
-    """Of a round's draft and verify passes, by the cost table."""
-    context = sum(a.request.length for a in attempts) // len(attempts)
+def expected_seconds(
+    rows: Sequence[Row], attempts: Sequence[Attempt], times: PassTimes
+) -> tuple[float, float]:
+    """Of a round's draft and verify passes, by the cost table; before the rows go on from it."""
+    context = sum(row.length for row in rows) // len(rows)
+    greedy = all(row.spec.sampler.is_argmax for row in rows)
+    tokens = num_tokens(attempts)
+    attempts = [a for a in attempts if a.draft is not NO_DRAFT]
     passes = [a.draft.num_passes for a in attempts]
-    greedy = all(a.request.sampler.is_argmax for a in attempts)
     positions = sum(a.draft.num_positions for a in attempts)
     each = max(1, round(positions / max(1, sum(passes))))
     draft = sum(
         times.draft(sum(n > i for n in passes), context, each=each, greedy=greedy)
-        for i in range(max(passes))
+        for i in range(max(passes, default=0))
     )
     draft += times.draft_start() if any(passes) else 0.0
-    verify = times.verify(num_tokens(attempts), context, rows=len(attempts), greedy=greedy)
+    verify = times.verify(tokens, context, rows=len(rows), greedy=greedy)
     looked_up = sum(len(a.draft.tokens) for a in attempts if a.source == "lookup")
     return draft, verify + looked_up * times.drawing(greedy=greedy)
 
@@ -121,8 +123,12 @@ def learn(
     """
     # Each emitted token but one saved a plain round; a text that ended within its draft had no
     # token after the accepted ones.
-    saved, looked_up = len(emitted) - 1, attempt.draft.num_looked_up
-    drafted = len(attempt.draft.tokens) - looked_up
+    draft = attempt.draft
+    if draft is NO_DRAFT:
+        controller.observe_plain(state, attempt.choice, context)
+        return
+    saved, looked_up = len(emitted) - 1, draft.num_looked_up
+    drafted = len(draft.tokens) - looked_up
     if attempt.source != "early_exit" and not attempt.draft.num_passes:
         plain = state, attempt.choice, context
         if attempt.source == "lookup":

@@ -162,7 +162,9 @@ class Controller:
         credit = min(s.shared.credit for s in states)  # a probe needs as much of each kind
         if not all(s.rests(rows, c, credit) for s, c in zip(states, confidences, strict=True)):
             return None
-        return [Choice("none", 0, plain_seconds=state.rest()) for state in states]
+        seconds = [state.rest() for state in states]
+        choices = {each: Choice("none", 0, plain_seconds=each) for each in set(seconds)}
+        return [choices[each] for each in seconds]
 
     def choose(
         self, asks: Sequence[Ask], *, drafts: bool, fixed: Sequence[int] = ()

@@ -228,7 +228,8 @@ class Decoder:
         # By the device's clock: the host's has what choosing takes, and in the first round of a
         # text, which often drafts, that it seated the rows and launched another round behind it.
         passes = (on_device or seconds) if self.rounds.usual else None
-        draft = self.speculator.observe_round_seconds(attempts, seconds, passes)
+        landed = [one.row for one in landings]
+        draft = self.speculator.observe_round_seconds(landed, attempts, seconds, passes)
         times = Times(draft, read - (seconds - draft), 0.0, landings[0].num_rows)
         return [
             self._landed(landing, attempt, times)
@@ -288,9 +289,9 @@ class Decoder:
         num_proofs = sizes.num_proofs
         decided = self.speculator.decide(rows)
         chosen = time.perf_counter()
-        attempts = self.speculator.attempt(rows, decided, self.cache)
+        requests, attempts = self.speculator.attempt(rows, decided, self.cache)
         drafted = time.perf_counter()
-        requests, drafts = [a.request for a in attempts], [a.draft for a in attempts]
+        drafts = [a.draft for a in attempts]
         logits, states = self.verifier.verify(requests, drafts, self.cache)
         verified = time.perf_counter()
         cases = [
@@ -302,7 +303,7 @@ class Decoder:
         ]
         ended = time.perf_counter()
         if sizes.num_proofs == num_proofs:  # a proof's time is no pass's
-            self.speculator.observe_seconds(attempts, drafted - chosen, ended - drafted)
+            self.speculator.observe_seconds(rows, attempts, drafted - chosen, ended - drafted)
         times = Times(drafted - began, drafted, ended - verified, len(rows))
         return [
             self._finished(row, attempt, one, times, (after,))

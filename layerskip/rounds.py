@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from layerskip.graphs import Allowance, Recordings
 from layerskip.packed import PackedStack
 from layerskip.params import most_draft_tokens
 from layerskip.plan import DraftPlan
-from layerskip.row import Row
+from layerskip.row import Row, RowSpec
 from layerskip.seats import (
     MOST_DRAFTED,
     MOST_EOS,
@@ -64,6 +64,32 @@ class Flight:
         return row.slot_row in self.rows and self.rows[row.slot_row][0] is row
 
 
+@dataclass(frozen=True)
+class Frame:
+    """What a round's rows have in common, whatever they draft.
+
+    Attributes:
+        num_rows: of the cache, from row 0 on.
+        committed: slots of the longest of them, once the rounds in flight have landed.
+        num_slots: of the cache.
+        sampled: whether a row draws by noise.
+        chosen: whether every number of drafted tokens is chosen, not asked for.
+    """
+
+    num_rows: int
+    committed: int
+    num_slots: int
+    sampled: bool
+    chosen: bool
+
+    def shape(self, num_draft_tokens: int) -> Shape:
+        """Of a round of theirs that drafts so many tokens."""
+        needed = self.committed + num_draft_tokens + 1
+        return Shape(
+            num_draft_tokens, self.num_rows, rounded_up(needed, self.num_slots), self.sampled
+        )
+
+
 class Rounds:
     """One cache with its seats and recorded rounds; serves one decoder at a time.
 
@@ -101,6 +127,7 @@ class Rounds:
         self._flights: deque[Flight] = deque()
         self._seated: dict[int, Row] = {}
         self._most: dict[int, int] = {}
+        self._found: tuple[list[RowSpec], str] = ([], "")  # of rows, why they need the host
         self._eos_ids: frozenset[int] = frozenset()
         if seats is not None:
             seats.eos_ids.fill_(-1)
@@ -147,7 +174,7 @@ class Rounds:
         self._flights.clear()
         self._seated.clear()
         self._most.clear()
-        self.reason = ""
+        self.reason, self._found = "", ([], "")
 
     def reset(self) -> None:
         """Empty everything for another decoder."""
@@ -209,36 +236,38 @@ class Rounds:
         del self._seated[row.slot_row]  # last: until then an interrupted call is not over
 
     def why_not(self, rows: Sequence[Row], speculator: Speculator) -> str:
-        """Why rounds of these rows need the host; "" if they do not."""
-        if len({row.spec.eos_ids for row in rows}) > 1:
-            return "rows end with different tokens"
-        if speculator.looks_up and any(row.spec.num_draft_tokens != 0 for row in rows):
-            return "tokens are looked up in the text"
-        return next((reason for row in rows if (reason := _why_not(row))), "")
+        """Why rounds of these rows need the host; "" if they do not: asked in each round, and the
+        same in most."""
+        specs = [row.spec for row in rows]
+        known, reason = self._found
+        if known != specs:
+            reason = _why_not(specs, looks_up=speculator.looks_up)
+            self._found = specs, reason
+        return reason
 
     def _launch(self, rows: Sequence[Row], speculator: Speculator) -> bool:
         """Start a round, unless those in flight end every row."""
-        most_left = [self._left(row) for row in rows]
+        most_left = self._left(rows)
         going = [row for row, left in zip(rows, most_left, strict=True) if left > 0]
         if not going:
             return False
-        drafts = may_draft(self.recordings, self._shape_for(0, going), self._allowance)
+        frame = self._frame(going)
+        drafts = may_draft(self.recordings, frame.shape(0), self._allowance)
         counts = speculator.counted(going, drafts=drafts)
-        choices = [choice for choice, _ in counts]
         room = (left - 1 for left in most_left if left > 0)
-        wanted = max(map(min, (choice.num_draft_tokens for choice in choices), room))
+        wanted = max(map(min, (choice.num_draft_tokens for choice, _ in counts), room))
         num_tried = self.recordings.num_tried
-        shape = self._shape(going, wanted, max(most for _, most in counts))
-        choices = [_at_most(shape.num_draft_tokens, choice) for choice in choices]
+        shape = self._shape(frame, wanted, max(most for _, most in counts))
+        drafted = shape.num_draft_tokens
+        choices = [choice.at_most(drafted) for choice, _ in counts]
         self._seat(going, choices)
-        usual = shape in self.recordings and shape.num_draft_tokens <= wanted
+        usual = shape in self.recordings and drafted <= wanted
         usual &= self.recordings.num_tried == num_tried
         self.usual &= usual
-        probing = [
-            row.state is not None and row.state.probing and shape.num_draft_tokens > 0
-            for row in going
-        ]
-        entries = {r.slot_row: (r, c, p) for r, c, p in zip(going, choices, probing, strict=True)}
+        entries = {
+            row.slot_row: (row, choice, drafted > 0 and row.state is not None and row.state.probing)
+            for row, choice in zip(going, choices, strict=True)
+        }
         turn = (self._flights[-1].turn + 1) % ON_THEIR_WAY if self._flights else 0
         try:
             self._ring.begin(turn)
@@ -252,12 +281,25 @@ class Rounds:
             raise
         return True
 
-    def _left(self, row: Row) -> int:
-        """Most tokens that ``row`` may emit after the rounds in flight; each emits one or more."""
-        flying = sum(flight.holds(row) for flight in self._flights)
-        return row.spec.limit - len(row.token_ids) - flying
+    def _left(self, rows: Sequence[Row]) -> list[int]:
+        """Most tokens that each row may emit after the rounds in flight, which emit one or more."""
+        left = [row.spec.limit - len(row.token_ids) for row in rows]
+        for flight in self._flights:
+            left = [n - flight.holds(row) for n, row in zip(left, rows, strict=True)]
+        return left
 
-    def _shape(self, rows: Sequence[Row], wanted: int, most: int) -> Shape:
+    def _frame(self, rows: Sequence[Row]) -> Frame:
+        last = max(row.slot_row for row in rows)
+        flying = sum(flight.shape.num_draft_tokens + 1 for flight in self._flights)
+        return Frame(
+            next(n for n in _doubled(self.cache.num_rows) if n > last),
+            max(row.length for row in rows) + flying,
+            self.cache.num_slots,
+            sampled=any(not row.spec.sampler.params.greedy for row in rows),
+            chosen=all(row.state is not None or row.spec.num_draft_tokens == 0 for row in rows),
+        )
+
+    def _shape(self, frame: Frame, wanted: int, most: int) -> Shape:
         """What a round of so many drafted tokens runs as; recorded before it, if that is due.
 
         Drafts get shorter near a row's limit: no round is recorded for that alone, but one for
@@ -265,12 +307,12 @@ class Rounds:
         enough for a recording to be a small share of it, another one runs in its place: that is far
         quicker than one that the host starts.
         """
-        shapes = (self._shape_for(k, rows) for k in (wanted, max(wanted, most)))
+        shapes = (frame.shape(k) for k in (wanted, max(wanted, most)))
         for shape in shapes:
             if self.recordings.has(shape):
                 return shape
         count = shape.num_draft_tokens
-        instead = self._instead(rows, count)
+        instead = self._instead(frame, count)
         waits = patience(count, None if instead is None else instead.num_draft_tokens)
         due = self.recordings.due(shape, waits=waits)
         if due and (instead is None or not self.recordings.dear or self._allowance.affords):
@@ -280,31 +322,19 @@ class Rounds:
                 self._allowance.spend(time.perf_counter() - began)
         return shape if instead is None or self.recordings.has(shape) else instead
 
-    def _instead(self, rows: Sequence[Row], count: int) -> Shape | None:
+    def _instead(self, frame: Frame, count: int) -> Shape | None:
         """What runs in the place of a round that is not recorded: one that is, at worst a plain one
         that will be; None: nothing does."""
-        chosen = all(row.state is not None or row.spec.num_draft_tokens == 0 for row in rows)
         found = stand_in(
-            count, lambda k: self.recordings.has(self._shape_for(k, rows)), may_be_fewer=chosen
+            count, lambda k: self.recordings.has(frame.shape(k)), may_be_fewer=frame.chosen
         )
         if found is not None:
-            return self._shape_for(found, rows)
-        if not count or not chosen:
+            return frame.shape(found)
+        if not count or not frame.chosen:
             return None
-        plain = self._shape(rows, 0, 0)
+        plain = self._shape(frame, 0, 0)
         # If that can't be recorded, the host starts both.
         return plain if self.recordings.has(plain) or plain not in self.recordings else None
-
-    def _shape_for(self, num_draft_tokens: int, rows: Sequence[Row]) -> Shape:
-        last = max(row.slot_row for row in rows)
-        flying = sum(flight.shape.num_draft_tokens + 1 for flight in self._flights)
-        needed = max(row.length for row in rows) + flying + num_draft_tokens + 1
-        return Shape(
-            num_draft_tokens,
-            next(n for n in _doubled(self.cache.num_rows) if n > last),
-            rounded_up(needed, self.cache.num_slots),
-            any(not row.spec.sampler.params.greedy for row in rows),
-        )
 
     def _seat(self, rows: Sequence[Row], choices: Sequence[Choice]) -> None:
         """Tell the device what it does not know yet."""
@@ -363,11 +393,6 @@ class Rounds:
         return flight.numbers
 
 
-def _at_most(count: int, choice: Choice) -> Choice:
-    """The choice of a row in a round of so many drafted tokens."""
-    return replace(choice, num_draft_tokens=count) if choice.num_draft_tokens > count else choice
-
-
 def _doubled(last: int) -> list[int]:
     """1, 2, 4, ..., up to ``last``."""
     found = [1]
@@ -376,10 +401,18 @@ def _doubled(last: int) -> list[int]:
     return found
 
 
-def _why_not(row: Row) -> str:
-    """Why a round of this row needs the host; "" if it does not."""
-    sampler, spec = row.spec.sampler, row.spec
-    params = sampler.params
+def _why_not(specs: Sequence[RowSpec], *, looks_up: bool) -> str:
+    """Why a round of these rows needs the host; "" if it does not."""
+    if len({spec.eos_ids for spec in specs}) > 1:
+        return "rows end with different tokens"
+    if looks_up and any(spec.num_draft_tokens != 0 for spec in specs):
+        return "tokens are looked up in the text"
+    return next((reason for spec in specs if (reason := _why_not_alone(spec))), "")
+
+
+def _why_not_alone(spec: RowSpec) -> str:
+    """Why a round of this row needs the host, whatever the others are."""
+    sampler, params = spec.sampler, spec.sampler.params
     if sampler.reads_context:
         return "logits processors and grammars read the text on the host"
     if not params.greedy and sampler.verification != "coupled":

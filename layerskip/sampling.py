@@ -173,7 +173,7 @@ class Sampler:
         """Made when first asked for: greedy rows never do."""
         return Philox(self.seed)
 
-    @property
+    @cached_property
     def is_argmax(self) -> bool:
         """Whether the next token is the likeliest of the bare logits."""
         return self.params.greedy and not self.reads_context
@@ -186,7 +186,7 @@ class Sampler:
             return False
         return self.verification == "coupled" and not self.reads_context
 
-    @property
+    @cached_property
     def reads_context(self) -> bool:
         """Whether scores depend on the tokens before them."""
         return bool(self.processors or self.warpers) or self.constraint is not None

@@ -68,7 +68,7 @@ class Speculator:
             guesses = [NO_GUESS] * len(rows)
         else:
             guesses = [guess_for(row, self.store, looks_up=self.looks_up) for row in rows]
-        if (rest := self._at_rest(rows, guesses)) is not None:
+        if (rest := self._at_rest(rows, guesses, self._by_host)) is not None:
             return [(choice, NO_GUESS) for choice in rest]
         drafts = self.drafter is not None
         choices = self._choices(rows, guesses, self._by_host, drafts=drafts)
@@ -76,8 +76,9 @@ class Speculator:
 
     def attempt(
         self, rows: Sequence[Row], decided: Sequence[tuple[Choice, Guess]], cache: KVCache
-    ) -> list[Attempt]:
-        """A draft for each row as was decided; many are empty."""
+    ) -> tuple[list[DraftRequest], list[Attempt]]:
+        """A draft for each row as was decided, many of which are empty; and what was asked of the
+        drafter, which is also what verification needs to know of the row."""
         choices, guesses = [c for c, _ in decided], [g for _, g in decided]
         drafting = sum(c.source == "early_exit" for c in choices)
         context = sum(row.length for row in rows) // len(rows)
@@ -98,8 +99,8 @@ class Speculator:
         if alone:
             drafts[0], behind[0] = _with_more(drafts[0], stoppers[0], aheads[0])
         probing = [row.state is not None and row.state.probing for row in rows]
-        parts = zip(requests, choices, drafts, guesses, stoppers, probing, behind, strict=True)
-        return [Attempt(*each) for each in parts]
+        parts = zip(choices, drafts, guesses, stoppers, probing, behind, strict=True)
+        return requests, [Attempt(*each) for each in parts]
 
     def counted(self, rows: Sequence[Row], *, drafts: bool = True) -> list[tuple[Choice, int]]:
         """For rounds whose drafts have their length before they begin, and are early exits: each
@@ -108,44 +109,44 @@ class Speculator:
         Args:
             drafts: whether rows that leave it to the controller may draft at all.
         """
-        counted = []
-        choices = self._choices(
-            rows,
-            [NO_GUESS] * len(rows),
-            self.controller,
-            drafts=drafts and self.drafter is not None,
-        )
-        for row, choice in zip(rows, choices, strict=True):
-            wanted = row.spec.num_draft_tokens
-            most = 0 if wanted == AUTO else most_draft_tokens(wanted)
-            most = min(most, row.spec.max_draft_tokens) if self.drafter is not None else 0
-            if row.state is None:
-                counted.append((choice, most))
-                continue
+        guesses, has_exit = [NO_GUESS] * len(rows), self.drafter is not None
+        if (rest := self._at_rest(rows, guesses, self.controller)) is not None:
+            return [(choice, 0) for choice in rest]
+        choices = self._choices(rows, guesses, self.controller, drafts=drafts and has_exit)
+        return [self._counted(row, c) for row, c in zip(rows, choices, strict=True)]
+
+    def _counted(self, row: Row, choice: Choice) -> tuple[Choice, int]:
+        if row.state is not None:
             # No confidence ends the draft: it has the tokens that pay on the whole.
-            count = min(choice.num_draft_tokens, row.state.last or 1)
-            counted.append((replace(choice, num_draft_tokens=count), count))
-        return counted
+            fewer = choice.at_most(row.state.last or 1)
+            return fewer, fewer.num_draft_tokens
+        wanted = row.spec.num_draft_tokens
+        if self.drafter is None or wanted == AUTO:
+            return choice, 0
+        return choice, min(most_draft_tokens(wanted), row.spec.max_draft_tokens)
 
     def attempted(self, landing: Landing) -> Attempt:
         """The draft of a round that is over, each token by a pass of its own."""
-        row, tokens, choice = landing.row, landing.draft, landing.choice
+        tokens, choice = landing.draft, landing.choice
+        if not tokens:
+            return Attempt(choice, NO_DRAFT, NO_GUESS, None, landing.probing)
         # When it was launched the row's limit looked farther by a round.
-        if (count := room(row)) < choice.num_draft_tokens:
-            choice = replace(choice, num_draft_tokens=count)
-        request = self._request(row, choice, None, None, 0)
+        choice = choice.at_most(room(landing.row))
         # Together, draft and verify ran every token through the first layer once: it is counted
         # with verify, which does so without a draft.
         draft = Draft(tokens, (), num_passes=len(tokens))
-        return Attempt(request, choice, draft, NO_GUESS, None, landing.probing)
+        return Attempt(choice, draft, NO_GUESS, None, landing.probing)
 
-    def _at_rest(self, rows: Sequence[Row], guesses: Sequence[Guess]) -> list[Choice] | None:
+    def _at_rest(
+        self, rows: Sequence[Row], guesses: Sequence[Guess], controller: Controller | None
+    ) -> list[Choice] | None:
+        """Of rows that all leave it to the controller, and are all at rest; None of others."""
         states = [row.state for row in rows if row.state is not None]
-        if self._by_host is None or len(states) < len(rows):
+        if controller is None or len(states) < len(rows):
             return None
         # Not in a list: where the first row drafts, no other's is asked for.
         found = (lookup_confidence(g.match_length, g.stored) if g.tokens else 0.0 for g in guesses)
-        return self._by_host.at_rest(states, found)
+        return controller.at_rest(states, found)
 
     @property
     def _by_host(self) -> Controller | None:
@@ -161,27 +162,27 @@ class Speculator:
         *,
         drafts: bool,
     ) -> list[Choice]:
-        choices: dict[int, Choice] = {}
-        asks: dict[int, Ask] = {}
-        for i, (row, guess) in enumerate(zip(rows, guesses, strict=True)):
-            if row.state is None:
-                choices[i] = self._fixed(row, guess)
-            else:
-                count = len(guess.tokens)
-                asks[i] = Ask(
-                    row.state, row.length, room(row), count, guess.match_length, guess.stored
-                )
-        if asks:
-            assert controller is not None
-            chosen = controller.choose(
-                list(asks.values()),
-                drafts=drafts,
-                fixed=[c.num_draft_tokens for c in choices.values()],
-            )
-            choices |= zip(asks, chosen, strict=True)
-        return [choices[i] for i in range(len(rows))]
+        fixed = [
+            self._fixed(row, guess)
+            for row, guess in zip(rows, guesses, strict=True)
+            if row.state is None
+        ]
+        asks = [
+            Ask(row.state, row.length, room(row), len(g.tokens), g.match_length, g.stored)
+            for row, g in zip(rows, guesses, strict=True)
+            if row.state is not None
+        ]
+        if not asks:
+            return fixed
+        assert controller is not None
+        counts = [choice.num_draft_tokens for choice in fixed]
+        chosen = iter(controller.choose(asks, drafts=drafts, fixed=counts))
+        others = iter(fixed)
+        return [next(others if row.state is None else chosen) for row in rows]
 
     def _fixed(self, row: Row, guess: Guess) -> Choice:
+        if not row.spec.may_draft:
+            return PLAIN
         wanted = row.spec.num_draft_tokens
         count = 0 if wanted == AUTO else min(most_draft_tokens(wanted), room(row))
         # What is forced needs no draft pass, if there is nothing to draft after it.
@@ -319,7 +320,11 @@ class Speculator:
         return 0 if self._base is None else sum(t not in self._kept for t in emitted)
 
     def observe_seconds(
-        self, attempts: Sequence[Attempt], draft_seconds: float, verify_seconds: float
+        self,
+        rows: Sequence[Row],
+        attempts: Sequence[Attempt],
+        draft_seconds: float,
+        verify_seconds: float,
     ) -> None:
         """What a round that the host drove took, for the cost table, if that is of such passes.
 
@@ -331,12 +336,16 @@ class Speculator:
             return
         if not controller.times.due(drafted=any(a.draft.tokens for a in attempts)):
             return
-        expected = expected_seconds(attempts, controller.times)
+        expected = expected_seconds(rows, attempts, controller.times)
         size = num_tokens(attempts), len(attempts)
         controller.times.observe_phases(draft_seconds, verify_seconds, *expected, *size)
 
     def observe_round_seconds(
-        self, attempts: Sequence[Attempt], seconds: float, passes: float | None
+        self,
+        rows: Sequence[Row],
+        attempts: Sequence[Attempt],
+        seconds: float,
+        passes: float | None,
     ) -> float:
         """The same of a round whose phases no clock could tell apart.
 
@@ -354,7 +363,7 @@ class Speculator:
             plan = self.drafter.plan if self.drafter is not None else None
             run = longest * len(plan.layers) if plan is not None else 0
             return seconds * run / (run + plan.num_layers) if plan is not None else 0.0
-        draft, verify = expected_seconds(attempts, self.controller.times)
+        draft, verify = expected_seconds(rows, attempts, self.controller.times)
         if passes is not None:
             size = num_tokens(attempts), len(attempts)
             self.controller.times.observe_round(passes, draft, verify, *size)

@@ -4,7 +4,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layerskip.estimates import RowState
 from layerskip.outputs import Drafter, StopReason
@@ -49,6 +49,12 @@ class Choice:
         verify = sum((self.charged_seconds or self.verify_seconds)[:num_drafted])
         drafting = self.dearer * (self.start_seconds + num_passes * self.draft_seconds)
         return num_saved * self.plain_seconds - drafting - verify
+
+    def at_most(self, num_draft_tokens: int) -> "Choice":
+        """The same with no more drafted tokens than that."""
+        if self.num_draft_tokens <= num_draft_tokens:
+            return self
+        return replace(self, num_draft_tokens=num_draft_tokens)
 
 
 PLAIN = Choice("none", 0)

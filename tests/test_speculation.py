@@ -706,7 +706,7 @@ def test_what_deciding_takes_is_no_draft_s(toy, monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr("layerskip.decode.time", clock)
     monkeypatch.setattr(Speculator, "decide", deciding)
-    monkeypatch.setattr(Speculator, "observe_seconds", lambda *given: timed.append(given[2:]))
+    monkeypatch.setattr(Speculator, "observe_seconds", lambda *given: timed.append(given[3:]))
     run(lm, max_new_tokens=6)
     assert timed
     assert set(timed) == {(0.0, 0.0)}
