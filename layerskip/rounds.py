@@ -69,18 +69,23 @@ class Frame:
     """What a round's rows have in common, whatever they draft.
 
     Attributes:
+        rows: that take part.
         num_rows: of the cache, from row 0 on.
         committed: slots of the longest of them, once the rounds in flight have landed.
         num_slots: of the cache.
         sampled: whether a row draws by noise.
-        chosen: whether every number of drafted tokens is chosen, not asked for.
     """
 
+    rows: Sequence[Row]
     num_rows: int
     committed: int
     num_slots: int
     sampled: bool
-    chosen: bool
+
+    @property
+    def chosen(self) -> bool:
+        """Whether every number of drafted tokens is chosen, not asked for."""
+        return all(row.state is not None or row.spec.num_draft_tokens == 0 for row in self.rows)
 
     def shape(self, num_draft_tokens: int) -> Shape:
         """Of a round of theirs that drafts so many tokens."""
@@ -289,14 +294,14 @@ class Rounds:
         return left
 
     def _frame(self, rows: Sequence[Row]) -> Frame:
-        last = max(row.slot_row for row in rows)
+        last = max([row.slot_row for row in rows])
         flying = sum(flight.shape.num_draft_tokens + 1 for flight in self._flights)
         return Frame(
+            rows,
             next(n for n in _doubled(self.cache.num_rows) if n > last),
-            max(row.length for row in rows) + flying,
+            max([row.length for row in rows]) + flying,
             self.cache.num_slots,
-            sampled=any(not row.spec.sampler.params.greedy for row in rows),
-            chosen=all(row.state is not None or row.spec.num_draft_tokens == 0 for row in rows),
+            sampled=not all(row.spec.sampler.params.greedy for row in rows),
         )
 
     def _shape(self, frame: Frame, wanted: int, most: int) -> Shape:
@@ -374,15 +379,13 @@ class Rounds:
         emitting = sum(numbers[at][-1] > 0 for at in flight.rows)
         landings = []
         for at, (row, choice, probing) in list(flight.rows.items()):
-            *tokens, num_sent = numbers[at]
+            *told, num_sent = numbers[at]
             if num_sent == 0:  # the device lost it: the host takes it from where it stands
                 self.leave(row)
                 continue
-            draft = tuple(token for token in tokens[:k] if token >= 0)
-            target = tokens[k : k + len(draft) + 1]
-            confirmed = target[: count_matches(draft, target) + 1]
+            draft, tokens = _verified(told, k) if k else ((), told)
             landings.append(
-                Landing(row, choice, draft, confirmed, num_sent, probing, flight.seconds, emitting)
+                Landing(row, choice, draft, tokens, num_sent, probing, flight.seconds, emitting)
             )
         return landings
 
@@ -391,6 +394,14 @@ class Rounds:
         if flight.numbers is None:
             flight.numbers, flight.seconds = self._ring.receive(flight.turn, flight.shape)
         return flight.numbers
+
+
+def _verified(told: list[int], most: int) -> tuple[tuple[int, ...], list[int]]:
+    """What a row drafted, of at most so many tokens, and what of that was confirmed with the token
+    after it."""
+    draft = tuple(token for token in told[:most] if token >= 0)
+    target = told[most : most + len(draft) + 1]
+    return draft, target[: count_matches(draft, target) + 1]
 
 
 def _doubled(last: int) -> list[int]:

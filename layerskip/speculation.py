@@ -45,6 +45,7 @@ class Speculator:
     ) -> None:
         self.drafter, self.controller = drafter, controller
         self.looks_up, self.store, self.free_rows = looks_up, store, free_rows
+        self._plain = Attempt(PLAIN, NO_DRAFT, NO_GUESS, None)
         self._base = self._head = head
         self._kept = frozenset(head.ids.tolist()) if head is not None else frozenset()
 
@@ -129,7 +130,9 @@ class Speculator:
         """The draft of a round that is over, each token by a pass of its own."""
         tokens, choice = landing.draft, landing.choice
         if not tokens:
-            return Attempt(choice, NO_DRAFT, NO_GUESS, None, landing.probing)
+            if self._plain.choice is not choice:  # most rows have the one of the row before
+                self._plain = Attempt(choice, NO_DRAFT, NO_GUESS, None)
+            return self._plain
         # When it was launched the row's limit looked farther by a round.
         choice = choice.at_most(room(landing.row))
         # Together, draft and verify ran every token through the first layer once: it is counted
