@@ -60,31 +60,6 @@ class Attempt:
         return told or "end"
 
 
-@dataclass(frozen=True, eq=False)
-class Landing:
-    """What a round did for one row, as the host reads it.
-
-    Attributes:
-        row: that it was launched for; a round further on, if another was in flight before it.
-        choice: that asked for the draft.
-        draft: drafted tokens.
-        tokens: confirmed ones and the one after them, before any cut.
-        num_sent: tokens that the device emitted, after its own cut.
-        probing: whether the draft was the controller's probe.
-        seconds: that the round took on the device; 0 where it ran while it was launched.
-        num_rows: that emitted in it.
-    """
-
-    row: Row
-    choice: Choice
-    draft: tuple[int, ...]
-    tokens: list[int]
-    num_sent: int
-    probing: bool
-    seconds: float
-    num_rows: int
-
-
 def expected_seconds(
     rows: Sequence[Row], attempts: Sequence[Attempt], times: PassTimes
 ) -> tuple[float, float]:

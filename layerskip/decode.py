@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from layerskip.ambient import Decoding
-from layerskip.attempt import Attempt, Landing
+from layerskip.attempt import Attempt
 from layerskip.cache import CachedText
 from layerskip.controller import Controller
 from layerskip.draft_head import DraftHead
@@ -24,6 +24,7 @@ from layerskip.outputs import Round
 from layerskip.params import most_draft_tokens
 from layerskip.plan import DraftPlan
 from layerskip.row import ExitStates, Row, RowSpec
+from layerskip.seats import Landing
 from layerskip.speculation import Speculator
 from layerskip.verification import Case, Verdict, judge, judge_all
 from layerskip.verify import Verifier
@@ -228,8 +229,9 @@ class Decoder:
         # By the device's clock: the host's has what choosing takes, and in the first round of a
         # text, which often drafts, that it seated the rows and launched another round behind it.
         passes = (on_device or seconds) if self.rounds.usual else None
-        landed = [one.row for one in landings]
-        draft = self.speculator.observe_round_seconds(landed, attempts, seconds, passes)
+        context = sum([one.row.length for one in landings]) // len(landings)
+        shape = landings[0].shape
+        draft = self.speculator.observe_round_seconds(shape, context, seconds, passes)
         times = Times(draft, read - (seconds - draft), 0.0, landings[0].num_rows)
         return [
             self._landed(landing, attempt, times)

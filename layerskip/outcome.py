@@ -7,11 +7,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from layerskip.attempt import Attempt, Landing
+from layerskip.attempt import Attempt
 from layerskip.drafting import NO_DRAFT
 from layerskip.outputs import Origin, Round
 from layerskip.row import Emission, Row
 from layerskip.sampling import token_logprobs
+from layerskip.seats import Landing
 from layerskip.verification import Verdict
 
 NO_LOGITS = torch.empty(0)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from layerskip.ambient import Decoding
-from layerskip.attempt import Landing
 from layerskip.cache import KVCache
 from layerskip.device_round import DeviceRound
 from layerskip.graphs import Allowance, Recordings
@@ -29,6 +28,7 @@ from layerskip.seats import (
     MOST_DRAFTED,
     MOST_EOS,
     ON_THEIR_WAY,
+    Landing,
     Ring,
     Seats,
     Shape,
@@ -377,6 +377,7 @@ class Rounds:
         self.usual &= flight.usual
         k = flight.shape.num_draft_tokens
         emitting = sum(numbers[at][-1] > 0 for at in flight.rows)
+        of_round = flight.shape, flight.seconds, emitting
         landings = []
         for at, (row, choice, probing) in list(flight.rows.items()):
             *told, num_sent = numbers[at]
@@ -384,9 +385,7 @@ class Rounds:
                 self.leave(row)
                 continue
             draft, tokens = _verified(told, k) if k else ((), told)
-            landings.append(
-                Landing(row, choice, draft, tokens, num_sent, probing, flight.seconds, emitting)
-            )
+            landings.append(Landing(row, choice, draft, tokens, num_sent, probing, *of_round))
         return landings
 
     def _receive(self, flight: Flight) -> list[list[int]]:

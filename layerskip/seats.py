@@ -7,6 +7,7 @@ from torch import Tensor
 
 from layerskip.cache import KVCache
 from layerskip.row import Row
+from layerskip.stopping import Choice
 
 MOST_DRAFTED = 31  # what acceptance on the device takes
 MOST_EOS = 32
@@ -108,6 +109,33 @@ class Seats:
     def rest(self, slot_row: int) -> None:
         """Let a row take no part."""
         self.num_left[slot_row].fill_(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Landing:
+    """What a round did for one row, as the host reads it.
+
+    Attributes:
+        row: that it was launched for; a round further on, if another was in flight before it.
+        choice: that asked for the draft.
+        draft: drafted tokens.
+        tokens: confirmed ones and the one after them, before any cut.
+        num_sent: tokens that the device emitted, after its own cut.
+        probing: whether the draft was the controller's probe.
+        shape: of the round.
+        seconds: that it took on the device; 0 where it ran while it was launched.
+        num_rows: that emitted in it.
+    """
+
+    row: Row
+    choice: Choice
+    draft: tuple[int, ...]
+    tokens: list[int]
+    num_sent: int
+    probing: bool
+    shape: Shape
+    seconds: float
+    num_rows: int
 
 
 class Ring:

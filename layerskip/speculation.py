@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from layerskip.asks import Ask
-from layerskip.attempt import Attempt, Landing, expected_seconds, learn, num_tokens
+from layerskip.attempt import Attempt, expected_seconds, learn, num_tokens
 from layerskip.cache import KVCache
 from layerskip.controller import Controller
 from layerskip.draft_head import DraftHead
@@ -17,6 +17,7 @@ from layerskip.guessing import NO_GUESS, Lookahead, guess_for, judged, lookahead
 from layerskip.lookup import FORCED_MATCH, Guess, LookupStore
 from layerskip.params import AUTO, most_draft_tokens
 from layerskip.row import Row
+from layerskip.seats import Landing, Shape
 from layerskip.stopping import PLAIN, Choice, Stopper
 
 
@@ -344,15 +345,13 @@ class Speculator:
         controller.times.observe_phases(draft_seconds, verify_seconds, *expected, *size)
 
     def observe_round_seconds(
-        self,
-        rows: Sequence[Row],
-        attempts: Sequence[Attempt],
-        seconds: float,
-        passes: float | None,
+        self, shape: Shape, context: int, seconds: float, passes: float | None
     ) -> float:
-        """The same of a round whose phases no clock could tell apart.
+        """The same of a round that the device ran by itself, whose phases no clock can tell apart:
+        all rows of its shape went through all its passes, those at rest and short drafts, too.
 
         Args:
+            context: committed slots of a row, on the average.
             seconds: of the round.
             passes: what the cost table learns from, of the passes alone where a clock can tell;
                 None: nothing, as such rounds will take less.
@@ -361,15 +360,17 @@ class Speculator:
             What its draft is thought to have taken of it: by the cost table, or where there is
             none by the layers that were run.
         """
+        count, rows, greedy = shape.num_draft_tokens, shape.num_rows, not shape.sampled
         if self.controller is None:
-            longest = max(a.draft.num_passes for a in attempts)
             plan = self.drafter.plan if self.drafter is not None else None
-            run = longest * len(plan.layers) if plan is not None else 0
+            run = count * len(plan.layers) if plan is not None else 0
             return seconds * run / (run + plan.num_layers) if plan is not None else 0.0
-        draft, verify = expected_seconds(rows, attempts, self.controller.times)
+        times, tokens = self.controller.times, rows * (count + 1)
+        draft = count * times.draft(rows, context, greedy=greedy)
+        draft += times.draft_start() if count else 0.0
+        verify = times.verify(tokens, context, rows=rows, greedy=greedy)
         if passes is not None:
-            size = num_tokens(attempts), len(attempts)
-            self.controller.times.observe_round(passes, draft, verify, *size)
+            times.observe_round(passes, draft, verify, tokens, rows)
         return seconds * draft / (draft + verify)
 
     def began(self, row: Row) -> None:

@@ -415,6 +415,31 @@ def test_the_hosts_work_is_no_price_of_a_round(stack, bench, monkeypatch):
     assert all(r.draft_seconds + r.verify_seconds == pytest.approx(6.0) for r in row.rounds[3:6])
 
 
+def test_what_is_learnt_from_a_round_is_of_the_passes_that_the_device_ran(
+    stack, bench, monkeypatch
+):
+    """Of all rows of its shape and all its drafted tokens, though rows have ended, and drafts near
+    a row's end are short: or it would look as if the machine were slow at each text's end."""
+    receive, shapes, learnt = Ring.receive, [], []
+
+    def received(ring, turn, shape):
+        shapes.append(shape)
+        return receive(ring, turn, shape)
+
+    monkeypatch.setattr(Ring, "receive", received)
+    controller = Scripted(3)
+    controller.times.observe_round = lambda *told: learnt.append((shapes[-1], told[-2:]))
+    limits = zip(PROMPTS, (30, 9, 14), strict=False)
+    decode(
+        decoder_of(stack, bench, controller=controller),
+        *(spec(prompt, k="auto", limit=limit) for prompt, limit in limits),
+    )
+    assert len(learnt) > 5
+    for shape, told in learnt:
+        rows = shape.num_rows
+        assert told == (rows * (shape.num_draft_tokens + 1), rows)
+
+
 @pytest.mark.parametrize("patience", [0, 2])
 def test_no_round_that_was_recorded_meanwhile_is_learnt_from(stack, patience, monkeypatch):
     """Nor one that the host started in the place of a recording, nor one of more passes than the
