@@ -47,6 +47,7 @@ class Speculator:
         self.drafter, self.controller = drafter, controller
         self.looks_up, self.store, self.free_rows = looks_up, store, free_rows
         self._plain = Attempt(PLAIN, NO_DRAFT, NO_GUESS, None)
+        self._exits: dict[int, Choice] = {}  # by number of drafted tokens
         self._base = self._head = head
         self._kept = frozenset(head.ids.tolist()) if head is not None else frozenset()
 
@@ -196,7 +197,11 @@ class Speculator:
         if self.drafter is None or forced:
             count = min(count, len(guess.tokens))
             return Choice("lookup", count) if count else PLAIN
-        return Choice("early_exit", count) if count else PLAIN
+        if not count:
+            return PLAIN
+        if count not in self._exits:  # the same for every row, and in the next round again
+            self._exits[count] = Choice("early_exit", count)
+        return self._exits[count]
 
     def _width(self, drafting: int, context: int, *, guessing: bool) -> int:
         """Looked-up or forced tokens that each row brings into a draft pass."""

@@ -769,6 +769,19 @@ def test_what_needs_the_host_has_it_and_says_why(stack, bench, name):
     assert_device_ran(decoders[0])  # again, once the other row has left
 
 
+def test_a_row_that_comes_to_draft_what_is_looked_up_is_the_hosts(stack, bench, text):
+    """Whether rounds need the host is asked again once a row asks for something else."""
+    decoder = decoder_of(stack, bench, looks_up=True)
+    row = decoder.join(spec(PROMPTS[0], k=0))
+    for wanted, reason in ((0, ""), (2, "tokens are looked up in the text"), (0, "")):
+        row.spec = replace(row.spec, num_draft_tokens=wanted)
+        for _ in range(3):
+            decoder.step()
+        assert decoder.rounds.reason == reason
+    finish(decoder)
+    assert row.token_ids == text
+
+
 def test_looked_up_tokens_are_the_hosts(stack, bench):
     decoder = decoder_of(stack, bench, looks_up=True)
     decode(decoder, spec(PROMPTS[0], limit=4))
