@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,24 +40,6 @@ class Times:
     began: float
     sample: float
     num_rows: int
-
-    @cached_property
-    def plain(self) -> Round:
-        """The record of a row that drafted nothing, but for what is the row's own."""
-        return Round(
-            row=0,
-            index=0,
-            token_ids=(),
-            text="",
-            num_draft_tokens=0,
-            num_accepted_tokens=0,
-            origin="plain",
-            draft_seconds=self.draft,
-            verify_seconds=0.0,
-            positions=1,
-            rows=self.num_rows,
-            sample_seconds=self.sample,
-        )
 
 
 @dataclass(frozen=True)
@@ -99,8 +80,7 @@ def record_of(
         exit_layer: that the draft left at, if it was an early exit.
     """
     draft = attempt.draft if attempt is not None else NO_DRAFT
-    if row.rounds and draft is NO_DRAFT and row.spec.logprobs is None:
-        return _plain_record_of(row, emission, times, ended, num_uncovered_tokens)
+    source = attempt.source if attempt is not None else "none"
     stopper = attempt.stopper if attempt is not None else None
     num_matches, drafted = judged.verdict.num_matches, len(draft.tokens)
     count, missing = len(emission.token_ids), len(row.spec.prompt) - row.length
@@ -122,11 +102,9 @@ def record_of(
         logprobs=()
         if top is None
         else token_logprobs(judged.logits[:count], emission.token_ids, top),
-        drafter=attempt.source if attempt is not None else "none",
+        drafter=source,
         num_draft_passes=draft.num_passes,
-        num_lookup_tokens=drafted
-        if attempt is not None and attempt.source == "lookup"
-        else draft.num_looked_up,
+        num_lookup_tokens=drafted if source == "lookup" else draft.num_looked_up,
         chances=tuple(stopper.chances) if stopper is not None else (),
         confidences=attempt.confidences if attempt is not None else (),
         stopped=attempt.stopped if attempt is not None else "",
@@ -139,27 +117,3 @@ def record_of(
         sample_seconds=times.sample,
         elapsed_seconds=ended - row.joined,
     )
-
-
-def _plain_record_of(
-    row: Row, emission: Emission, times: Times, ended: float, num_uncovered_tokens: int
-) -> Round:
-    """As ``dataclasses.replace`` makes it, in a third of the time: each row needs one in each
-    round, and all else that the host does for a row takes hardly longer than that."""
-    record = object.__new__(Round)
-    fields = vars(record)
-    fields.update(vars(times.plain))
-    fields.update(
-        row=row.id,
-        index=len(row.rounds),
-        token_ids=emission.token_ids,
-        text=emission.text,
-        verify_seconds=ended - times.began,
-        finish_reason=emission.finish_reason,
-        num_uncovered_tokens=num_uncovered_tokens,
-        request_id=row.spec.request_id,
-        labels=row.spec.labels,
-        context=row.length,
-        elapsed_seconds=ended - row.joined,
-    )
-    return record

@@ -358,7 +358,7 @@ class Speculator:
         Args:
             context: committed slots of a row, on the average.
             seconds: of the round.
-            passes: what the cost table learns from, of the passes alone where a clock can tell;
+            passes: what the cost table may learn from, of the passes alone where a clock can tell;
                 None: nothing, as such rounds will take less.
 
         Returns:
@@ -374,7 +374,7 @@ class Speculator:
         draft = count * times.draft(rows, context, greedy=greedy)
         draft += times.draft_start() if count else 0.0
         verify = times.verify(tokens, context, rows=rows, greedy=greedy)
-        if passes is not None:
+        if passes is not None and times.due(drafted=count > 0):
             times.observe_round(passes, draft, verify, tokens, rows)
         return seconds * draft / (draft + verify)
 

@@ -4,18 +4,9 @@ import pytest
 from decoding import LIMIT, PROMPT, Interruption, Oracle, decode, join, self_drafting
 from toys import PLANS, without_times
 
-from layerskip import SamplingParams
-from layerskip.attempt import Attempt
 from layerskip.decode import Decoder
-from layerskip.drafting import NO_DRAFT, Draft
-from layerskip.guessing import NO_GUESS
 from layerskip.model import DecoderStack
-from layerskip.outcome import NO_LOGITS, Judged, Times, record_of
-from layerskip.row import Emission, Row, RowSpec
-from layerskip.sampling import Sampler
-from layerskip.stopping import PLAIN
 from layerskip.text import TextStream
-from layerskip.verification import Verdict
 
 
 @pytest.fixture(scope="module")
@@ -197,21 +188,3 @@ def test_a_round_that_is_interrupted_while_rows_are_given_it_goes_no_further(sta
     assert [len(row.token_ids) for row in (first, second)] == [1, 1]
     for row in (first, second):
         batch.leave(row.id)
-
-
-def test_the_short_way_to_a_plain_rounds_record_gives_the_same():
-    """What rows of a plain round share is made once; nothing may be forgotten there."""
-    asked = RowSpec(
-        (1, 2), Sampler(SamplingParams(), 0, 9), 8, 0, request_id="a", labels={"b": "c"}
-    )
-    row = Row(3, 1, asked, None, token_ids=[4, 5], rounds=[None, None], length=3, joined=10.0)
-    emission = Emission((6,), "text", None, "stop")
-    judged = Judged(NO_LOGITS, Verdict([6], None))
-    times = Times(draft=0.5, began=12.0, sample=0.25, num_rows=7)
-    rest = {"ended": 20.0, "num_uncovered_tokens": 1, "exit_layer": None}
-    short, long = (
-        record_of(row, Attempt(PLAIN, d, NO_GUESS, None), judged, emission, times, **rest)
-        for d in (NO_DRAFT, Draft((), ()))
-    )
-    assert short == long
-    assert vars(short) == vars(long)

@@ -271,6 +271,7 @@ class Scripted(Controller):
         passes = Curve((8, 64), (0,), ((1.0, 2.0),))
         free = Curve((1,), (0,), ((0.0,),))
         super().__init__(CostTable(passes, free, passes, 0.0, 8, {}), follows_clock=False)
+        self.times.due = lambda **_: True  # how often is no matter of these tests, but for one
         self.counts, self.asked = counts, 0
 
     def choose(self, asks, *, drafts, fixed=()):
@@ -438,6 +439,22 @@ def test_what_is_learnt_from_a_round_is_of_the_passes_that_the_device_ran(
     for shape, told in learnt:
         rows = shape.num_rows
         assert told == (rows * (shape.num_draft_tokens + 1), rows)
+
+
+def test_few_of_many_rounds_are_learnt_from(stack, bench):
+    """Learning takes the host some 40 us, and a clock soon knows enough."""
+    controller, asked, learnt = Scripted(3, 0), [], []
+    controller.times.observe_round = lambda *told: learnt.append(told)
+
+    def due(*, drafted):
+        asked.append(drafted)
+        return len(asked) == 5
+
+    controller.times.due = due
+    asks = spec(PROMPTS[0], k="auto", limit=40)
+    decode(decoder_of(stack, bench, controller=controller), asks)
+    assert len(learnt) == 1
+    assert set(asked) == {False, True}
 
 
 @pytest.mark.parametrize("patience", [0, 2])
