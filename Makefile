@@ -27,7 +27,8 @@ demo: $(RUNTIME)  ## complete real code prompts with the built-in checkpoint, an
 BITS := tests/test_bits.py tests/test_model.py tests/test_parity.py
 # Where the environment forbids bytecode, each of dozens of processes compiles all modules anew.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
-# Tests compare with what a CPU does: "auto" must not find a GPU. `make gpu-check` looks for one.
+# Tests compare with what a CPU does: "auto" must not find a GPU. `make gpu-check` looks for one, and
+# `pytest tests/kernels -k cuda` has the kernels' tests there.
 test test-slow: export CUDA_VISIBLE_DEVICES =
 test: $(TOOLS)  ## the tests, but for the slow ones
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile \

@@ -66,17 +66,15 @@ def expected_seconds(
     """Of a round's draft and verify passes, by the cost table; before the rows go on from it."""
     context = sum(row.length for row in rows) // len(rows)
     greedy = all(row.spec.sampler.is_argmax for row in rows)
-    tokens = num_tokens(attempts)
-    attempts = [a for a in attempts if a.draft is not NO_DRAFT]
     passes = [a.draft.num_passes for a in attempts]
     positions = sum(a.draft.num_positions for a in attempts)
     each = max(1, round(positions / max(1, sum(passes))))
     draft = sum(
         times.draft(sum(n > i for n in passes), context, each=each, greedy=greedy)
-        for i in range(max(passes, default=0))
+        for i in range(max(passes))
     )
     draft += times.draft_start() if any(passes) else 0.0
-    verify = times.verify(tokens, context, rows=len(rows), greedy=greedy)
+    verify = times.verify(num_tokens(attempts), context, rows=len(rows), greedy=greedy)
     looked_up = sum(len(a.draft.tokens) for a in attempts if a.source == "lookup")
     return draft, verify + looked_up * times.drawing(greedy=greedy)
 

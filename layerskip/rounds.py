@@ -28,11 +28,11 @@ from layerskip.seats import (
     MOST_DRAFTED,
     MOST_EOS,
     ON_THEIR_WAY,
+    Frame,
     Landing,
     Ring,
     Seats,
     Shape,
-    rounded_up,
     slot_sizes,
 )
 from layerskip.speculation import Speculator
@@ -62,37 +62,6 @@ class Flight:
 
     def holds(self, row: Row) -> bool:
         return row.slot_row in self.rows and self.rows[row.slot_row][0] is row
-
-
-@dataclass(frozen=True)
-class Frame:
-    """What a round's rows have in common, whatever they draft.
-
-    Attributes:
-        rows: that take part.
-        num_rows: of the cache, from row 0 on.
-        committed: slots of the longest of them, once the rounds in flight have landed.
-        num_slots: of the cache.
-        sampled: whether a row draws by noise.
-    """
-
-    rows: Sequence[Row]
-    num_rows: int
-    committed: int
-    num_slots: int
-    sampled: bool
-
-    @property
-    def chosen(self) -> bool:
-        """Whether every number of drafted tokens is chosen, not asked for."""
-        return all(row.state is not None or row.spec.num_draft_tokens == 0 for row in self.rows)
-
-    def shape(self, num_draft_tokens: int) -> Shape:
-        """Of a round of theirs that drafts so many tokens."""
-        needed = self.committed + num_draft_tokens + 1
-        return Shape(
-            num_draft_tokens, self.num_rows, rounded_up(needed, self.num_slots), self.sampled
-        )
 
 
 class Rounds:

@@ -24,7 +24,7 @@ def decoder_of(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
 
     Of transformers' fast tokenizers it is that of the library beneath, which theirs calls: each
     token of a batch is decoded twice, and to see first what it was given takes theirs four times
-    as long. One that decodes in its own way does so.
+    as long (bench/LOG.md, 2026-11-27). One that decodes in its own way does so.
     """
     beneath = getattr(tokenizer, "backend_tokenizer", None)
     steps = [getattr(tokenizer, name, None) for name in ("decode", "_decode")]
