@@ -45,7 +45,7 @@ class Spoiling(EarlyExitDrafter):
 class Corrupted(Spoiling):
     """Drafts the right token with a chance of ``accuracy``, else a wrong one.
 
-    One row only. ``text`` is what plain decoding makes of the prompt, the prompt included; it has
+    ``text`` is what plain decoding makes of the prompt, the prompt included; it has
     to be set before each request.
     """
 
@@ -66,6 +66,19 @@ class Corrupted(Spoiling):
         if self.random.random() < self.accuracy:
             return right
         return (right + 1) % self.stack.vocab_size
+
+
+class CorruptedRows(Corrupted):
+    """The same of each row; ``texts`` has one's text and its accuracy, in the order of joining a
+    batch that nobody leaves before all have joined."""
+
+    def __init__(self, lm: SelfSpeculativeLM) -> None:
+        super().__init__(lm, 0.0)
+        self.texts: list[tuple[tuple[int, ...], float]] = []
+
+    def spoilt(self, request: DraftRequest, draft: Draft) -> Draft:
+        self.text, self.accuracy = self.texts[request.row]
+        return super().spoilt(request, draft)
 
 
 class Losing(Spoiling):

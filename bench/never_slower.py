@@ -14,6 +14,8 @@ Every mode must emit plain decoding's tokens, or the script stops.
 - adversarial, look-ups: nor is any looked-up token right, though all seem to follow the longest of
   matches; "alone" without an early exit.
 - adversarial, batch: eight rows at temperature 0.8 whose drafts are never right, and who look up.
+- mixed: eight such rows that look nothing up; every fourth one's drafts are never right, those of
+  the others nine times of ten. It ends with its last row.
 - bimodal: requests of 0.95 and 0.05 acceptance in random order, one controller; the latter alone.
 - switching: the same text with 0 drafted tokens in every round, with k, and with both in turn. The
   overhead is that of the alternating rounds over as many of both kinds among their own, by their
@@ -32,7 +34,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bad_drafters import Corrupted, Losing, Misleading, Random, install
+from bad_drafters import Corrupted, CorruptedRows, Losing, Misleading, Random, install
 from paired import (
     Clock,
     Decoded,
@@ -60,6 +62,7 @@ from layerskip import LookupStore, Round, SamplingParams, SelfSpeculativeLM
 from layerskip.cost import CostTable
 
 ROWS, BATCH = 32, 8
+MIXED = (0.9, 0.9, 0.9, 0.0)  # how often rows' drafts are right
 SWITCHED = 5  # draft tokens
 SHORT, FIRSTS = 16, 8  # tokens; first tokens, each a prefill alone, that are timed in a turn
 CONTEXT = 200  # of the cost table, for what is counted
@@ -191,6 +194,23 @@ def bad_batch(lab: Lab, chance: random.Random) -> Callable[[int], list[Pair]]:
 
     def turn(i: int) -> list[Pair]:
         return [together(lm, lab, some_of(lab, i, BATCH), chance, joins=False, sampling=SAMPLED)]
+
+    return turn
+
+
+def mixed(lab: Lab, chance: random.Random) -> Callable[[int], list[Pair]]:
+    lm = lab.lm()
+    drafter = install(lm, CorruptedRows(lm))
+
+    def turn(i: int) -> list[Pair]:
+        prompts = some_of(lab, i, BATCH)
+        settings = {"num_draft_tokens": 0, "sampling": SAMPLED, "ignore_eos": True}
+        wanted = lm.generate(prompts, max_new_tokens=lab.tokens, **settings)
+        drafter.texts = [
+            ((*prompt, *out.token_ids), MIXED[n % len(MIXED)])
+            for n, (prompt, out) in enumerate(zip(prompts, wanted, strict=True))
+        ]
+        return [together(lm, lab, prompts, chance, joins=False, sampling=SAMPLED)]
 
     return turn
 
@@ -352,6 +372,7 @@ SETUPS: dict[str, Case] = {
     "adversarial, look-ups": misled(plan=True),
     "adversarial, look-ups alone": misled(plan=False),
     "adversarial, batch": bad_batch,
+    "mixed": mixed,
     "bimodal": bad((0.95, 0.05)),
     "switching": switching,
     "ramp": ramp,
@@ -364,6 +385,7 @@ BOUNDS = {  # percent slower
     "adversarial, look-ups": 3.0,
     "adversarial, look-ups alone": 3.0,
     "adversarial, batch": 3.0,
+    "mixed": 3.0,
     "bimodal": 3.0,
     "bimodal at 0.05": 3.0,
     "bimodal at 0.95": 3.0,

@@ -223,7 +223,10 @@ class Decoder:
                 row.state = row.state or self.controller.row(
                     row.text.kind, len(row.text.drafts) + 1
                 )
-            asks = [Ask(row.state, row.context, min(row.room, DEPTH)) for row in going]
+            asks = [
+                Ask(row.state, row.context, min(row.room, DEPTH), left=row.room + 1)
+                for row in going
+            ]
             for row, choice in zip(going, self.controller.choose(asks, drafts=True), strict=True):
                 row.choice = choice
                 row.stopper = Stopper(row.state, choice, shares=len(going) > 1)

@@ -26,7 +26,6 @@ from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
 from layerskip.exit_adapter import ExitAdapter
-from layerskip.fingerprint import RECORDED
 from layerskip.grammar_xgrammar import XGrammarBackend
 from layerskip.loading import check_exit, check_plan_depth, eos_ids_of, load_parts
 from layerskip.lookup import LookupStore
@@ -300,7 +299,7 @@ class SelfSpeculativeLM:
                     head=self._head,
                 )
                 controller = Controller(cost, self._known.acceptance, self._known.calibration)
-                if cost.key.get("passes") == RECORDED:  # some rounds need the host all the same
+                if cost.recorded:  # some rounds need the host all the same
                     by_host = measure_cost(
                         self.stack,
                         self.plan,

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from layerskip.ending import Ending
 from layerskip.estimates import RowState
 from layerskip.experience import lookup_confidence
 from layerskip.lookup import FORCED_MATCH
@@ -37,6 +38,7 @@ class Ask:
         num_guessed: tokens that a look-up offers.
         match_length: of the look-up.
         stored: whether it is from a store.
+        left: tokens that the row may still emit; only how they differ from its neighbours' counts.
     """
 
     state: RowState
@@ -45,6 +47,7 @@ class Ask:
     num_guessed: int = 0
     match_length: int = 0
     stored: bool = False
+    left: int = 1
 
     @property
     def confidence(self) -> float:
@@ -66,10 +69,15 @@ def weighed(
     *,
     resting: bool,
 ) -> Split:
-    """What rows do whose drafts survive so, or who have looked something up."""
+    """What rows do whose drafts survive so, or who have looked something up: what has the most
+    tokens a second, unless a late row would end later still."""
     offers = [offered(a, pace, line, may_lose) for a, line in zip(asks, lines, strict=True)]
     bias = 1.0 + HYSTERESIS if resting else 1.0 - HYSTERESIS
-    return split(pace, lines, offers, fixed, bias=bias)
+    found = split(pace, lines, offers, fixed, bias=bias)
+    if not any(found.drafted) or not any(a.state.is_late for a in asks) or len(asks) == 1:
+        return found
+    hopes = [a.state.hopes(max(found.drafted), pace.num_rows) for a in asks]
+    return Ending(pace, hopes, offers, [a.left for a in asks], fixed).within(found)
 
 
 def loss_allowed(asks: Sequence[Ask], pace: Pace) -> float:

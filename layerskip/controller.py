@@ -201,7 +201,8 @@ class Controller:
         idle = resting and not any(found.drafted)
         left = 0.0 if longest else stake
         plain = idle and not any(found.looked_up)
-        probing = idle and drafts and may_probe(asks, pace, left, claims=plain)
+        claims = plain and not found.is_less
+        probing = idle and drafts and may_probe(asks, pace, left, claims=claims)
         if plain and not probing:
             put_to_rest(asks, pace, left, drafts=drafts)
         if probing:
@@ -209,6 +210,7 @@ class Controller:
             found = Split(mosts, [0] * len(asks), found.rate)
             may_lose = loss_allowed(asks, pace)  # with what was claimed for it
         counts, lookups = found.drafted, found.looked_up
+        lasts = _plain_rounds(found, pace, fixed)
         pace = pace.settled(sum((*counts, *lookups, *fixed)), sum(n > 0 for n in (*counts, *fixed)))
         choices = []
         for a, n, most, looked_up in zip(asks, counts, mosts, lookups, strict=True):
@@ -216,13 +218,14 @@ class Controller:
             if looked_up or (n and not probing):
                 a.state.wakes(drafts=n > 0)
             if looked_up:
-                choices.append(_looking_up(looked_up, found.rate, pace))
+                choices.append(_looking_up(looked_up, found.rate, pace, lasts))
                 continue
             a.state.last = 0 if probing else n
             if n:
-                choices.append(_drafting(most, found.rate, pace, may_lose))
+                longest = n if found.is_less else most
+                choices.append(_drafting(longest, found.rate, pace, may_lose, lasts))
             else:
-                choices.append(Choice("none", 0, plain_seconds=pace.token))
+                choices.append(Choice("none", 0, plain_seconds=pace.token, plain_rounds=lasts))
         return choices
 
     def _again(self, ask: Ask) -> Choice | None:
@@ -258,6 +261,7 @@ class Controller:
 
     def observe_plain(self, state: RowState, choice: Choice, context: int) -> None:
         """A round without drafts."""
+        state.behind += choice.plain_rounds - 1.0
         self._earn(state, choice, context)
 
     def _earn(self, state: RowState, choice: Choice, context: int) -> None:
@@ -272,6 +276,7 @@ class Controller:
     ) -> None:
         """A round whose verify pass was given ``num_tokens`` looked-up tokens, and no others, and
         which made ``num_saved`` plain rounds needless."""
+        state.behind += choice.plain_rounds - 1.0 - num_saved
         if choice.plain_seconds > 0.0:
             drawing = num_tokens * self.times.drawing(greedy=state.greedy)
             looking = LOOKING * choice.plain_seconds
@@ -316,6 +321,7 @@ class Controller:
             one = self.times.draft(1, context, greedy=state.greedy)
             wider = self.times.draft(1, context, each=each, greedy=state.greedy) / one
         saved = sum(accepted) if num_saved is None else num_saved
+        state.behind += choice.plain_rounds - 1.0 - saved
         seconds = choice.gained(saved, drafted + num_behind, wider * num_passes)
         seconds -= num_behind * self.times.drawing(greedy=state.greedy)
         if choice.plain_seconds > 0.0:
@@ -328,7 +334,9 @@ class Controller:
         state.add_draft(accepted, confidences, chances)
 
 
-def _drafting(most: int, rate: float, pace: Pace, may_lose: float) -> Choice:
+def _drafting(
+    most: int, rate: float, pace: Pace, may_lose: float, plain_rounds: float = 1.0
+) -> Choice:
     """An early exit of at most so many tokens, in a round that may take so long in vain."""
     return Choice(
         "early_exit",
@@ -341,10 +349,11 @@ def _drafting(most: int, rate: float, pace: Pace, may_lose: float) -> Choice:
         pace.charged.steps,
         pace.dearer,
         may_lose,
+        plain_rounds,
     )
 
 
-def _looking_up(count: int, rate: float, pace: Pace) -> Choice:
+def _looking_up(count: int, rate: float, pace: Pace, plain_rounds: float = 1.0) -> Choice:
     """So many looked-up tokens, straight to the verify pass."""
     return Choice(
         "lookup",
@@ -353,4 +362,13 @@ def _looking_up(count: int, rate: float, pace: Pace) -> Choice:
         pace.steps,
         plain_seconds=pace.token,
         charged_seconds=pace.charged.steps,
+        plain_rounds=plain_rounds,
     )
+
+
+def _plain_rounds(found: Split, pace: Pace, fixed: Sequence[int]) -> float:
+    """What a round takes, in plain ones of as many rows; a row by itself waits for nobody."""
+    rows, more = pace.num_rows, sum((*found.drafted, *found.looked_up))
+    if rows == 1 or not more:
+        return 1.0
+    return pace.round(found.drafted, rows + more + sum(fixed), rows) / pace.verify(rows)

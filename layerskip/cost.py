@@ -19,6 +19,8 @@ TILE = 8  # positions of a sequence that attention takes at once, at most
 POWERS = (1, 2, 4, TILE)
 NUM_SEQUENCES = 8  # in the pass that is timed for what sequences cost
 DRAFTS_IN_A_ROW = 4  # that a draft pass is the mean of
+# How passes are started, as the key of a table has it.
+RECORDED, BY_HOST = "recorded", "started by the host"
 OF_SAMPLING = ("sampling", "judging", "draft_sampling")
 
 
@@ -149,6 +151,12 @@ class CostTable:
         if not greedy or self.greedy_sampling is None:
             return self
         return replace(self, **{name: getattr(self, f"greedy_{name}") for name in OF_SAMPLING})
+
+    @property
+    def recorded(self) -> bool:
+        """Whether it is of passes that the device runs by itself: all rows of a round go through
+        all of them."""
+        return self.key.get("passes") == RECORDED
 
     @property
     def further(self) -> float:

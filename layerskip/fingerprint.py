@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from layerskip import __version__
-from layerskip.cost import CostTable
+from layerskip.cost import BY_HOST, RECORDED, CostTable
 from layerskip.plan import DraftPlan
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ NOT_OF_THE_MODEL = {
     "use_cache",
 }
 
-RECORDED, BY_HOST = "recorded", "started by the host"
 # How a sentence names what differs; other names are said as they are.
 SAID = {
     "fingerprint": "of another checkpoint",

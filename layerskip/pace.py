@@ -133,6 +133,17 @@ class Pace:
             self._verify[tokens] = seconds
         return self._verify[tokens]
 
+    def round(self, drafted: Sequence[int], tokens: int, rows: int) -> float:
+        """Seconds of a round of so many rows, some of which draft so many tokens each, and whose
+        verify pass has so many."""
+        deepest = max(drafted, default=0)
+        passes = [sum(n > i for n in drafted) for i in range(deepest)]
+        if self._times.recorded:
+            passes, tokens = [rows] * deepest, rows * (deepest + 1)
+        verify = self._times.verify(tokens, self._context, rows=rows, greedy=self._greedy)
+        start = self.start if deepest else 0.0
+        return verify + start + sum(map(self.draft, passes))
+
     def of_one(self, gains: Sequence[float], *, bias: float) -> tuple[int, float]:
         """As ``fill``, of a row by itself that looks nothing up, in few steps."""
         best, count = bias / self._alone[0], 0
@@ -213,11 +224,13 @@ class Split:
     Attributes:
         drafted, looked_up: tokens of each row.
         rate: tokens a second of the round.
+        is_less: than would give the most tokens a second.
     """
 
     drafted: Sequence[int]
     looked_up: Sequence[int]
     rate: float
+    is_less: bool = False
 
 
 def split(

@@ -26,10 +26,11 @@ class PassTimes:
 
     Attributes:
         row_quantum: rows that a pass is padded to.
+        recorded: whether all rows of a round go through all its passes.
     """
 
     def __init__(self, cost: CostTable, *, follows_clock: bool = True) -> None:
-        self.row_quantum = cost.row_quantum
+        self.row_quantum, self.recorded = cost.row_quantum, cost.recorded
         self._tables = {greedy: cost.of(greedy=greedy) for greedy in (False, True)}
         self._follows_clock, self._clocks = follows_clock, Clocks()
         self._seen, self._unlearnt = {False: 0, True: 0}, 0  # rounds, by whether they drafted

@@ -23,11 +23,10 @@ from layerskip.bare_passes import (
     rounds,
     shuffled,
 )
-from layerskip.cost import DRAFTS_IN_A_ROW, NUM_SEQUENCES, CostTable, Curve
+from layerskip.cost import BY_HOST, DRAFTS_IN_A_ROW, NUM_SEQUENCES, CostTable, Curve
 from layerskip.draft_head import DraftHead
 from layerskip.exactness import MAX_PASS_ROWS
 from layerskip.fingerprint import (
-    BY_HOST,
     cost_key,
     fingerprint,
     mismatch,

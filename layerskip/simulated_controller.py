@@ -101,6 +101,9 @@ class Prices:
 class Automatic:
     """What pays, from round to round.
 
+    Nobody is waited for who came late (``layerskip.ending``): where rows come and go, the tokens a
+    second are the same (bench/LOG.md, 2026-11-28).
+
     Args:
         costs: of passes, as the controller knows them: its table takes any number of rows at once.
         stream: the requests' chances, and acceptance over all of them.

@@ -12,7 +12,6 @@ from layerskip.controller import Controller
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
 from layerskip.experience import lookup_confidence
-from layerskip.fingerprint import RECORDED
 from layerskip.guessing import NO_GUESS, Lookahead, guess_for, judged, lookahead, room
 from layerskip.lookup import FORCED_MATCH, Guess, LookupStore
 from layerskip.params import AUTO, most_draft_tokens
@@ -173,7 +172,15 @@ class Speculator:
             if row.state is None
         ]
         asks = [
-            Ask(row.state, row.length, room(row), len(g.tokens), g.match_length, g.stored)
+            Ask(
+                row.state,
+                row.length,
+                room(row),
+                len(g.tokens),
+                g.match_length,
+                g.stored,
+                row.spec.limit - len(row.token_ids),
+            )
             for row, g in zip(rows, guesses, strict=True)
             if row.state is not None
         ]
@@ -341,7 +348,7 @@ class Speculator:
         device runs by itself, which come and go with the requests, as if drafts were cheap.
         """
         controller = self._by_host
-        if controller is None or controller.cost.key.get("passes") == RECORDED:
+        if controller is None or controller.cost.recorded:
             return
         if not controller.times.due(drafted=any(a.draft.tokens for a in attempts)):
             return

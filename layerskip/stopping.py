@@ -26,6 +26,7 @@ class Choice:
         charged_seconds: as ``verify_seconds``, of what is counted as lost; empty: the same.
         dearer: the same of draft passes, as a factor.
         may_lose: seconds that the round may take in vain.
+        plain_rounds: of as many rows that the round takes, about, for all of them.
     """
 
     source: Drafter
@@ -38,6 +39,7 @@ class Choice:
     charged_seconds: tuple[float, ...] = ()
     dearer: float = 1.0
     may_lose: float = math.inf
+    plain_rounds: float = 1.0
 
     def gained(self, num_saved: int, num_drafted: int, num_passes: float) -> float:
         """Seconds that a draft saved, or lost if negative, at the prices of what is lost.

@@ -186,7 +186,7 @@ class Paper:
         if self.fixed is not None:
             return [Choice("early_exit", min(self.fixed, room)) for room in rooms]
         asks = [
-            Ask(r.state, CONTEXT, room, min(r.guessed, room), r.match_length)
+            Ask(r.state, CONTEXT, room, min(r.guessed, room), r.match_length, left=room + 1)
             for r, room in zip(going, rooms, strict=True)
         ]
         return self.controller.choose(asks, drafts=True)

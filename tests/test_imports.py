@@ -16,6 +16,7 @@ VALUES = {
     "ambient",
     "clocks",
     "cost",
+    "ending",
     "errors",
     "experience",
     "families",

@@ -336,7 +336,10 @@ class Real:
                     "greedy", int(self.stream.limits[batches.requests[0, i]])
                 )
         context = int(batches.context[0])
-        asks = [Ask(self.states[i], context, int(batches.room[0, i])) for i in going]
+        asks = [
+            Ask(self.states[i], context, int(batches.room[0, i]), left=self.left(batches, i))
+            for i in going
+        ]
         choices = dict(zip(going, self.controller.choose(asks, drafts=True), strict=True))
         self.choices = choices
         shares = len(going) > 1
@@ -360,6 +363,9 @@ class Real:
                 and drafted[0, i] < choices[i].num_draft_tokens
             ]
         return drafted
+
+    def left(self, batches, i):
+        return int(self.stream.limits[batches.requests[0, i]] - batches.emitted[0, i])
 
     def confidence(self, batches, i, depth):
         stream, request = self.stream, batches.requests[0, i]

@@ -432,6 +432,28 @@ def test_rows_of_a_batch_choose_for_themselves(toy, plain):
     assert outs[0].stats.num_draft_tokens > 0
 
 
+def test_rows_say_how_many_tokens_they_have_left(toy):
+    asked = []
+
+    class Listening(Controller):
+        def choose(self, asks, *, drafts, fixed=()):
+            asked.append([ask.left for ask in asks])
+            return super().choose(asks, drafts=drafts, fixed=fixed)
+
+    batch = with_controller(toy, Listening(cost_of(0.05), follows_clock=False)).open_batch(
+        ignore_eos=True
+    )
+    left = {batch.add(random_ids(5, n), max_new_tokens=n): n for n in (9, 30)}
+    known = []
+    while batch.unfinished:
+        known.append([n for n in left.values() if n])
+        for record in batch.step():
+            left[record.row] -= len(record.token_ids)
+    assert asked[0] == [8, 29]
+    assert len(asked) > 3
+    assert all(lefts in known for lefts in asked)
+
+
 def test_what_a_grammar_forces_is_not_slept_through():
     free, forced = (
         SimpleNamespace(
