@@ -2,6 +2,8 @@
 
 A round with k drafted tokens emits ``E(k) = 1 + sum_{i<=k} prod_{j<=i} a_j`` tokens in
 ``T_round(k)`` seconds; the controller takes the k with the most tokens a second, 0 among them.
+Rows of a batch share rounds, and take what gives all together the most, unless one that is late
+would wait still longer (``layerskip.ending``).
 While a draft grows, each token's own confidence, calibrated by what verification made of such
 confidences before, says whether the next one is worth its pass. Greedy and coupled output never
 depends on any of this; for token-level and block verification a drafted token always stays in the
