@@ -45,8 +45,8 @@ class Spoiling(EarlyExitDrafter):
 class Corrupted(Spoiling):
     """Drafts the right token with a chance of ``accuracy``, else a wrong one.
 
-    ``text`` is what plain decoding makes of the prompt, the prompt included; it has
-    to be set before each request.
+    ``text`` is what plain decoding makes of the prompt, the prompt included; it has to be set
+    before each request.
     """
 
     def __init__(self, lm: SelfSpeculativeLM, accuracy: float) -> None:

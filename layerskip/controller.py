@@ -369,8 +369,10 @@ def _looking_up(count: int, rate: float, pace: Pace, plain_rounds: float = 1.0) 
 
 
 def _plain_rounds(found: Split, pace: Pace, fixed: Sequence[int]) -> float:
-    """What a round takes, in plain ones of as many rows; a row by itself waits for nobody."""
+    """What a round takes, in those of as many rows that draft no more than others' fixed numbers; a
+    row by itself waits for nobody."""
     rows, more = pace.num_rows, sum((*found.drafted, *found.looked_up))
     if rows == 1 or not more:
         return 1.0
-    return pace.round(found.drafted, rows + more + sum(fixed), rows) / pace.verify(rows)
+    without = rows + sum(fixed)
+    return pace.round(found.drafted, without + more, rows) / pace.verify(without)

@@ -7,7 +7,7 @@ then, and that one late. So what rows draft may end a batch little later than pl
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layerskip.pace import Pace, Split
 
@@ -42,7 +42,7 @@ class Ending:
         plain = self._at_most(found, 0)
         slowest = min(self._emitted(found, deepest))
         if self._seconds(found) <= MOST_LONGER * slowest * self._seconds(plain):
-            return found  # each row emits as many tokens a second as without
+            return found  # rows that look nothing up emit as many tokens a second as without
         allowed = MOST_LONGER * self._end(plain, 0)
         for most in range(deepest, 0, -1):
             less = self._at_most(found, most)
@@ -51,9 +51,10 @@ class Ending:
         return plain
 
     def _at_most(self, found: Split, most: int) -> Split:
-        less = Split([min(n, most) for n in found.drafted], found.looked_up, 0.0)
-        tokens = sum(self._emitted(found, most)) + len(self.others)
-        return Split(less.drafted, less.looked_up, tokens / self._seconds(less), is_less=True)
+        drafted = [min(n, most) for n in found.drafted]
+        less = Split(drafted, found.looked_up, 0.0, is_less=True)
+        tokens = sum(self._emitted(less, most)) + len(self.others)
+        return replace(less, rate=tokens / self._seconds(less))
 
     def _emitted(self, found: Split, most: int) -> list[float]:
         """Tokens of each row and round, if those that look nothing up draft so many."""

@@ -142,7 +142,7 @@ class Pace:
             passes, tokens = [rows] * deepest, rows * (deepest + 1)
         verify = self._times.verify(tokens, self._context, rows=rows, greedy=self._greedy)
         start = self.start if deepest else 0.0
-        return verify + start + sum(map(self.draft, passes))
+        return verify + start + sum(self.drafts[n] for n in passes)
 
     def of_one(self, gains: Sequence[float], *, bias: float) -> tuple[int, float]:
         """As ``fill``, of a row by itself that looks nothing up, in few steps."""

@@ -102,7 +102,7 @@ class Automatic:
     """What pays, from round to round.
 
     Nobody is waited for who came late (``layerskip.ending``): where rows come and go, the tokens a
-    second are the same (bench/LOG.md, 2026-11-28).
+    second are about the same (bench/LOG.md, 2026-11-28).
 
     Args:
         costs: of passes, as the controller knows them: its table takes any number of rows at once.

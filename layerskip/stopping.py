@@ -26,7 +26,7 @@ class Choice:
         charged_seconds: as ``verify_seconds``, of what is counted as lost; empty: the same.
         dearer: the same of draft passes, as a factor.
         may_lose: seconds that the round may take in vain.
-        plain_rounds: of as many rows that the round takes, about, for all of them.
+        plain_rounds: that take as long as the round, about, of as many rows.
     """
 
     source: Drafter
