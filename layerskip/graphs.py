@@ -354,7 +354,8 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        _check(func, args)
+        name = str(func)
+        _check(func, name, args)
         given = self._described((*args, *sorted(kwargs.items())))
         known = {t.untyped_storage().data_ptr() for t in _tensors((*args, *kwargs.values()))}
         out = func(*args, **kwargs)
@@ -363,7 +364,7 @@ class _Watch(TorchDispatchMode):
             place = made.untyped_storage().data_ptr()
             if place not in known:
                 self._makers[place] = len(self.tape)
-        self.tape.append((str(func), *given))
+        self.tape.append((name, *given))
         return out
 
     def _described(self, value: Any) -> Any:
@@ -377,9 +378,9 @@ class _Watch(TorchDispatchMode):
         return repr(value)
 
 
-def _check(func: Any, args: Sequence[Any]) -> None:
+def _check(func: Any, name: str, args: Sequence[Any]) -> None:
     """Raise for an operation that no graph can hold."""
-    tags, name = func.tags, str(func)
+    tags = func.tags
     if torch.Tag.data_dependent_output in tags:
         raise HostWorkError(f"{name} reads a tensor on the host")
     if func is torch.ops.aten.lift_fresh.default:

@@ -1,6 +1,7 @@
 """What the tests share: models and wrappers are made once, hypothesis is reproducible."""
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,22 @@ transformers.logging.set_verbosity_error()
 # Examples are the same in every run: a test that fails here fails at the next desk too.
 settings.register_profile("layerskip", deadline=None, derandomize=True, database=None)
 settings.load_profile("layerskip")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks for what is slow
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked ``one_in(n)`` those run whose place in the list has
+    digits, in base n, that sum up to a multiple of n: one of n, and of parameters with n values
+    each pair. The others are slow. A case that is named alone is the first, and runs."""
+    for _, cases in itertools.groupby(items, key=lambda item: item.nodeid.split("[")[0]):
+        for place, item in enumerate(cases):
+            marker = item.get_closest_marker("one_in")
+            if marker and _sum_of_digits(place, base := marker.args[0]) % base:
+                item.add_marker(pytest.mark.slow)
+
+
+def _sum_of_digits(number: int, base: int) -> int:
+    return number and number % base + _sum_of_digits(number // base, base)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -151,6 +151,7 @@ def test_float32_tokens_are_those_of_transformers(in_float32: SelfSpeculativeLM)
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("prompt", [e.prompt for e in EXAMPLES[2:4]], ids=["one", "two"])
+@pytest.mark.one_in(2)
 def test_speculation_changes_no_token(
     builtin: SelfSpeculativeLM, prompt: str, temperature: float
 ) -> None:

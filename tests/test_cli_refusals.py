@@ -242,8 +242,8 @@ def run_into(stdout: int | IO[str], argv: list[str]) -> subprocess.CompletedProc
     )
 
 
-def test_a_document_that_nobody_reads_ends_quietly(folder: Path) -> None:
-    argv = ["generate", str(folder), "--prompt", "a", "--max-new-tokens", "2", "--json"]
+def test_a_document_that_nobody_reads_ends_quietly(tmp_path: Path) -> None:
+    argv = ["report", str(write_run(tmp_path, pair(0, ((4, 2),) * 3), cost=flat_cost())), "--json"]
     reading, writing = os.pipe()
     os.close(reading)
     done = run_into(writing, argv)

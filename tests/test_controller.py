@@ -426,6 +426,7 @@ def test_probes_cost_a_hundredth_of_the_rounds_that_earned_them():
 
 @pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.7, 0.8, 0.9])
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+@pytest.mark.one_in(3)
 def test_automatic_is_near_the_best_fixed_number_where_confidence_tells_nothing(cost, acceptance):
     auto = paper(cost).run(steady(acceptance, count=16)).rate
     best = max(paper(cost, k).run(steady(acceptance, count=16)).rate for k in FIXED)
@@ -434,6 +435,7 @@ def test_automatic_is_near_the_best_fixed_number_where_confidence_tells_nothing(
 
 @pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.9])
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+@pytest.mark.one_in(2)
 def test_automatic_beats_every_fixed_number_where_confidence_tells(cost, acceptance):
     auto = paper(cost).run(steady(acceptance, count=8, telling=True)).rate
     best = max(paper(cost, k).run(steady(acceptance, count=8)).rate for k in FIXED)
@@ -472,6 +474,7 @@ def test_drafting_comes_back_when_it_pays_again():
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 32])
 @pytest.mark.parametrize("acceptance", [0.0, 0.05, 0.5, 0.8])
+@pytest.mark.one_in(2)
 def test_batches_of_any_size_are_never_slower_than_plain_and_near_the_best_number(rows, acceptance):
     def seconds(fixed: int | None) -> float:
         requests = steady(acceptance, count=64 if rows > 2 else 24, tokens=64)

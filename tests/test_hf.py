@@ -74,6 +74,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("inputs", [one(), padded()], ids=["one", "left-padded"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "+".join(s) or "plain")
+@pytest.mark.one_in(2)
 def test_greedy_search_is_transformers_own(model, lm, inputs, settings):
     wanted = model.generate(**inputs, **GREEDY | settings)
     got = model.generate(**inputs, **GREEDY | settings, custom_generate=lm.custom_generate)

@@ -51,6 +51,7 @@ def check_ragged_batch(lm, expected, **settings) -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize(("family", "dtype"), SHAPE_OF)
+@pytest.mark.one_in(2)
 def test_drafting_never_changes_a_token(wrap: Callable, family, dtype, sampling):
     """A part of the matrix: three plans with lengths 1 to 8, in a batch and two prompts alone."""
     shape, params = SHAPE_OF[family, dtype], SAMPLINGS[sampling]
@@ -70,6 +71,7 @@ def test_drafting_never_changes_a_token(wrap: Callable, family, dtype, sampling)
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.one_in(2)
 def test_fp32_tokens_are_those_of_transformers(toy: Callable, wrap: Callable, family, shape):
     model, lm = toy(family, "float32", shape), wrap("exit", family, "float32", shape)
     for prompt, tokens in zip(PROMPTS, plain(lm, SamplingParams(), 24), strict=True):

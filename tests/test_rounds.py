@@ -508,6 +508,7 @@ def told_of(row):
         ((1,), 4, 1, 16),
     ],
 )
+@pytest.mark.one_in(2)
 def test_a_recorded_round_runs_until_a_number_has_come_up_often(
     stack, kept, wanted, runs_as, times, monkeypatch
 ):

@@ -404,6 +404,7 @@ def telling(draw, shares) -> Recorded:
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("start", [0.0, 0.1])
 @pytest.mark.parametrize("kind", ["0.9", "0.6", "0.1", "mixed", "telling"])
+@pytest.mark.one_in(3)
 def test_automatic_is_what_the_real_controller_does(kind, start, rows):
     cost, draw = table(0.2, slope=0.02, start=start), np.random.default_rng(4)
     if kind == "telling":

@@ -83,6 +83,7 @@ def with_controller(toy, controller, plan="exit", **settings) -> SelfSpeculative
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, WITH_RULES], ids=["greedy", "0.8", "rules"])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("c", [0.01, 0.3])
+@pytest.mark.one_in(3)
 def test_automatic_text_is_plain_text(toy, plain, sampling, plan, c):
     lm = with_controller(toy, Controller(cost_of(c), follows_clock=False), plan)
     for prompt in (REPEATING, PROMPT):
@@ -764,6 +765,7 @@ def test_what_drawing_looked_up_tokens_takes_is_expected_of_the_verify_pass(
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, WITH_RULES], ids=["greedy", "0.8", "rules"])
 @pytest.mark.parametrize("size", [8, 64, VOCAB_SIZE])
+@pytest.mark.one_in(3)
 def test_a_trimmed_vocabulary_changes_no_token(toy, plain, sampling, size):
     kept = tuple(range(0, VOCAB_SIZE, VOCAB_SIZE // size))[:size]
     known = PlanFile(PLANS["exit"], draft_vocabulary=kept)
@@ -985,6 +987,7 @@ def test_judging_guesses_ends_at_the_first_wrong_one():
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "0.8"])
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "mixtral", "bloom"])
+@pytest.mark.one_in(2)
 def test_families_with_modules_of_their_own_check_guesses_too(family, sampling):
     """Learned positions, capped scores, experts, and attention that takes one row a pass."""
     model = make_toy(family, "bfloat16")
