@@ -24,7 +24,7 @@ demo: $(RUNTIME)  ## complete real code prompts with the built-in checkpoint, an
 # On numbers this small, tests are quicker side by side with a thread each than one by one with
 # more. Bits are looked at with all threads, as users have them; those wait asleep, so that two
 # workers need not take turns at the cores.
-BITS := tests/test_bits.py tests/test_model.py tests/test_parity.py
+BITS := tests/test_bits.py tests/test_model.py
 # Where the environment forbids bytecode, each of dozens of processes compiles all modules anew.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 # Tests compare with what a CPU does: "auto" must not find a GPU. `make gpu-check` looks for one, and

@@ -1,6 +1,7 @@
 """What the tests share: models and wrappers are made once, hypothesis is reproducible."""
 
 import functools
+import gc
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -30,12 +31,22 @@ settings.load_profile("layerskip")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of the cases of a test that is marked ``one_in(n)`` those run whose place in the list has
     digits, in base n, that sum up to a multiple of n: one of n, and of parameters with n values
-    each pair. The others are slow. A case that is named alone is the first, and runs."""
+    each pair. The others are slow. With ``one_in(n, others=1)`` it is the next case of each n."""
     for _, cases in itertools.groupby(items, key=lambda item: item.nodeid.split("[")[0]):
         for place, item in enumerate(cases):
-            marker = item.get_closest_marker("one_in")
-            if marker and _sum_of_digits(place, base := marker.args[0]) % base:
-                item.add_marker(pytest.mark.slow)
+            if marker := item.get_closest_marker("one_in"):
+                (base,), others = marker.args, marker.kwargs.get("others", 0)
+                if (_sum_of_digits(place, base) - others) % base:
+                    item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now stays: no collection of garbage has to look at it."""
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or libraries would find it leaked
 
 
 def _sum_of_digits(number: int, base: int) -> int:
@@ -64,7 +75,7 @@ def brief(request: pytest.FixtureRequest) -> Iterator[None]:
 def probed(request: pytest.FixtureRequest) -> Iterator[None]:
     """Bits of a model are probed for its first wrapper and known for the others, which are many.
     Not in the tests of the probe, which run with all threads."""
-    if request.module.__name__ in ("test_bits", "test_model", "test_parity"):
+    if request.module.__name__ in ("test_bits", "test_model"):
         yield
         return
     with mock.patch.object(layerskip.model, "probe", probed_once):

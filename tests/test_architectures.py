@@ -79,6 +79,7 @@ def test_the_table_and_the_zoo_hold_the_same_families():
 
 
 @pytest.mark.parametrize("family", ZOO)
+@pytest.mark.one_in(2)
 def test_greedy_tokens_are_those_of_generate(family):
     """In fp32, from a ragged batch and alone; and the model is as it was."""
     model = toy(family, "float32")
@@ -120,6 +121,7 @@ def test_logits_are_those_of_the_model(family):
 
 
 @pytest.mark.parametrize("family", ZOO)
+@pytest.mark.one_in(2, others=1)
 def test_bf16_text_does_not_depend_on_drafts_and_rows(family):
     """Drafted in a ragged batch, against plain and alone; every second row is sampled."""
     lm = wrap(family, "bfloat16", "skipping")

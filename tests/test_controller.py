@@ -443,6 +443,7 @@ def test_automatic_beats_every_fixed_number_where_confidence_tells(cost, accepta
 
 
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+@pytest.mark.one_in(2)
 def test_over_a_bimodal_stream_automatic_beats_every_fixed_number(cost):
     def stream() -> list[Request]:
         return [r for i in range(12) for r in steady(0.95 if i % 2 else 0.05, count=1)]

@@ -44,6 +44,7 @@ def test_a_mixed_batch_ends_little_later_than_plainly(cost, acceptances, rows):
 
 @pytest.mark.parametrize("rows", [2, 8, 16])
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+@pytest.mark.one_in(2)
 def test_rows_that_are_alike_keep_nobody_waiting(cost, rows, monkeypatch):
     held = paper(cost).run(steady(0.8, count=48), rows=rows)
     monkeypatch.setattr(estimates, "PATIENCE", 1e9)

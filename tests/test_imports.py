@@ -1,6 +1,7 @@
 """Floors of the package: imports only go down."""
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -62,6 +63,7 @@ ENGINE = [
 KNOW_TRANSFORMERS = {"admission", "guest", "model", "processors", "skeleton"}
 
 
+@functools.cache
 def module_names() -> list[str]:
     """Modules of the package, dotted, without the package's own name."""
     files = sorted(PACKAGE.rglob("*.py"))
@@ -78,6 +80,7 @@ class WithoutTypeChecking(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
+@functools.cache
 def imported(module: str) -> set[str]:
     """Dotted names that ``module`` imports when it runs, inside functions too."""
     tree = ast.parse((PACKAGE / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8"))
@@ -91,6 +94,7 @@ def imported(module: str) -> set[str]:
     return names
 
 
+@functools.cache
 def imported_modules(module: str) -> set[str]:
     """The package's own modules among them."""
     known = set(module_names())

@@ -180,6 +180,7 @@ MUTATIONS = [
 
 @pytest.mark.parametrize(("lie", "spoil"), MUTATIONS)
 @pytest.mark.parametrize(("plan", "dtype"), PAIRS)
+@pytest.mark.one_in(2)
 def test_nothing_a_guesser_does_is_seen(wrap, plain, dtype, plan, lie, spoil):
     check_mutation(wrap("exit", "llama", dtype).stack, plan, lie, spoil, plain(dtype))
 

@@ -229,6 +229,7 @@ def outcome(
 
 @pytest.mark.parametrize("verification", DRAWN)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(2)
 def test_the_law_is_the_target_s(kind, verification):
     for size in SIZES:
         for seed in SEEDS:
