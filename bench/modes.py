@@ -21,6 +21,7 @@ from layerskip.hf_modes import (
     EarlyExitSettings,
     configured,
     counted,
+    exits_to_try,
     fastest,
     generate_arguments,
     settings_to_try,
@@ -248,12 +249,9 @@ class Theirs:
         return fastest(self.grid(mode), prompts, seconds)
 
     def grid(self, mode: str) -> list[EarlyExitSettings]:
-        """Settings to try, at exits up to a quarter of the layers."""
-        depth, plan = self.lm.stack.num_layers, self.lm.plan
-        exits = {round(depth * share / 16) for share in (1, 2, 3, 4)}
-        exits |= {plan.exit_layer} if plan is not None and plan.exit_layer else set()
-        exits = {e for e in exits if 0 < e < depth} if mode == "hf-early-exit" else {1}
-        return settings_to_try(sorted(exits))
+        """Settings to try; a draft model has no exit to choose."""
+        exits = exits_to_try(self.lm.stack.num_layers, self.lm.plan)
+        return settings_to_try(exits if mode == "hf-early-exit" else [1])
 
     def described(self, mode: str) -> dict[str, Any]:
         """What was found for it, in transformers' names."""

@@ -117,7 +117,7 @@ def speed(files: Files) -> str:
             bold = "**" if mode == "automatic" else ""
             lines.append([TITLES[mode], *(f"{bold}{v}{bold}" for v in values)])
     predicted = [number(c.get("automatic", {}).get("predicted_speedup")) for c in cells]
-    lines.append(["predicted for it by `m / (k c + v)`, after the first token", *predicted])
+    lines.append(["predicted for it by `m / (d c + v)`, after the first token", *predicted])
     measured = [number(c.get("automatic", {}).get("measured_speedup")) for c in cells]
     lines.append(["measured, after the first token", *measured])
     return rows(["tokens per second, ours plain = 1", *FIRST_SCREEN], lines)

@@ -85,7 +85,8 @@ class SelfSpeculativeLM:
         num_draft_tokens: default for requests that do not say. "auto": from round to round what
             pays, by the acceptance seen so far and the time of passes, which are measured for less
             than a second at the first use unless the plan file brings them, after up to half a
-            second of proving their sizes. 0: plain decoding. A number: so many tokens a round.
+            second of proving their sizes; at most 16. 0: plain decoding. A number, up to 32: so
+            many tokens a round.
         lookup: whether tokens are looked up in a row's prompt and output, to draft them or to save
             draft passes; a ``LookupStore`` is searched, too, and gets every finished text. The host
             does that between a round's passes. None: unless the device runs rounds by itself
@@ -401,7 +402,8 @@ class SelfSpeculativeLM:
         """Decode one prompt, or several of any lengths together.
 
         Args:
-            prompts: text or token ids; a list of either gives a list of outputs.
+            prompts: text or token ids; a list of either gives a list of outputs, decoded 32 at a
+                time.
             messages: a chat instead, put through the tokenizer's chat template.
             max_new_tokens: most tokens to emit; less if the model's positions end first.
             sampling: greedy if None. Every prompt uses the same seed; of several sequences of
@@ -607,7 +609,7 @@ class SelfSpeculativeLM:
             model_kwargs,
         )
         return hf.generate(
-            self.open_batch(grammar=grammar),
+            self.open_batch(grammar=grammar, num_draft_tokens=num_draft_tokens),
             call,
             [self.encode(prompt) for prompt in call.prompts()],
             num_draft_tokens=self.num_draft_tokens

@@ -20,6 +20,7 @@ from layerskip.hf_modes import (
     EarlyExitSettings,
     configured,
     counted,
+    exits_to_try,
     fastest,
     generate_arguments,
     settings_to_try,
@@ -155,7 +156,7 @@ class Comparison:
         Raises:
             ValueError: the model has no exit, or transformers cannot leave there.
         """
-        grid = settings_to_try(e for e in (1, 2, 3) if e < self.lm.stack.num_layers)
+        grid = settings_to_try(exits_to_try(self.lm.stack.num_layers, self.lm.plan))
         if not grid:
             raise ValueError("a model of one layer has no early exit: leave these modes out")
         self.early_exit = grid[0]

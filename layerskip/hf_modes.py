@@ -9,6 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from layerskip.admission import decoder_layers
 from layerskip.params import SamplingParams
+from layerskip.plan import DraftPlan
 
 PROMPT_LOOKUP_TOKENS = 10
 FINALISTS = 6  # of the settings to try
@@ -30,6 +31,14 @@ class EarlyExitSettings:
 
 
 DEFAULT_EARLY_EXIT = EarlyExitSettings(2, 20, 0.4)  # transformers' defaults but for the exit
+
+
+def exits_to_try(num_layers: int, plan: DraftPlan | None) -> list[int]:
+    """Four up to a quarter of the layers, or the first four, and the plan's own, as far as there
+    are so many: none of a model of one layer."""
+    exits = {max(i, round(num_layers * i / 16)) for i in (1, 2, 3, 4)}
+    exits |= {plan.exit_layer} if plan is not None and plan.exit_layer else set()
+    return sorted(e for e in exits if e < num_layers)
 
 
 def settings_to_try(exits: Iterable[int]) -> list[EarlyExitSettings]:

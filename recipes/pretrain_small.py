@@ -1,6 +1,6 @@
 """Train a small Llama checkpoint that drafts well from its first layers.
 
-    python recipes/pretrain_small.py --out runs/small                  # the built-in checkpoint
+    python recipes/pretrain_small.py --out runs/small                  # one like the built-in one
     python recipes/pretrain_small.py --out runs/mine --text my/files   # the same on your own text
     python recipes/pretrain_small.py --out runs/try --smoke            # half a minute, tiny
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import NUM_LAYERS, PLANS, make_model, random_ids
 
-from layerskip import DecodeStats, SamplingParams, SelfSpeculativeLM, compare
+from layerskip import DecodeStats, DraftPlan, SamplingParams, SelfSpeculativeLM, compare
 from layerskip.compare import (
     REPEAT_SPAN,
     Comparison,
@@ -21,7 +21,13 @@ from layerskip.compare import (
     Theory,
     repeated_share,
 )
-from layerskip.hf_modes import DEFAULT_EARLY_EXIT, FINALISTS, EarlyExitSettings, fastest
+from layerskip.hf_modes import (
+    DEFAULT_EARLY_EXIT,
+    FINALISTS,
+    EarlyExitSettings,
+    exits_to_try,
+    fastest,
+)
 from layerskip.prompts import Example
 from layerskip.teacher_forced import teacher_forced
 
@@ -200,10 +206,22 @@ def test_tuning_keeps_the_fastest_setting(
     monkeypatch.setattr(comparison, "early_exit", EarlyExitSettings(2, 4, 0.4))
     comparison.tune_early_exit([PROMPT])
     assert comparison.early_exit == best
-    assert {s.exit_layer for s in tried} == {1, 2, 3}
+    assert {s.exit_layer for s in tried} == {1, 2, 3, 4}
     assert {s for s in tried if s.num_assistant_tokens == 20} == {
-        replace(DEFAULT_EARLY_EXIT, exit_layer=e) for e in (1, 2, 3)
+        replace(DEFAULT_EARLY_EXIT, exit_layer=e) for e in (1, 2, 3, 4)
     }
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "exit_layer", "expected"),
+    [
+        *((1, None, []), (2, 1, [1]), (6, None, [1, 2, 3, 4]), (16, 2, [1, 2, 3, 4])),
+        *((32, None, [2, 4, 6, 8]), (32, 13, [2, 4, 6, 8, 13])),
+    ],
+)
+def test_exits_are_tried_up_to_a_quarter_of_the_layers(num_layers, exit_layer, expected) -> None:
+    plan = exit_layer and DraftPlan.exiting(num_layers=num_layers, exit_layer=exit_layer)
+    assert exits_to_try(num_layers, plan) == expected
 
 
 def test_few_settings_are_tried_on_every_prompt() -> None:
@@ -224,7 +242,7 @@ def test_few_settings_are_tried_on_every_prompt() -> None:
 
 
 def test_what_has_no_exit_is_not_tuned() -> None:
-    lm = SimpleNamespace(stack=SimpleNamespace(num_layers=1))
+    lm = SimpleNamespace(stack=SimpleNamespace(num_layers=1), plan=None)
     made = Comparison(None, lm, sampling=SamplingParams(), max_new_tokens=NEW)
     with pytest.raises(ValueError, match="a model of one layer has no early exit"):
         made.tune_early_exit([PROMPT])

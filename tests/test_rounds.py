@@ -10,12 +10,14 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from toys import PLANS, VOCAB_SIZE, make_model, make_tokenizer, random_ids, without_times
 
 from layerskip import SamplingParams, SelfSpeculativeLM
+from layerskip.batch import Batch
 from layerskip.cache import KVCache
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
@@ -940,6 +942,7 @@ LEAVING = {
 
 @pytest.mark.parametrize("place", LEAVING)
 @pytest.mark.parametrize("driver", ["device", "host"])
+@pytest.mark.one_in(2)
 def test_a_row_whose_leaving_is_interrupted_leaves(stack, bench, text, monkeypatch, place, driver):
     """It does not go on over slots that were emptied, nor does the next row that has them find
     anything of it."""
@@ -1582,4 +1585,8 @@ def test_look_ups_give_way_unless_they_are_asked_for(tokenizer):
         lm = SelfSpeculativeLM(model, lookup=lookup, packed=True)
         drafted = lm.generate(text, max_new_tokens=4, num_draft_tokens=count).stats.num_draft_tokens
         assert (drafted > 0, lm.looks_up) == (expected, False)
+        with mock.patch("layerskip.api.Batch", wraps=Batch) as made:
+            settings = {"custom_generate": lm.custom_generate, "num_draft_tokens": count}
+            lm.stack.twin.generate(torch.tensor([text]), max_new_tokens=4, **settings)
+        assert made.call_args.kwargs["looks_up"] is expected
     assert SelfSpeculativeLM(make_model(), tokenizer).looks_up  # where the host runs each round

@@ -116,7 +116,7 @@ def draft_options(command: argparse.ArgumentParser) -> None:
         "--num-draft-tokens",
         type=_num_draft_tokens,
         metavar="N",
-        help="drafted per round; 0 is plain, 'auto' (the default) what pays",
+        help="drafted per round: 0 (plain) to 32, or 'auto' (the default), what pays, at most 16",
     )
 
 
