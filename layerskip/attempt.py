@@ -75,7 +75,10 @@ def expected_seconds(
     )
     draft += times.draft_start() if any(passes) else 0.0
     verify = times.verify(num_tokens(attempts), context, rows=len(rows), greedy=greedy)
-    looked_up = sum(len(a.draft.tokens) for a in attempts if a.source == "lookup")
+    # No draft pass has drawn for these: straight look-ups, and what stands behind an exit's draft.
+    looked_up = sum(
+        len(a.draft.tokens) if a.source == "lookup" else a.draft.num_looked_up for a in attempts
+    )
     return draft, verify + looked_up * times.drawing(greedy=greedy)
 
 

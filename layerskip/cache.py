@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 SLOT_BLOCK = 512  # torch's CPU attention splits keys here: whole blocks keep a row's bits
+MOST_RAMPS = 16  # masks of passes that come again: they differ by tile and window
 
 EVERY_LAYER = slice(None)
 
@@ -150,6 +151,8 @@ class KVCache:
             behind = torch.arange(tile, device=self.keys.device)[:, None] - offset
             visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
             ramp = torch.zeros(visible.shape, dtype=self.keys.dtype, device=self.keys.device)
+            if len(self._ramps) == MOST_RAMPS:  # without exactness a tile has any length
+                del self._ramps[next(iter(self._ramps))]
             self._ramps[key] = ramp.masked_fill_(~visible, float("-inf")).repeat(group, 1)
         end, first = self.attended(start + tile), self.num_slots - start
         return self._ramps[key][:, first : first + end]

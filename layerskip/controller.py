@@ -212,7 +212,7 @@ class Controller:
             found = Split(mosts, [0] * len(asks), found.rate)
             may_lose = loss_allowed(asks, pace)  # with what was claimed for it
         counts, lookups = found.drafted, found.looked_up
-        lasts = _plain_rounds(found, pace, fixed)
+        lasts = _plain_rounds(found, pace, fixed, drafts=drafts)
         pace = pace.settled(sum((*counts, *lookups, *fixed)), sum(n > 0 for n in (*counts, *fixed)))
         choices = []
         for a, n, most, looked_up in zip(asks, counts, mosts, lookups, strict=True):
@@ -368,11 +368,12 @@ def _looking_up(count: int, rate: float, pace: Pace, plain_rounds: float = 1.0) 
     )
 
 
-def _plain_rounds(found: Split, pace: Pace, fixed: Sequence[int]) -> float:
+def _plain_rounds(found: Split, pace: Pace, fixed: Sequence[int], *, drafts: bool) -> float:
     """What a round takes, in those of as many rows that draft no more than others' fixed numbers; a
     row by itself waits for nobody."""
     rows, more = pace.num_rows, sum((*found.drafted, *found.looked_up))
     if rows == 1 or not more:
         return 1.0
-    without = rows + sum(fixed)
-    return pace.round(found.drafted, without + more, rows) / pace.verify(without)
+    without, running = rows + sum(fixed), fixed if drafts else ()
+    seconds = pace.round([*found.drafted, *running], without + more, rows)
+    return seconds / pace.round(running, without, rows)

@@ -92,12 +92,16 @@ class Decoder:
         row = Row(self._next_id, slot_row, spec, spec.stream)
         if self._has_block and (spec.may_draft or spec.returns_cache):
             row.exit_states = ExitStates()
-        if cached is not None:
-            row.cached_tokens = row.length = cached.shared_with(spec.prompt)
-            self.cache.restore(slot_row, cached, row.length)
-        self.speculator.admit(row)
-        self.rows[row.id] = row
         self._next_id += 1
+        self.rows[row.id] = row  # before its slots hold anything: or nobody would empty them
+        try:
+            if cached is not None:
+                row.cached_tokens = row.length = cached.shared_with(spec.prompt)
+                self.cache.restore(slot_row, cached, row.length)
+            self.speculator.admit(row)
+        except BaseException:
+            self.leave(row.id)
+            raise
         return row
 
     def _grow(self, *, num_rows: int, num_slots: int) -> None:

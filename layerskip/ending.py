@@ -26,7 +26,7 @@ class Ending:
             far as can be hoped.
         offers: looked-up tokens of each row that takes them, and how many will be accepted.
         left: tokens that each row may still emit.
-        others: tokens of the verify pass that are drafted in any case, by row.
+        others: tokens that rows draft in any case.
     """
 
     pace: Pace
@@ -67,7 +67,7 @@ class Ending:
         drafted = [split.drafted[i] for i in rows]
         count = len(rows) + len(self.others)
         tokens = sum(drafted) + sum(split.looked_up[i] for i in rows) + sum(self.others)
-        return self.pace.round(drafted, count + tokens, count)
+        return self.pace.round([*drafted, *self.others], count + tokens, count)
 
     def _end(self, split: Split, most: int) -> float:
         """Seconds until the last row is done: as rows leave, rounds take less."""

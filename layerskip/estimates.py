@@ -162,6 +162,8 @@ class RowState:
         Args:
             earned: by one of them, in plain passes of one row.
         """
+        if not self._advance:  # what it had before is given back as it was had
+            return
         self.shared.credit += self._advance * earned
         self.owed, self._advance, self._earned = self.owed + self._advance, 0, earned
 

@@ -250,7 +250,8 @@ def split(
     Args:
         lines: for each row the survival of its first, second, ... drafted token.
         offers: looked-up tokens of each row, and how many will be accepted.
-        others: tokens of the verify pass that are drafted in any case, by row.
+        others: tokens that other rows draft in any case, and verify; by passes where any row of
+            ``lines`` may.
         bias: drafting has to beat the rate without it by this factor.
     """
     none = [NO_OFFER] * len(lines)
@@ -284,7 +285,7 @@ def _split(
     tokens = pace.num_rows + sum(gain for _, gain in offers)
     gains = [[] if count else line for count, line in zip(looked_up, lines, strict=True)]
     drawing = pace.drawing * sum(looked_up)
-    drafted, rate = fill(pace, gains, tokens, [*looked_up, *others], bias=bias, seconds=drawing)
+    drafted, rate = fill(pace, gains, tokens, looked_up, others, bias=bias, seconds=drawing)
     return Split(drafted, looked_up, rate)
 
 
@@ -292,6 +293,7 @@ def fill(
     pace: Pace,
     gains: Sequence[Sequence[float]],
     tokens: float,
+    looked_up: Sequence[int],
     others: Sequence[int],
     *,
     bias: float = 1.0,
@@ -305,7 +307,8 @@ def fill(
     Args:
         gains: for each row the survival of its first, second, ... drafted token.
         tokens: that the round emits without them.
-        others: tokens of the verify pass that are drafted in any case, by row.
+        looked_up: tokens of the verify pass that no pass drafts, by row.
+        others: tokens that are drafted in any case, by row.
         bias: drafting has to beat the rate without it by this factor.
         seconds: of the round, beside its passes.
     """
@@ -313,12 +316,16 @@ def fill(
     orders = [items]  # of one row it is both
     if len(gains) > 1:
         orders = [sorted(items, key=key) for key in (_by_survival, _by_pass)]
-    # Every row verifies its pending token; a row that looks up stands in `others`, too.
-    num_verified = pace.num_rows + sum(others)
+    # Every row verifies its pending token.
+    num_verified = pace.num_rows + sum(looked_up) + sum(others)
+    depth = [0] * MAX_AUTO_DRAFT_TOKENS
+    if items and any(others):
+        depth = [sum(n > i for n in others) for i in range(max(len(depth), *others))]
+        seconds += pace.start + sum(pace.drafts[n] for n in depth)
     alone = tokens / (pace.verify(num_verified) + seconds)
     best, taken = bias * alone, []
     for order in orders:
-        count, rate = _best_prefix(pace, order, tokens, num_verified, seconds)
+        count, rate = _best_prefix(pace, order, tokens, num_verified, seconds, depth)
         if rate > best:
             best, taken = rate, order[:count]
     counts = [0] * len(gains)
@@ -341,11 +348,16 @@ def _best_prefix(
     tokens: float,
     num_verified: int,
     seconds: float,
+    running: Sequence[int],
 ) -> tuple[int, float]:
     """How many of the drafted tokens, in this order, give the most tokens a second. Each is charged
-    the rise of its draft pass and of verify."""
-    best, count, drafting = 0.0, 0, seconds + pace.start
-    depth = [0] * MAX_AUTO_DRAFT_TOKENS
+    the rise of its draft pass and of verify.
+
+    Args:
+        running: rows of each draft pass that run in any case.
+    """
+    best, count, drafting = 0.0, 0, seconds + (0.0 if any(running) else pace.start)
+    depth = list(running)
     draft = pace.drafts
     for done, (gain, i, _) in enumerate(order, 1):
         drafting += draft[depth[i] + 1] - draft[depth[i]]

@@ -101,12 +101,14 @@ class PassSizes:
 
     def _is_proven(self, size: int) -> bool:
         key = (torch.get_num_threads(), size)
-        if key not in self._proven:
+        holds = self._proven.get(key)  # another thread may drop it meanwhile
+        if holds is None:
             self.num_proofs += 1
-            self._proven[key] = self._prove(size)
-            if not self._proven[key]:
+            holds = self._prove(size)
+            self._proven[key] = holds
+            if not holds:
                 self._tell(size)
-        return self._proven[key]
+        return holds
 
     def _tell(self, size: int) -> None:
         if size > self._stack.exactness.row_quantum:

@@ -58,6 +58,10 @@ class Choice:
             return self
         return replace(self, num_draft_tokens=num_draft_tokens)
 
+    def standing_in(self, share: float) -> "Choice":
+        """The same in a round that drafts so much of what was chosen: rows wait for no more."""
+        return replace(self, plain_rounds=1.0 + share * (self.plain_rounds - 1.0))
+
 
 PLAIN = Choice("none", 0)
 # What is looked up behind a draft is right less often than its chances say (bench/LOG.md,

@@ -400,3 +400,20 @@ def test_a_row_whose_adding_is_interrupted_is_not_in(wrap, monkeypatch):
         batch.step()
     outputs = [batch.remove(row) for row in (first, second)]
     assert outputs[1].token_ids == wrap("exit").generate([7, 8], max_new_tokens=4).token_ids
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_row_that_fails_to_join_leaves_its_slots_empty(wrap, monkeypatch, error):
+    """Though they had been given what an earlier text shares with its prompt."""
+    prompt = random_ids(20)
+    kept = wrap("exit").generate(prompt, max_new_tokens=4, return_cache=True).cache
+    batch = wrap("exit").open_batch(max_new_tokens=4)
+    first = batch.add([5, 6])
+    decoder = batch._rows
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder.speculator, "admit", Interruption(lambda _: None, 0, error))
+        with pytest.raises(error):
+            batch.add([*prompt, 7, 8], cache=kept)
+    assert decoder.rows.keys() == {first}
+    assert decoder.cache.lengths.tolist()[1:] == [0] * (decoder.cache.num_rows - 1)
+    assert decoder.cache.adapter_lengths[1:] == [0] * (decoder.cache.num_rows - 1)

@@ -249,6 +249,21 @@ def test_passes_that_no_division_changes_are_proven_once(toy, monkeypatch):
     assert asked == [*whole, *divided]
 
 
+def test_a_size_that_another_thread_drops_is_proven_again(toy):
+    class Dropped(dict):
+        """The other thread has dropped all that was met when this one looks."""
+
+        def __contains__(self, key):
+            return True
+
+    stack = SelfSpeculativeLM(toy("llama", "float32"), None, PLANS["exit"]).stack
+    sizes = stack.pass_sizes
+    with torch.inference_mode():
+        assert sizes.largest(16) == 16
+        sizes._proven = Dropped({k: v for k, v in sizes._proven.items() if k[1] < 16})
+        assert sizes.largest(16) == 16
+
+
 def test_passes_that_a_division_changes_are_proven_again(toy, monkeypatch):
     """Of 64 tokens by whole products, and then by halves, which 40 need."""
     stack = SelfSpeculativeLM(toy("llama", "float32"), None, PLANS["exit"]).stack

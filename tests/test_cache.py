@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerskip.cache import SLOT_BLOCK, KVCache, Segment
+from layerskip.cache import MOST_RAMPS, SLOT_BLOCK, KVCache, Segment
 from layerskip.layout import CALL, NEVER, AttentionCall, PassLayout, PrefillLayout, attention_calls
 
 NUM_LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 6
@@ -152,6 +152,14 @@ def test_masks_are_whole_blocks_wide_and_no_copies(block, end):
     assert mask.shape[1] == math.ceil(end / block) * block
     other = cache.causal_rows(3, 8, 1, None)
     assert mask.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def test_few_masks_are_kept_however_many_lengths_a_pass_may_have():
+    cache = make_cache(num_slots=1024, attended_block=128)
+    masks = [cache.causal_rows(5, tile, 1, None) for tile in range(1, 2 * MOST_RAMPS)]
+    assert len(cache._ramps) == MOST_RAMPS
+    for mask in (*masks, cache.causal_rows(5, 3, 1, None)):
+        assert [int((row == 0.0).sum()) for row in mask] == [*range(6, 6 + len(mask))]
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,15 @@ def test_a_request_whose_drafts_gained_has_paid_for_what_it_had_in_advance(gaine
     assert state.shared.credit == pytest.approx(left)
 
 
+def test_what_is_given_back_is_what_was_had():
+    """Though it would be more by now: rounds of fewer rows earn more."""
+    state = Controller(table(0.2)).row("greedy", 40)
+    state.claim(0.01)
+    state.claim(0.05)
+    state.end(5)
+    assert state.shared.credit == pytest.approx(0.0)
+
+
 def test_a_request_is_over_once():
     """When it ends, and when it is taken out of its batch; one that waited has no length."""
     controller = Controller(table(0.2))
@@ -1117,6 +1126,16 @@ def test_a_row_that_drafts_nothing_emits_a_token_all_the_same(fixed, drafted):
     (choice,) = controller.choose([ask], drafts=True, fixed=fixed)
     assert (choice.source == "early_exit") == bool(drafted)
     assert ask.state.last == drafted
+
+
+@pytest.mark.parametrize(("others", "drafted"), [((), 0), ((0,), 0), ((1,), 1), ((6,), 2)])
+def test_draft_passes_that_others_run_in_any_case_cost_a_row_nothing_more(others, drafted):
+    """Of one row and of several they take the same here."""
+    pace = Pace(PassTimes(table(0.3, slope=0.0)), CONTEXT, 2 + len(others))
+    found = split(pace, [[0.3, 0.2], []], [(0, 0.0)] * 2, others)
+    assert list(found.drafted) == [drafted, 0]
+    tokens = pace.num_rows + sum([0.3, 0.2][:drafted])
+    assert found.rate == pytest.approx(tokens / (pace.verify(8) + 0.3 * max([0, *others])))
 
 
 def test_no_probe_follows_one_that_is_not_judged():

@@ -73,9 +73,9 @@ def test_drafts_are_as_long_as_the_last_row_can_bear():
 
 def test_what_is_left_has_its_rate():
     """That of all rows, of which those with fixed numbers emit a token in any case."""
-    less = ending([GOOD, [0.5, 0.2]], others=(3,)).within(Split([4, 4], [0, 0], 9.0))
+    less = ending([GOOD, [0.5, 0.2]], others=(0,)).within(Split([4, 4], [0, 0], 9.0))
     assert list(less.drafted) == [2, 2]
-    seconds = Pace(PassTimes(COSTS["by rows"]), CONTEXT, 3).round([2, 2], 10, 3)
+    seconds = Pace(PassTimes(COSTS["by rows"]), CONTEXT, 3).round([2, 2, 0], 7, 3)
     assert less.rate == pytest.approx((1 + 0.9 + 0.8 + 1 + 0.5 + 0.2 + 1) / seconds)
 
 
@@ -161,8 +161,10 @@ def test_what_others_draft_in_any_case_keeps_no_row_behind():
     asks = [Ask(controller.row("greedy"), CONTEXT, 1) for _ in range(2)]
     choices = controller.choose(asks, drafts=True, fixed=[6])
     assert [c.num_draft_tokens for c in choices] == [1, 1]
-    passes = 1 + 0.5 * 8, 1 + 0.5 * 10, 0.2 * (1 + 0.5)  # of 9 and 11 tokens, and of 2 drafted
-    assert choices[0].plain_rounds == pytest.approx((passes[1] + passes[2]) / passes[0])
+    verify = 1 + 0.5 * 8, 1 + 0.5 * 10  # of 9 and 11 tokens
+    one, three = 0.2, 0.2 * (1 + 0.5 * 2)  # rows of a draft pass
+    ratio = (verify[1] + three + 5 * one) / (verify[0] + 6 * one)
+    assert choices[0].plain_rounds == pytest.approx(ratio)
 
 
 def late(controller, *, wrong, beside):

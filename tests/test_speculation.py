@@ -763,6 +763,23 @@ def test_what_drawing_looked_up_tokens_takes_is_expected_of_the_verify_pass(
     assert verify == pytest.approx(cost.verify_pass(5, 0) + 4 * times.drawing())
 
 
+def test_drawing_what_is_looked_up_behind_a_draft_is_expected_too(toy, plain, monkeypatch):
+    known = store_of([*REPEATING, *run(plain, sampling=SAMPLED).token_ids])
+    controller, told = Scripted(exits(2)), []
+    cost = replace(cost_of(0.1), sampling=0.1, judging=0.001)
+    times = controller.times = PassTimes(cost, follows_clock=False)
+    monkeypatch.setattr(times, "due", lambda **_: True)
+    monkeypatch.setattr(times, "observe_phases", lambda *given: told.append(given[3:5]))
+    lm = with_controller(toy, controller, lookup=known)
+    run(lm, sampling=SAMPLED)  # proves the sizes of passes
+    told.clear()
+    out = run(lm, sampling=SAMPLED)
+    drawn = [(v - cost.verify_pass(n, 0)) / times.drawing() for v, n in told]
+    expected = {r.num_lookup_tokens for r in out.rounds[1:]}
+    assert expected > {0}
+    assert {round(n, 6) for n in drawn} == expected
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, WITH_RULES], ids=["greedy", "0.8", "rules"])
 @pytest.mark.parametrize("size", [8, 64, VOCAB_SIZE])
 @pytest.mark.one_in(3)
