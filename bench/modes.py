@@ -49,6 +49,8 @@ class Turn:
         arrivals: (wall seconds since the call began, tokens of all prompts that came then).
         rounds: the records, of our modes.
         cache_bytes: of every cache that the call used; 0 where not counted.
+        going: texts that each arrival was for, as those that have ended get no more tokens; empty:
+            all, as transformers hands out padding for them.
     """
 
     texts: tuple[tuple[int, ...], ...]
@@ -56,6 +58,7 @@ class Turn:
     arrivals: tuple[tuple[float, int], ...]
     rounds: tuple[Round, ...] = ()
     cache_bytes: int = 0
+    going: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -73,13 +76,14 @@ class Turn:
     def gaps(self) -> list[tuple[float, int]]:
         """(seconds per token of a row, tokens that it holds for) after the first token. Tokens
         that came together share the time since those before them."""
-        times = [seconds for seconds, _ in self.arrivals]
-        rows = len(self.texts)
-        return [
-            (rows * (now - before) / count, count)
-            for before, now, (_, count) in zip(times, times[1:], self.arrivals[1:], strict=False)
-            if count
-        ]
+        going = self.going or [len(self.texts)] * len(self.arrivals)
+        steps = zip(self.arrivals[1:], going[1:], strict=True)
+        gaps, before = [], self.first
+        for (now, count), rows in steps:
+            if count:
+                gaps.append((rows * (now - before) / count, count))
+            before = now
+        return gaps
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class _Decoding:
     def __init__(self, prompts: Sequence[Sequence[int]], way: Way, settings: Any) -> None:
         self.prompts, self.way, self.settings = prompts, way, settings
         self.counts: list[int] = []
+        self.going: list[int] = []
         self.rounds: list[Round] = []
         self.outputs: list[GenerationOutput] = []
 
@@ -105,6 +110,7 @@ class _Decoding:
         while batch.unfinished:
             records = batch.step()
             self.counts.append(sum(len(r.token_ids) for r in records))
+            self.going.append(len(records))
             self.rounds += records
             yield sum(self.counts)
         self.outputs += (batch.remove(row) for row in rows)
@@ -114,7 +120,8 @@ class _Decoding:
         texts = tuple(out.token_ids for out in self.outputs)
         arrivals = tuple(zip(times, self.counts, strict=True))
         cache = self.outputs[0].stats.kv_cache_bytes
-        return Turn(texts, total(laps), arrivals, tuple(self.rounds), cache)
+        going = tuple(self.going)
+        return Turn(texts, total(laps), arrivals, tuple(self.rounds), cache, going)
 
 
 def ours(

@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from layerskip.bootstrap import Places, Values, expanded_interval
+from layerskip.bootstrap import LEAST_PROMPTS, Places, Values, expanded_interval
 
 Side = Literal["a", "b"]
 SIDES: tuple[Side, Side] = ("a", "b")
-LEAST_PROMPTS = 6  # of fewer, 95 % cannot be said: six heads in a row have a chance of 3 %
 MOST_NAMED = 5  # differences
 
 

@@ -10,13 +10,17 @@ import numpy.typing as npt
 BOOTSTRAP_SAMPLES = 2000
 DRAWN_AT_ONCE = 1 << 20
 TAIL = 0.025  # on either side of a 95 % interval
+LEAST_PROMPTS = 6  # of fewer, 95 % cannot be said: six heads in a row have a chance of 3 %
 
 Places = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
 
 
 def bootstrap_interval(ratios: Sequence[float]) -> list[float]:
-    """95 % percentile interval of the median, 2000 resamples, always the same ones."""
+    """95 % percentile interval of the median, 2000 resamples, always the same ones.
+
+    Of fewer than ``LEAST_PROMPTS`` it goes from the lowest to the highest, which is less than 95 %.
+    """
     values = np.asarray(ratios, dtype=np.float64)
     drawn = _drawn(lambda places: np.median(values[places], axis=1), len(values))
     return _between(drawn, TAIL)

@@ -8,7 +8,8 @@ and concurrency gets in the same order. Recorded rounds also say when the machin
 batch's clock follows another part of that (``machine_time``).
 
 Users are taken up somewhere in their first request, and go on sending until the last counted one
-is done: the requests before and after are not counted, so no figure holds a start or an end.
+is done: the requests before and after are not counted, so no time and no throughput holds a start
+or an end. What is said of rounds (rows, drafted tokens, prefills) is of all of them.
 """
 
 from collections.abc import Callable, Sequence

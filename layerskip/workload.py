@@ -76,10 +76,13 @@ class Stream:
 
     @cached_property
     def acceptance(self) -> Floats:
-        """Of the first, second, ... drafted token, if those before it are right."""
-        ends = np.bincount(self.runs, minlength=MAX_NUM_DRAFT_TOKENS + 1)
+        """Of the first, second, ... drafted token, if those before it are right. Where the text
+        ends nobody knows of the next one."""
+        room = np.repeat(self.offsets + self.tokens, self.tokens) - np.arange(len(self.runs))
+        runs, depths = np.minimum(self.runs, room), MAX_NUM_DRAFT_TOKENS + 1
+        ends, cut = (np.bincount(r, minlength=depths) for r in (runs, runs[runs == room]))
         reached = ends[::-1].cumsum()[::-1].astype(np.float64)
-        return reached[1:] / np.maximum(reached[:-1], 1.0)
+        return reached[1:] / np.maximum(reached[:-1] - cut[:-1], 1.0)
 
 
 class Recorded:

@@ -14,7 +14,8 @@ from toys import MAX_POSITIONS, PLANS, make_model, random_ids
 
 from layerskip import Policy, Rule, SamplingParams, SelfSpeculativeLM
 from layerskip.ab import Arm, Task, ab, run_in_turn
-from layerskip.ab_result import LEAST_PROMPTS, ABResult, Pair, Run, Speedup
+from layerskip.ab_result import ABResult, Pair, Run, Speedup
+from layerskip.bootstrap import LEAST_PROMPTS
 from layerskip.cli import main
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from fnmatch import fnmatch
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,8 +203,21 @@ def test_times_of_a_call_are_kept_token_by_token(bench: SimpleNamespace, lab: An
     ):
         assert turn.tokens == sum(count for _, count in turn.arrivals) == 14
         assert 0.0 < turn.first < turn.arrivals[-1][0] <= turn.whole.wall
-        spent = sum(seconds * count / 2 for seconds, count in turn.gaps())
-        assert spent == pytest.approx(turn.arrivals[-1][0] - turn.first)
+        steps = list(pairwise([seconds for seconds, _ in turn.arrivals]))
+        going = turn.going[1:] or [2] * len(steps)
+        assert len(turn.rounds) == sum(turn.going)  # a record of each row that goes on
+        spent = [rows * (now - before) for (before, now), rows in zip(steps, going, strict=True)]
+        assert [seconds * count for seconds, count in turn.gaps()] == pytest.approx(spent)
+
+
+def test_rows_that_have_ended_wait_for_no_token(bench: SimpleNamespace) -> None:
+    whole = SimpleNamespace(wall=4.0)
+    arrivals = ((1.0, 2), (2.0, 2), (3.0, 1), (4.0, 2))
+    gaps = [(1.0, 2), (1.0, 1), (0.5, 2)]
+    ours = bench.modes.Turn(((5, 6), (5, 6, 7, 8, 9)), whole, arrivals, going=(2, 2, 1, 1))
+    assert ours.gaps() == gaps
+    padded = bench.modes.Turn(((5, 6), (5, 6, 7, 8)), whole, tuple((s, 2) for s, _ in arrivals))
+    assert padded.gaps() == [(1.0, 2)] * 3
 
 
 def test_our_modes_take_turns_where_no_device_works_ahead(bench: SimpleNamespace) -> None:

@@ -220,6 +220,7 @@ def test_compare_says_which_prompt_is_empty(folder: Path, bad: Path) -> None:
     [
         ("compare", "--prompts", ""),
         ("search", "--out", "plan.json", "--prompts", ""),
+        ("search", "--out", "plan.json", "--vocabulary-texts", ""),
         ("generate", "--plan", "", "--prompt", "a"),
         ("generate", "--policy", "", "--task", "a", "--prompt", "a"),
         ("generate", "--prompt-file", ""),

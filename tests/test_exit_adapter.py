@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -345,6 +346,9 @@ def test_compare_decodes_and_reads_with_it(folder, trained, tmp_path):
     adapted = run(*argv, "--teacher-forced", "--exit-adapter", trained).document["exits"]
     assert plain["2"] == adapted["2"]
     assert plain["3"] != adapted["3"]
+    with mock.patch("layerskip.commands.comparing.MOST_EXITS", 2):  # an exit beyond them is read
+        document = run(*argv, "--teacher-forced", "--exit-adapter", trained).document
+    assert document["exits"] == {e: adapted[e] for e in ("1", "2", "3")}
 
 
 def test_a_shape_s_json_is_checked(toy):

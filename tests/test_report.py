@@ -375,6 +375,8 @@ def test_a_shift_while_it_was_measured_is_told(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert json.loads(out)["report"]["drift"]["alarms"][0]["direction"] == "down"
     assert "drift: code: accepted tokens a draft fell" in err
+    unlabelled = acceptance_report(write_run(tmp_path / "unlabelled", requests, label=None)).drift
+    assert str(unlabelled.alarms[0]).startswith("all requests: ")
 
 
 def test_a_drafter_that_is_less_often_right_than_it_is_sure_is_told(tmp_path):
@@ -495,8 +497,9 @@ def test_files_that_cannot_be_written_are_told_of_before_anything_is_read(tmp_pa
 
 def test_two_results_do_not_go_to_one_file(tmp_path, capsys):
     path = str(tmp_path / "both")
-    assert main(["report", "nowhere", "--policy", path, "--html", path]) == 2
-    assert "--policy and --html must be two files" in capsys.readouterr().err
+    for same in (path, f"{tmp_path}/./both"):
+        assert main(["report", "nowhere", "--policy", path, "--html", same]) == 2
+        assert "--policy and --html must be two files" in capsys.readouterr().err
 
 
 def test_bad_edges_are_refused_before_anything_is_read(capsys):

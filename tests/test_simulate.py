@@ -444,6 +444,20 @@ def test_a_row_that_drafts_while_all_others_prefill():
     assert cell.mean_draft_tokens > 1.0
 
 
+@pytest.mark.parametrize("share", [0.9, 1.0])
+def test_where_a_text_ends_no_draft_was_wrong(share):
+    """Of texts of eight tokens, recorded and invented."""
+    draw = np.random.default_rng(0)
+    texts = [
+        Text(8, 8, (draw.random(8) < share).astype(np.int8), np.full(8, np.nan), 1.0)
+        for _ in range(1000)
+    ]
+    for traffic in (Recorded(texts), Synthetic((share,), 8, 8)):
+        found = traffic.stream(4000, 0).acceptance
+        assert found[:6] == pytest.approx([share] * 6, abs=0.02)
+        assert found[8] == 0.0  # no text was so long
+
+
 @pytest.mark.parametrize(("tile", "step", "acceptance"), [(4, 0.3, 0.9), (2, 0.4, 0.97)])
 def test_it_fills_the_tiles_of_a_verify_pass_as_the_real_one_does(tile, step, acceptance):
     """One more token costs a tile, and those after it nothing there."""

@@ -152,12 +152,14 @@ def _teacher_forced(
         )
     examples, lm = _examples(args), load(args)
     fit = _fitting(lm, examples, args.max_new_tokens, console)
-    shallow = range(1, min(MOST_EXITS + 1, lm.stack.num_layers))
+    shallow = set(range(1, min(MOST_EXITS + 1, lm.stack.num_layers)))
+    if lm.stack.adapter is not None:
+        shallow.add(lm.stack.adapter.shape.exit_layer)
     document = teacher_forced(
         lm,
         fit,
         sampling=sampling,
-        exits=shallow if args.exit_layer is None else (args.exit_layer,),
+        exits=sorted(shallow) if args.exit_layer is None else (args.exit_layer,),
         max_new_tokens=args.max_new_tokens,
     )
     document = {"model": args.model, **document, "prompts_too_long": len(examples) - len(fit)}
@@ -234,6 +236,9 @@ def _comparison(args: argparse.Namespace, sampling: "SamplingParams", tokens: in
 
 
 def _mode_table(document: dict[str, Any], names: dict[str, str] | None = None) -> Table:
+    from layerskip.bootstrap import LEAST_PROMPTS
+
+    sure = "95 %" if document["prompts"] >= LEAST_PROMPTS else "lowest-highest"
     table = Table(
         box=None,
         padding=(0, 1),
@@ -242,7 +247,7 @@ def _mode_table(document: dict[str, Any], names: dict[str, str] | None = None) -
         f"temperature {document['temperature']:g}, {document['threads']} threads, "
         f"repeated 8-grams {document['repeated_8gram_share']:.0%}",
     )
-    for name in ("mode", "tok/s", "vs plain", "95 %", "same", "accepted", "length"):
+    for name in ("mode", "tok/s", "vs plain", sure, "same", "accepted", "length"):
         table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     for mode, row in document["modes"].items():
         low, high = row["speedup_vs_plain_ci95"]

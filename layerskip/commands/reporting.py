@@ -51,10 +51,8 @@ def run_report(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     from layerskip.telemetry.aggregation import acceptance_report
     from layerskip.telemetry.decision import decide
 
-    for path in (args.policy, args.html):
-        if path is not None:
-            check_writable(path)
-    if args.html is not None and args.html == args.policy:
+    files = [check_writable(path) for path in (args.policy, args.html) if path is not None]
+    if len(set(files)) < len(files):
         raise ValueError(f"--policy and --html must be two files, got {args.html!r} for both")
     with console.status("counting rounds"):
         report = acceptance_report(

@@ -64,7 +64,7 @@ def run_simulate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     from layerskip.params import check_integer
     from layerskip.simulate import simulate
 
-    if args.html:
+    if args.html is not None:
         check_writable(args.html)
     check_integer("--seed", args.seed, 0)
     if args.new_tokens is not None:
@@ -100,7 +100,7 @@ def run_simulate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             on_progress=advanced,
         )
         said = [*crossings(simulation), *assumptions]
-        if args.html:  # before the bar ends, which ends all where nobody reads stdout
+        if args.html is not None:  # before the bar ends, which ends all where nobody reads stdout
             from layerskip.telemetry.simulation_page import write_page
 
             write_page(args.html, simulation, said)

@@ -166,7 +166,7 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         if args.prompts is not None
         else held_out_code(held_out_modules(), args.limit)
     )
-    more = read_texts(args.vocabulary_texts) if args.vocabulary_texts else []
+    more = [] if args.vocabulary_texts is None else read_texts(args.vocabulary_texts)
     lm = _without_plan(args)
     journal = Path(f"{args.out}.journal")
     try:

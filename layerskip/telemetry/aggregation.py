@@ -91,7 +91,8 @@ def acceptance_report(
     cost = _cost_of(run)
     with opened(run, prompts, outputs) as database:
         tallies = tally(database, cost)
-        drift = find_drift(drafts_in_order(database), label="task")
+        label = None if run.label is None else "task"
+        drift = find_drift(drafts_in_order(database), label=label)
     if not len(tallies.requests["task"]):
         raise ValueError(
             f"no request of arm {run.arm} has finished in {run.folder}: give the same "
