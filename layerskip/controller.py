@@ -376,4 +376,5 @@ def _plain_rounds(found: Split, pace: Pace, fixed: Sequence[int], *, drafts: boo
         return 1.0
     without, running = rows + sum(fixed), fixed if drafts else ()
     seconds = pace.round([*found.drafted, *running], without + more, rows)
-    return seconds / pace.round(running, without, rows)
+    # Most have no such rows, and what a plain pass takes is known.
+    return seconds / (pace.round(running, without, rows) if any(running) else pace.verify(without))

@@ -167,6 +167,14 @@ def test_what_others_draft_in_any_case_keeps_no_row_behind():
     assert choices[0].plain_rounds == pytest.approx(ratio)
 
 
+def test_no_draft_pass_is_waited_for_where_nothing_but_look_ups_drafts():
+    controller = Controller(table(0.2, quantum=1, slope=0.05), follows_clock=False)
+    asks = [Ask(controller.row("greedy"), CONTEXT, 16, num_guessed=4, match_length=64)]
+    (choice,) = controller.choose(asks, drafts=False, fixed=[6])
+    assert (choice.source, choice.num_draft_tokens) == ("lookup", 4)
+    assert choice.plain_rounds == pytest.approx((1 + 0.05 * 11) / (1 + 0.05 * 7))
+
+
 def late(controller, *, wrong, beside):
     """A row whose drafts were wrong so often, that has waited; its neighbours' were right."""
     state = controller.row("greedy")
