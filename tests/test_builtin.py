@@ -156,11 +156,12 @@ def test_speculation_changes_no_token(
     builtin: SelfSpeculativeLM, prompt: str, temperature: float
 ) -> None:
     sampling = SamplingParams(temperature=temperature, seed=7)
-    plain, ours = (
+    # Whether "auto" drafts hangs on the clock, which other processes may disturb.
+    plain, ours, automatic = (
         builtin.generate(prompt, max_new_tokens=64, num_draft_tokens=k, sampling=sampling)
-        for k in (0, None)
+        for k in (0, 4, None)
     )
-    assert ours.token_ids == plain.token_ids
+    assert ours.token_ids == automatic.token_ids == plain.token_ids
     assert ours.stats.num_rounds < plain.stats.num_rounds
     assert ours.stats.num_accepted_tokens > 0 == plain.stats.num_draft_tokens
 
