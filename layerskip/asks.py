@@ -70,14 +70,34 @@ def weighed(
     resting: bool,
 ) -> Split:
     """What rows do whose drafts survive so, or who have looked something up: what has the most
-    tokens a second, unless a late row would end later still."""
+    tokens a second, unless some row would end late."""
     offers = [offered(a, pace, line, may_lose) for a, line in zip(asks, lines, strict=True)]
     bias = 1.0 + HYSTERESIS if resting else 1.0 - HYSTERESIS
     found = split(pace, lines, offers, fixed, bias=bias)
-    if not any(found.drafted) or not any(a.state.is_late for a in asks) or len(asks) == 1:
+    deepest = max(found.drafted)
+    if len(asks) == 1 or not deepest:
         return found
-    hopes = [a.state.hopes(max(found.drafted), pace.num_rows) for a in asks]
-    return Ending(pace, hopes, offers, [a.left for a in asks], fixed).within(found)
+    doubted = any(a.state.sort.is_doubted for a in asks)
+    if not doubted and _keeps_up(found, pace, lines, fixed):
+        return found
+    hopes = [a.state.sort.hopes(a.state.shared.acceptances[:deepest]) for a in asks]
+    return Ending(pace, hopes, offers, [a.left for a in asks], fixed, doubted).within(found)
+
+
+def _keeps_up(
+    found: Split, pace: Pace, lines: Sequence[Sequence[float]], fixed: Sequence[int]
+) -> bool:
+    """Whether every row that looks nothing up emits as many tokens a second as without drafts."""
+    deepest, rows = max(found.drafted), pace.num_rows
+    emitted = 1.0 + min(
+        (sum(line[:deepest]) for line, n in zip(lines, found.looked_up, strict=True) if not n),
+        default=math.inf,
+    )
+    others = rows + sum(found.looked_up) + sum(fixed)
+    plain = pace.round(fixed, others, rows)
+    return (
+        pace.round([*found.drafted, *fixed], others + sum(found.drafted), rows) <= emitted * plain
+    )
 
 
 def loss_allowed(asks: Sequence[Ask], pace: Pace) -> float:

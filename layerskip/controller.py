@@ -2,8 +2,8 @@
 
 A round with k drafted tokens emits ``E(k) = 1 + sum_{i<=k} prod_{j<=i} a_j`` tokens in
 ``T_round(k)`` seconds; the controller takes the k with the most tokens a second, 0 among them.
-Rows of a batch share rounds, and take what gives all together the most, unless one that is late
-would wait still longer (``layerskip.ending``).
+Rows of a batch share rounds, and take what gives all together the most, unless one would end late
+(``layerskip.ending``).
 While a draft grows, each token's own confidence, calibrated by what verification made of such
 confidences before, says whether the next one is worth its pass. Greedy and coupled output never
 depends on any of this; for token-level and block verification a drafted token always stays in the
@@ -212,7 +212,6 @@ class Controller:
             found = Split(mosts, [0] * len(asks), found.rate)
             may_lose = loss_allowed(asks, pace)  # with what was claimed for it
         counts, lookups = found.drafted, found.looked_up
-        lasts = _plain_rounds(found, pace, fixed, drafts=drafts)
         pace = pace.settled(sum((*counts, *lookups, *fixed)), sum(n > 0 for n in (*counts, *fixed)))
         choices = []
         for a, n, most, looked_up in zip(asks, counts, mosts, lookups, strict=True):
@@ -220,14 +219,14 @@ class Controller:
             if looked_up or (n and not probing):
                 a.state.wakes(drafts=n > 0)
             if looked_up:
-                choices.append(_looking_up(looked_up, found.rate, pace, lasts))
+                choices.append(_looking_up(looked_up, found.rate, pace))
                 continue
             a.state.last = 0 if probing else n
             if n:
                 longest = n if found.is_less else most
-                choices.append(_drafting(longest, found.rate, pace, may_lose, lasts))
+                choices.append(_drafting(longest, found.rate, pace, may_lose))
             else:
-                choices.append(Choice("none", 0, plain_seconds=pace.token, plain_rounds=lasts))
+                choices.append(Choice("none", 0, plain_seconds=pace.token))
         return choices
 
     def _again(self, ask: Ask) -> Choice | None:
@@ -263,7 +262,6 @@ class Controller:
 
     def observe_plain(self, state: RowState, choice: Choice, context: int) -> None:
         """A round without drafts."""
-        state.behind += choice.plain_rounds - 1.0
         self._earn(state, choice, context)
 
     def _earn(self, state: RowState, choice: Choice, context: int) -> None:
@@ -278,7 +276,6 @@ class Controller:
     ) -> None:
         """A round whose verify pass was given ``num_tokens`` looked-up tokens, and no others, and
         which made ``num_saved`` plain rounds needless."""
-        state.behind += choice.plain_rounds - 1.0 - num_saved
         if choice.plain_seconds > 0.0:
             drawing = num_tokens * self.times.drawing(greedy=state.greedy)
             looking = LOOKING * choice.plain_seconds
@@ -323,7 +320,6 @@ class Controller:
             one = self.times.draft(1, context, greedy=state.greedy)
             wider = self.times.draft(1, context, each=each, greedy=state.greedy) / one
         saved = sum(accepted) if num_saved is None else num_saved
-        state.behind += choice.plain_rounds - 1.0 - saved
         seconds = choice.gained(saved, drafted + num_behind, wider * num_passes)
         seconds -= num_behind * self.times.drawing(greedy=state.greedy)
         if choice.plain_seconds > 0.0:
@@ -336,9 +332,7 @@ class Controller:
         state.add_draft(accepted, confidences, chances)
 
 
-def _drafting(
-    most: int, rate: float, pace: Pace, may_lose: float, plain_rounds: float = 1.0
-) -> Choice:
+def _drafting(most: int, rate: float, pace: Pace, may_lose: float) -> Choice:
     """An early exit of at most so many tokens, in a round that may take so long in vain."""
     return Choice(
         "early_exit",
@@ -351,11 +345,10 @@ def _drafting(
         pace.charged.steps,
         pace.dearer,
         may_lose,
-        plain_rounds,
     )
 
 
-def _looking_up(count: int, rate: float, pace: Pace, plain_rounds: float = 1.0) -> Choice:
+def _looking_up(count: int, rate: float, pace: Pace) -> Choice:
     """So many looked-up tokens, straight to the verify pass."""
     return Choice(
         "lookup",
@@ -364,17 +357,4 @@ def _looking_up(count: int, rate: float, pace: Pace, plain_rounds: float = 1.0) 
         pace.steps,
         plain_seconds=pace.token,
         charged_seconds=pace.charged.steps,
-        plain_rounds=plain_rounds,
     )
-
-
-def _plain_rounds(found: Split, pace: Pace, fixed: Sequence[int], *, drafts: bool) -> float:
-    """What a round takes, in those of as many rows that draft no more than others' fixed numbers; a
-    row by itself waits for nobody."""
-    rows, more = pace.num_rows, sum((*found.drafted, *found.looked_up))
-    if rows == 1 or not more:
-        return 1.0
-    without, running = rows + sum(fixed), fixed if drafts else ()
-    seconds = pace.round([*found.drafted, *running], without + more, rows)
-    # Most have no such rows, and what a plain pass takes is known.
-    return seconds / (pace.round(running, without, rows) if any(running) else pace.verify(without))

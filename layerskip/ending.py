@@ -6,12 +6,15 @@ then, and that one late. So what rows draft may end a batch little later than pl
 """
 
 import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from layerskip.pace import Pace, Split
 
-MOST_LONGER = 1.03  # than a batch takes without drafts
+MOST_LONGER = 1.01  # than a batch takes without drafts
+IN_DOUBT = 1.6  # plain rounds, of a round with more than a draft token a row
+STAGES = 4  # in which rows leave, the last one by itself
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Ending:
         offers: looked-up tokens of each row that takes them, and how many will be accepted.
         left: tokens that each row may still emit.
         others: tokens that rows draft in any case.
+        doubted: whether drafts of some row may hardly ever be right. Few of them tell, and short
+            ones tell as much, so rounds are short until then.
     """
 
     pace: Pace
@@ -34,48 +39,51 @@ class Ending:
     offers: Sequence[tuple[int, float]]
     left: Sequence[int]
     others: Sequence[int]
+    doubted: bool = False
 
     def within(self, found: Split) -> Split:
         """What was found best for all, or as much of its drafts as ends no later than is allowed:
         shorter ones, or none."""
-        deepest = max(found.drafted)
-        plain = self._at_most(found, 0)
-        slowest = min(self._emitted(found, deepest))
-        if self._seconds(found) <= MOST_LONGER * slowest * self._seconds(plain):
-            return found  # rows that look nothing up emit as many tokens a second as without
-        allowed = MOST_LONGER * self._end(plain, 0)
+        deepest, none = max(found.drafted), [0] * len(self.left)
+        longest = self._seconds(found, none) * (IN_DOUBT if self.doubted else math.inf)
+        allowed = MOST_LONGER * self._end(found, none, 0)
         for most in range(deepest, 0, -1):
-            less = self._at_most(found, most)
-            if self._end(less, most) <= allowed:
-                return less if most < deepest else found
-        return plain
+            drafted = [min(n, most) for n in found.drafted]
+            short = most == 1 or self._seconds(found, drafted) <= longest
+            if short and self._end(found, drafted, most) <= allowed:
+                return self._less(found, drafted, most) if most < deepest else found
+        return self._less(found, none, 0)
 
-    def _at_most(self, found: Split, most: int) -> Split:
-        drafted = [min(n, most) for n in found.drafted]
-        less = Split(drafted, found.looked_up, 0.0, is_less=True)
-        tokens = sum(self._emitted(less, most)) + len(self.others)
-        return replace(less, rate=tokens / self._seconds(less))
+    def _less(self, found: Split, drafted: Sequence[int], most: int) -> Split:
+        tokens = sum(self._emitted(found, most)) + len(self.others)
+        rate = tokens / self._seconds(found, drafted)
+        return Split(drafted, found.looked_up, rate, is_less=True)
 
     def _emitted(self, found: Split, most: int) -> list[float]:
         """Tokens of each row and round, if those that look nothing up draft so many."""
         rows = zip(found.looked_up, self.offers, self.hopes, strict=True)
         return [1.0 + (gain if n else sum(hope[:most])) for n, (_, gain), hope in rows]
 
-    def _seconds(self, split: Split, rows: Sequence[int] | None = None) -> float:
-        """Of a round of these rows; None: of all."""
-        rows = range(len(self.left)) if rows is None else rows
-        drafted = [split.drafted[i] for i in rows]
-        count = len(rows) + len(self.others)
-        tokens = sum(drafted) + sum(split.looked_up[i] for i in rows) + sum(self.others)
+    def _seconds(
+        self, found: Split, drafted: Sequence[int], rows: Sequence[int] | None = None
+    ) -> float:
+        """Of a round of these rows, which draft so many tokens each; None: of all."""
+        looked_up = found.looked_up
+        if rows is not None:
+            drafted, looked_up = [drafted[i] for i in rows], [looked_up[i] for i in rows]
+        count = len(drafted) + len(self.others)
+        tokens = sum(drafted) + sum(looked_up) + sum(self.others)
         return self.pace.round([*drafted, *self.others], count + tokens, count)
 
-    def _end(self, split: Split, most: int) -> float:
+    def _end(self, found: Split, drafted: Sequence[int], most: int) -> float:
         """Seconds until the last row is done: as rows leave, rounds take less."""
-        rounds = [n / each for n, each in zip(self.left, self._emitted(split, most), strict=True)]
+        rounds = [n / each for n, each in zip(self.left, self._emitted(found, most), strict=True)]
         rows = sorted(range(len(rounds)), key=lambda i: rounds[i])
-        ends = [0.0, *(rounds[i] for i in rows)]
+        # Of many rows some leave together: each time that is asked for takes its own.
+        stages = sorted({len(rows) * i // STAGES for i in range(STAGES)} | {len(rows) - 1})
+        ends = [0.0, *(rounds[rows[first - 1]] for first in stages[1:]), rounds[rows[-1]]]
         return sum(
-            (after - before) * self._seconds(split, rows[done:])
-            for done, (before, after) in enumerate(itertools.pairwise(ends))
+            (after - before) * self._seconds(found, drafted, rows[first:])
+            for first, (before, after) in zip(stages, itertools.pairwise(ends), strict=True)
             if after > before
         )

@@ -4,7 +4,6 @@ Requests differ, and each is too short to learn much from: so a request begins w
 its kind had in common, and departs from that by a ratio of its own.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from layerskip.experience import (
     bin_of_match,
     new_shares,
 )
+from layerskip.mixture import Sort
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
 ROW_DISCOUNT = 0.97
@@ -23,10 +23,6 @@ ROW_WEIGHT, CONFIDENCE_WEIGHT = 3.0, 20.0  # of "like the others", in expected s
 LOOKUP_RATIO_WEIGHT = 8.0  # the same of looked-up tokens
 POSITION_WEIGHT = 20.0  # of what is known of all, in trials
 LEAST_SURVIVAL = 0.02
-PATIENCE = 2.0  # of what a request may stake, it may fall behind plain decoding
-# Of log(1 + rows), what is left to luck: tokens are right or wrong, and their counts spread less
-# than Poisson's.
-DOUBT = 0.35
 
 
 @dataclass
@@ -46,13 +42,6 @@ class Ratio:
     def value(self) -> float:
         return (self.hits + self.weight) / (self.expected + self.weight)
 
-    def at_best(self, rows: int) -> float:
-        """What it may be, since of many rows that are all alike some are unlucky: Chernoff's bound
-        of a Poisson mean; that of others as long as that is no less."""
-        doubt = DOUBT * math.log(1 + rows)
-        likely = self.hits + math.sqrt(2.0 * self.hits * doubt) + doubt
-        return likely / self.expected if likely < self.expected else max(1.0, self.value)
-
 
 class RowState:
     """One request's estimates.
@@ -64,8 +53,7 @@ class RowState:
             the request had in advance.
         greedy: whether it takes the likeliest token, which costs less than to draw one.
         num_rests: since it last drafted or took what was looked up.
-        behind: plain rounds that it would be done sooner by without drafts, its own and its
-            neighbours'.
+        sort: of request that it is, for its neighbours, who mind only what is shown.
     """
 
     def __init__(
@@ -74,10 +62,10 @@ class RowState:
         self.shared, self.stake, self.greedy = shared, stake, greedy
         self._advance, self.owed, self._earned = advance, 0, 0.0
         self._staked, self._is_over = stake, False
-        self.last, self.probing, self.behind = 0, False, 0.0
+        self.last, self.probing = 0, False
         self._rests, self._awaited, self._token = 0, 0.0, 0.0
         self._beside, self._declined, self._awake_one_in, self.num_rests = 0, 0.0, 1, 0
-        self._positions = new_shares(MAX_AUTO_DRAFT_TOKENS)
+        self._positions, self.sort = new_shares(MAX_AUTO_DRAFT_TOKENS), Sort(shared.mixture)
         self._ratio, self._lookup_ratio = Ratio(), Ratio(LOOKUP_RATIO_WEIGHT)
         self._confidence_ratio = Ratio(CONFIDENCE_WEIGHT, CONFIDENCE_DISCOUNT)
 
@@ -90,21 +78,7 @@ class RowState:
     def survivals(self, most: int, least: float = 0.0) -> list[float]:
         """The chance that the first, the first two, ... of ``most`` drafted tokens are accepted;
         less than ``least``, and what hardly ever is, is left out."""
-        return self._survivals(self._ratio.value, most, least)
-
-    @property
-    def is_late(self) -> bool:
-        """Whether it fell so far behind plain decoding that its neighbours have to mind."""
-        return self.behind > PATIENCE * self._staked
-
-    def hopes(self, most: int, rows: int) -> list[float]:
-        """As ``survivals``, as far as can be hoped of one of so many rows: no worse than of others
-        until it is late and that is shown."""
-        ratio = self._ratio.at_best(rows) if self.is_late else max(1.0, self._ratio.value)
-        return self._survivals(ratio, most, 0.0)
-
-    def _survivals(self, ratio: float, most: int, least: float) -> list[float]:
-        found, survival = [], 1.0
+        found, survival, ratio = [], 1.0, self._ratio.value
         least = max(least, LEAST_SURVIVAL)
         # As ``acceptance`` has them, in few steps: each round of a row asks for all.
         for own, common in zip(self._positions[:most], self.shared.acceptances, strict=False):
@@ -256,6 +230,7 @@ class RowState:
                 they are what they would be given now.
         """
         shared, calibration = self.shared, self.shared.calibration
+        self.sort.add(accepted, shared.acceptances)
         for i, success in enumerate(accepted[:MAX_AUTO_DRAFT_TOKENS]):
             self._ratio.add(success, shared.acceptances[i])
             self._positions[i].add(success, ROW_DISCOUNT)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from layerskip.lookup import FORCED_MATCH, LONGEST_MATCH
+from layerskip.mixture import Mixture
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
 DEFAULT_ACCEPTANCE = 0.7
@@ -168,6 +169,7 @@ class Experience:
         credit: plain passes of one row that probes may lose: a share of all rounds but probes;
             negative where requests ended that had more in advance than they came to earn.
         usual_length: tokens of the requests that ended, on the average; infinite of none.
+        mixture: of requests whose drafts are right more often and less often than all of them.
     """
 
     prior: tuple[float, ...]
@@ -177,6 +179,7 @@ class Experience:
     ledger: float = 0.0
     credit: float = 0.0
     usual_length: float = math.inf
+    mixture: Mixture = field(default_factory=Mixture)
 
     def __post_init__(self) -> None:
         self._weights = [PRIOR_WEIGHT] * MAX_AUTO_DRAFT_TOKENS

@@ -234,9 +234,6 @@ class Rounds:
         shape = self._shape(frame, wanted, max(most for _, most in counts))
         drafted = shape.num_draft_tokens
         choices = [choice.at_most(drafted) for choice, _ in counts]
-        deepest = max(choice.num_draft_tokens for choice, _ in counts)
-        if drafted != deepest > 0:
-            choices = [choice.standing_in(drafted / deepest) for choice in choices]
         self._seat(going, choices)
         usual = shape in self.recordings and drafted <= wanted
         usual &= self.recordings.num_tried == num_tried

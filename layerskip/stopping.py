@@ -26,7 +26,6 @@ class Choice:
         charged_seconds: as ``verify_seconds``, of what is counted as lost; empty: the same.
         dearer: the same of draft passes, as a factor.
         may_lose: seconds that the round may take in vain.
-        plain_rounds: that take as long as the round, about, of as many rows.
     """
 
     source: Drafter
@@ -39,7 +38,6 @@ class Choice:
     charged_seconds: tuple[float, ...] = ()
     dearer: float = 1.0
     may_lose: float = math.inf
-    plain_rounds: float = 1.0
 
     def gained(self, num_saved: int, num_drafted: int, num_passes: float) -> float:
         """Seconds that a draft saved, or lost if negative, at the prices of what is lost.
@@ -57,10 +55,6 @@ class Choice:
         if self.num_draft_tokens <= num_draft_tokens:
             return self
         return replace(self, num_draft_tokens=num_draft_tokens)
-
-    def standing_in(self, share: float) -> "Choice":
-        """The same in a round that drafts so much of what was chosen: rows wait for no more."""
-        return replace(self, plain_rounds=1.0 + share * (self.plain_rounds - 1.0))
 
 
 PLAIN = Choice("none", 0)

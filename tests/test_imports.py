@@ -25,6 +25,7 @@ VALUES = {
     "grammar",
     "lookup",
     "metrics",
+    "mixture",
     "outputs",
     "pace",
     "pass_times",

@@ -571,35 +571,6 @@ def test_where_nothing_is_recorded_texts_decode_plainly_until_that_is(stack, row
     assert max(count for count, _ in told_of(row)) == 5
 
 
-def test_rows_wait_for_what_runs_and_not_for_what_was_wanted(stack, monkeypatch):
-    """Of three tokens none, while that is not recorded; of three five, where that is."""
-
-    class Dear(Scripted):
-        def choose(self, asks, *, drafts, fixed=()):
-            found = super().choose(asks, drafts=drafts, fixed=fixed)
-            return [replace(choice, plain_rounds=4.0) for choice in found]
-
-    bench = Workbench(stack, EXIT, lambda: RepeatingRecorder(2))
-    controller, waited = Dear(3), []
-    monkeypatch.setattr(
-        controller, "observe_plain", lambda _, choice, __: waited.append(choice.plain_rounds)
-    )
-    decoder = decoder_of(stack, bench, controller=controller, num_slots=128)
-    (row,) = decode(decoder, spec(PROMPTS[0], k="auto", limit=12))
-    assert waited == [1.0] * len(row.rounds[1:])
-    decoder.leave(row.id)
-    (row,) = decode(decoder, spec(PROMPTS[1], k=5, limit=30))
-    decoder.leave(row.id)
-    monkeypatch.setattr(
-        controller,
-        "observe_draft",
-        lambda _, choice, *__, **___: waited.append(choice.plain_rounds),
-    )
-    waited.clear()
-    decode(decoder, spec(PROMPTS[0], k="auto", limit=12))
-    assert waited[0] == pytest.approx(1.0 + 3.0 * 5 / 3)
-
-
 def test_drafts_are_the_host_s_where_nothing_can_be_recorded(stack, monkeypatch):
     class Refusing(RepeatingRecorder):
         def record(self, function):
