@@ -11,7 +11,7 @@ from typing import Any
 
 from cells import Cell
 from modes import FIXED, Theirs, Way
-from paired import commit, cost_now, quiet, sampling_at, wrapped
+from paired import changes, commit, cost_now, quiet, sampling_at, wrapped
 from tasks import TASKS, Asked, asked, examples_of, spread
 from transformers import AutoModelForCausalLM
 
@@ -167,6 +167,7 @@ class Lab:
             "exit_layer": options.exit_layer or 0,
             "draft_model": draft_model,
             "commit": commit(),
+            "changes": changes(),
         }
 
 

@@ -7,6 +7,7 @@ turns within a prompt: round by round, each on its own clock (``decode_together`
 import argparse
 import datetime
 import gc
+import hashlib
 import json
 import math
 import os
@@ -277,15 +278,26 @@ def circumstances() -> dict[str, Any]:
 
 def commit() -> str:
     """What is checked out, with a + if files differ from it, other than results."""
-    folder = Path(__file__).parents[1]
-    told = ["git", "describe", "--always", "--abbrev=12", "--exclude=*"]
-    changed = ["git", "diff", "--quiet", "HEAD", "--", ".", ":!bench/results"]
     try:
-        done = subprocess.run(told, cwd=folder, capture_output=True, text=True, check=True)
-        same = subprocess.run(changed, cwd=folder, check=False).returncode == 0
+        told = _git("describe", "--always", "--abbrev=12", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):  # not a checkout
         return "unknown"
-    return done.stdout.strip() + ("" if same else "+")
+    return told.strip() + ("+" if changes() else "")
+
+
+def changes() -> str:
+    """Of tracked files, other than results, since that: the same for the same ones; "" of none."""
+    try:
+        told = _git("diff", "HEAD", "--", ".", ":!bench/results")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return hashlib.sha256(told.encode()).hexdigest()[:16] if told else ""
+
+
+def _git(*arguments: str) -> str:
+    folder = Path(__file__).parents[1]
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, check=True)
+    return done.stdout.decode(errors="replace")
 
 
 def write(path: Path, document: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,6 +120,11 @@ def cost_key(
     }
 
 
+def whole_key(key: Mapping[str, str | int], *, exact: bool) -> dict[str, str | int]:
+    """A table's key with what those of older ones lack."""
+    return {"passes": BY_HOST, "exit_adapter": NO_ADAPTER, "exact": exact, **key}
+
+
 def prices_recorded(stack: "DecoderStack", plan: DraftPlan | None) -> bool:
     """Whether a cost table is of recorded passes, as the stack's device runs rounds of drafts by
     itself. Without a plan drafts are looked up, by the host."""
@@ -146,8 +151,7 @@ def mismatch(
 ) -> str | None:
     """One sentence that says what a table was measured with and is not now; None if it fits."""
     now = cost_key(stack, plan, draft_vocabulary)
-    # What the keys of older tables lack.
-    key = {"passes": BY_HOST, "exit_adapter": NO_ADAPTER, "exact": table.pass_rows > 0, **table.key}
+    key = whole_key(table.key, exact=table.pass_rows > 0)
     differing = [
         f"{SAID.get(name, f'with another {name}')} ({key.get(name, 'unknown')}, now {value})"
         for name, value in now.items()

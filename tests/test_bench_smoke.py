@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -908,3 +909,26 @@ def test_ragged_passes_are_measured_in_few_calls_and_in_many(
     assert found.keys() == passes.keys()
     assert all(seconds > 0.0 for three in found.values() for seconds in three)
     assert min(asked.count(call) for call in ragged.CALLS) >= 2 * len(passes)
+
+
+def test_a_commit_with_changed_files_is_told_apart_by_the_changes(scripts, tmp_path, monkeypatch):
+    """So that a run that was stopped does not go on with other code."""
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    monkeypatch.setattr(scripts.paired, "__file__", str(tmp_path / "bench" / "paired.py"))
+    assert (scripts.paired.commit(), scripts.paired.changes()) == ("unknown", "unknown")
+    code, result = tmp_path / "code.py", tmp_path / "bench" / "results" / "r.json"
+    code.write_text("1")
+    result.write_text("{}")
+    for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -q -m a"):
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
+    result.write_text("[]")
+    clean = scripts.paired.commit()
+    assert not clean.endswith("+")
+    assert scripts.paired.changes() == ""
+    found = set()
+    for text in ("2", "3", "2"):
+        code.write_text(text)
+        assert scripts.paired.commit() == f"{clean}+"
+        found.add(scripts.paired.changes())
+    assert len(found) == 2
+    assert "" not in found

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from layerskip.cost import CostTable
 from layerskip.files import reason_of
+from layerskip.fingerprint import whole_key
 from layerskip.machine_time import MachineTime
 from layerskip.pass_costs import Overhead
 from layerskip.telemetry.recorded_times import RecordedTimes
@@ -18,7 +19,19 @@ from layerskip.telemetry.runs import REQUESTS, ROUNDS, read_lines, read_run
 from layerskip.workload import UNKNOWN, Recorded, Text
 
 # What a cost table's times depend on: recorded times fit a table that agrees in these.
-SAME_TIMES = ("fingerprint", "device", "dtype", "threads", "backend", "row_quantum", "draft_layers")
+SAME_TIMES = (
+    "fingerprint",
+    "device",
+    "dtype",
+    "threads",
+    "backend",
+    "exact",
+    "row_quantum",
+    "draft_layers",
+    "draft_vocabulary",
+    "exit_adapter",
+    "passes",
+)
 
 
 @dataclass(frozen=True)
@@ -68,10 +81,9 @@ def _replay(folder: str | Path, table: CostTable) -> Replay:
     run = read_run(folder)
     table = table.of(greedy=(run.get("sampling") or {}).get("temperature") == 0.0)
     cost = run.get("cost") or {}
-    own = cost.get("key", {})
-    same = bool(own) and all(own.get(name) == table.key.get(name) for name in SAME_TIMES)
-    # Passes have a most of rows if they are exact; older keys do not say it.
-    same = same and bool(cost.get("pass_rows")) == bool(table.pass_rows)
+    own = whole_key(cost.get("key", {}), exact=bool(cost.get("pass_rows")))
+    now = whole_key(table.key, exact=table.pass_rows > 0)
+    same = bool(cost.get("key")) and all(own.get(name) == now.get(name) for name in SAME_TIMES)
     requests = {
         r["request_id"]: _Request(r) for r in read_lines(Path(folder) / REQUESTS) if _whole(r)
     }
