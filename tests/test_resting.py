@@ -44,8 +44,10 @@ def test_a_row_at_rest_takes_what_is_looked_up():
 
 
 def test_a_row_at_rest_is_thought_about_with_one_that_joins():
+    """That has far more left, so that it need not wait for it."""
     controller, state = resting_row()
-    asks = [Ask(s, CONTEXT, 30) for s in (state, Controller(table(0.2), (0.95,)).row("greedy"))]
+    joined = Controller(table(0.2), (0.95,)).row("greedy")
+    asks = [Ask(state, CONTEXT, 30, left=2), Ask(joined, CONTEXT, 30, left=60)]
     assert [c.source for c in controller.choose(asks, drafts=True)] == ["none", "early_exit"]
 
 
