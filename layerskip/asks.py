@@ -93,11 +93,9 @@ def _keeps_up(
         (sum(line[:deepest]) for line, n in zip(lines, found.looked_up, strict=True) if not n),
         default=math.inf,
     )
-    others = rows + sum(found.looked_up) + sum(fixed)
-    plain = pace.round(fixed, others, rows)
-    return (
-        pace.round([*found.drafted, *fixed], others + sum(found.drafted), rows) <= emitted * plain
-    )
+    without = rows + sum(found.looked_up) + sum(fixed)
+    seconds = pace.round([*found.drafted, *fixed], without + sum(found.drafted), rows)
+    return seconds <= emitted * pace.round(fixed, without, rows)
 
 
 def loss_allowed(asks: Sequence[Ask], pace: Pace) -> float:

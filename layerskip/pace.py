@@ -140,7 +140,10 @@ class Pace:
         passes = [sum(n > i for n in drafted) for i in range(deepest)]
         if self._times.recorded:
             passes, tokens = [rows] * deepest, rows * (deepest + 1)
-        verify = self._times.verify(tokens, self._context, rows=rows, greedy=self._greedy)
+        if rows == self.num_rows:
+            verify = self.verify(tokens)
+        else:
+            verify = self._times.verify(tokens, self._context, rows=rows, greedy=self._greedy)
         start = self.start if deepest else 0.0
         return verify + start + sum(self.drafts[n] for n in passes)
 

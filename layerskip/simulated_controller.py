@@ -5,7 +5,8 @@ second, stops on a token's chance, weighs a further pass, keeps hysteresis, stak
 ``Controller`` does, with the same constants; a test holds one against the other. It is simpler in
 these points: what all requests have in common is known from the start, a request departs from that
 by one ratio (not by position too) and stakes by its limit, whatever the lengths of others,
-looked-up tokens are not chosen, and clocks correct nothing.
+looked-up tokens are not chosen, no row is kept from drafting by a neighbour that would end late,
+and clocks correct nothing.
 """
 
 from dataclasses import dataclass

@@ -152,11 +152,6 @@ def tried(controller, *, wrong=0, right=0):
     return state
 
 
-def hope(state):
-    """Of its next drafted token."""
-    return state.sort.hopes(state.shared.acceptances[:1])[0]
-
-
 def test_neighbours_of_a_hopeless_row_draft_no_more_than_it_bears():
     controller = among(0.3)
     state, good = tried(controller, wrong=10), tried(controller, right=4)
@@ -211,4 +206,4 @@ def test_rows_that_leave_together_end_about_when_each_would(rows, monkeypatch):
     monkeypatch.setattr(layerskip.ending, "STAGES", rows)
     each = batch._end(found, found.drafted, 2)
     assert some == pytest.approx(each, rel=0.02)
-    assert (some == each) == (rows <= 4 or rows == 5)
+    assert (some == each) == (rows <= 5)
