@@ -213,20 +213,17 @@ class Controller:
             may_lose = loss_allowed(asks, pace)  # with what was claimed for it
         counts, lookups = found.drafted, found.looked_up
         pace = pace.settled(sum((*counts, *lookups, *fixed)), sum(n > 0 for n in (*counts, *fixed)))
-        choices = []
+        choices, made = [], {}  # most rows of a large batch do the same
         for a, n, most, looked_up in zip(asks, counts, mosts, lookups, strict=True):
             a.state.probing = probing
             if looked_up or (n and not probing):
                 a.state.wakes(drafts=n > 0)
-            if looked_up:
-                choices.append(_looking_up(looked_up, found.rate, pace))
-                continue
-            a.state.last = 0 if probing else n
-            if n:
-                longest = n if found.is_less else most
-                choices.append(_drafting(longest, found.rate, pace, may_lose))
-            else:
-                choices.append(Choice("none", 0, plain_seconds=pace.token))
+            if not looked_up:
+                a.state.last = 0 if probing else n
+            same = looked_up, (n if found.is_less else most) if n and not looked_up else 0
+            if same not in made:
+                made[same] = _chosen(*same, found.rate, pace, may_lose)
+            choices.append(made[same])
         return choices
 
     def _again(self, ask: Ask) -> Choice | None:
@@ -330,6 +327,15 @@ class Controller:
         if not state.probing:
             self._earn(state, choice, context)
         state.add_draft(accepted, confidences, chances)
+
+
+def _chosen(looked_up: int, most: int, rate: float, pace: Pace, may_lose: float) -> Choice:
+    """So many looked-up tokens, or an early exit of at most so many, or neither."""
+    if looked_up:
+        return _looking_up(looked_up, rate, pace)
+    if most:
+        return _drafting(most, rate, pace, may_lose)
+    return Choice("none", 0, plain_seconds=pace.token)
 
 
 def _drafting(most: int, rate: float, pace: Pace, may_lose: float) -> Choice:

@@ -5,9 +5,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
-from layerskip.pass_times import PassTimes
+from layerskip.pass_times import PassTimes, step_of
 
 NO_OFFER = 0, 0.0
 BET = 2 / 3  # of a stake, in one draft
@@ -52,9 +53,11 @@ class Pace:
         # No clock is so right that a longer pass would be thought to take less than a shorter one.
         alone = times.alone(context, greedy=greedy, charged=charged) if rows == 1 else []
         self._alone = list(itertools.accumulate(alone, max))
+        self._settled: dict[tuple[int, int], Pace] = {}  # most rounds are as one before
         self.plain = times.verify(1, context, greedy=greedy)
         self.drawing = times.drawing(greedy=greedy)
         self._verify: dict[int, float] = {}  # tokens of a pass: each choice asks for dozens
+        self._step = step_of(rows)
         self.token = self.verify(rows) / rows
         drafting = drafting or rows
         self.draft_share = self.draft(drafting) / drafting
@@ -73,8 +76,10 @@ class Pace:
         """The same once it is known how many tokens are drafted, and in how many rows."""
         if self.num_rows == 1 or not tokens:
             return self
-        shape = (self._context, self.num_rows, tokens, drafting)
-        return Pace(self._times, *shape, greedy=self._greedy)
+        if (tokens, drafting) not in self._settled:
+            shape = (self._context, self.num_rows, tokens, drafting)
+            self._settled[tokens, drafting] = Pace(self._times, *shape, greedy=self._greedy)
+        return self._settled[tokens, drafting]
 
     @cached_property
     def charged(self) -> "Pace":
@@ -89,6 +94,11 @@ class Pace:
     def drafts(self) -> list[float]:
         """Seconds of a draft pass of no row, of one, ..., of all."""
         return [self.draft(n) for n in range(self.num_rows + 1)]
+
+    @cached_property
+    def rises(self) -> list[float]:
+        """Seconds that a draft pass grows by for its first row, its second, ..."""
+        return [b - a for a, b in itertools.pairwise(self.drafts)]
 
     @cached_property
     def shares(self) -> list[float]:
@@ -130,7 +140,9 @@ class Pace:
             seconds = self._times.verify(
                 *shape, rows=self.num_rows, greedy=self._greedy, charged=self._charges
             )
-            self._verify[tokens] = seconds
+            last = -(-tokens // self._step) * self._step
+            for alike in range(last - self._step + 1, last + 1):
+                self._verify[alike] = seconds
         return self._verify[tokens]
 
     def round(self, drafted: Sequence[int], tokens: int, rows: int) -> float:
@@ -315,61 +327,66 @@ def fill(
         bias: drafting has to beat the rate without it by this factor.
         seconds: of the round, beside its passes.
     """
-    items = [(g, i, r) for r, line in enumerate(gains) for i, g in enumerate(line)]
-    orders = [items]  # of one row it is both
-    if len(gains) > 1:
-        orders = [sorted(items, key=key) for key in (_by_survival, _by_pass)]
     # Every row verifies its pending token.
     num_verified = pace.num_rows + sum(looked_up) + sum(others)
-    depth = [0] * MAX_AUTO_DRAFT_TOKENS
-    if items and any(others):
-        depth = [sum(n > i for n in others) for i in range(max(len(depth), *others))]
-        seconds += pace.start + sum(pace.drafts[n] for n in depth)
+    running = [sum(n > i for n in others) for i in range(max(0, *others, *map(len, gains)))]
+    if any(gains) and any(others):
+        seconds += pace.start + sum(pace.drafts[n] for n in running)
     alone = tokens / (pace.verify(num_verified) + seconds)
     best, taken = bias * alone, []
-    for order in orders:
-        count, rate = _best_prefix(pace, order, tokens, num_verified, seconds, depth)
+    by_pass = _by_pass(pace, gains, running)
+    by_survival = sorted(by_pass, key=itemgetter(0), reverse=True)  # of equals the first pass's
+    verifies = [pace.verify(num_verified + n) for n in range(1, len(by_pass) + 1)]
+    seconds += 0.0 if any(others) else pace.start
+    for order in (by_survival, by_pass):
+        count, rate = _best_prefix(order, tokens, seconds, verifies)
         if rate > best:
             best, taken = rate, order[:count]
     counts = [0] * len(gains)
-    for _, _, r in taken:
-        counts[r] += 1
+    for *_, row in taken:
+        counts[row] += 1
     return counts, best if taken else alone
 
 
-def _by_survival(item: tuple[float, int, int]) -> tuple[float, int]:
-    return -item[0], item[1]
-
-
-def _by_pass(item: tuple[float, int, int]) -> tuple[int, float]:
-    return item[1], -item[0]
-
-
-def _best_prefix(
-    pace: Pace,
-    order: Sequence[tuple[float, int, int]],
-    tokens: float,
-    num_verified: int,
-    seconds: float,
-    running: Sequence[int],
-) -> tuple[int, float]:
-    """How many of the drafted tokens, in this order, give the most tokens a second. Each is charged
-    the rise of its draft pass and of verify.
+def _by_pass(
+    pace: Pace, gains: Sequence[Sequence[float]], running: Sequence[int]
+) -> list[tuple[float, float, int]]:
+    """Tokens of the first draft pass, of the second, ..., each pass's likeliest first: survival,
+    what the token adds to its pass, and its row. Ordered by survival alone it adds the same: those
+    of its pass that come before it are likelier.
 
     Args:
         running: rows of each draft pass that run in any case.
     """
-    best, count, drafting = 0.0, 0, seconds + (0.0 if any(running) else pace.start)
-    depth = list(running)
-    draft = pace.drafts
-    for done, (gain, i, _) in enumerate(order, 1):
-        drafting += draft[depth[i] + 1] - draft[depth[i]]
-        depth[i] += 1
+    items: list[tuple[float, float, int]] = []
+    for i, others in enumerate(running):
+        column = [(line[i], row) for row, line in enumerate(gains) if len(line) > i]
+        column.sort(key=itemgetter(0), reverse=True)
+        rises = itertools.islice(pace.rises, others, None)
+        items += [(gain, rise, row) for (gain, row), rise in zip(column, rises, strict=False)]
+    return items
+
+
+def _best_prefix(
+    order: Sequence[tuple[float, float, int]],
+    tokens: float,
+    seconds: float,
+    verifies: Sequence[float],
+) -> tuple[int, float]:
+    """How many of the drafted tokens, in this order, give the most tokens a second; 0 of none.
+
+    Args:
+        tokens: that the round emits without them.
+        seconds: of it, but for its verify pass.
+        verifies: of that, with the first of them, the first two, ...
+    """
+    rates = []
+    for (gain, rise, _), verify in zip(order, verifies, strict=True):
         tokens += gain
-        rate = tokens / (drafting + pace.verify(num_verified + done))
-        if rate > best:
-            best, count = rate, done
-    return count, best
+        seconds += rise
+        rates.append(tokens / (seconds + verify))
+    best = max(rates, default=0.0)
+    return rates.index(best) + 1 if rates else 0, best
 
 
 def affordable(stake: float, pace: Pace) -> int:

@@ -197,6 +197,11 @@ class PassTimes:
             self._clocks.observe(measured / total, weights)
 
 
+def step_of(rows: int) -> int:
+    """Tokens from one price of a verify pass of so many sequences to the next."""
+    return rows if rows >= MANY_ROWS else 1
+
+
 def _evenly(tokens: int, rows: int) -> int:
     """Tokens of a pass in which each of many rows has as many as any."""
     return -(-tokens // rows) * rows if rows >= MANY_ROWS else tokens
