@@ -22,6 +22,7 @@ from layerskip.experience import LARGEST
 from layerskip.pace import BET
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_costs import PassCosts
+from layerskip.pass_times import MANY_ROWS
 from layerskip.workload import STEPS, Stream
 
 Ints = NDArray[np.int64]
@@ -129,7 +130,7 @@ class Automatic:
     def lengths(self, batches: Batches) -> Ints:
         self._begin(batches)
         rows = batches.decoding.sum(1)
-        prices = self._priced(batches, rows, rows)
+        prices = self._priced(batches, np.zeros_like(rows), rows)
         acceptance = self._acceptance()
         stake = self._pooled_stake(batches, prices)
         longest = _affordable(stake, prices, rows)
@@ -145,7 +146,7 @@ class Automatic:
         most = np.where(probing, np.minimum(batches.room, 1), most)
         wanted = np.where(probing, batches.room > 0, wanted)
         self._drafted_last = np.where(batches.decoding, wanted & ~probing, self._drafted_last)
-        planned = np.where(self._probing, rows + wanted.sum(1), planned)
+        planned = np.where(self._probing, wanted.sum(1), planned)
         self._prices = self._priced(batches, planned, wanted.sum(1))
         return self._grown(batches, wanted, most, acceptance, rate)
 
@@ -200,13 +201,18 @@ class Automatic:
         ratio = (self._hits + ROW_WEIGHT) / (self._expected + ROW_WEIGHT)
         return np.minimum(LARGEST, ratio[:, :, None] * self._common)
 
-    def _priced(self, batches: Batches, tokens: Ints, drafting: Ints) -> Prices:
-        """Prices in a round that verifies so many tokens; in a batch one token is another's, and
-        passes are padded, so what verify grows by is the mean over some."""
+    def _verify(self, tokens: Ints, rows: Ints, context: Ints) -> Floats:
+        """Of a pass, as ``PassTimes.verify`` has it: of many rows as if each had as many tokens."""
+        step = np.where(rows >= MANY_ROWS, rows, 1)
+        return self._costs.verify(-(-tokens // step) * step, rows, context)
+
+    def _priced(self, batches: Batches, drafted: Ints, drafting: Ints) -> Prices:
+        """Prices in a round of so many drafted tokens, 0 while nobody knows; in a batch one token
+        is another's, and passes are padded, so each verifies at the mean of all (``Pace``)."""
         costs, rows, context = self._costs, batches.decoding.sum(1), batches.context
-        wide = 2 * costs.row_quantum
-        verify = costs.verify(tokens + np.array([[0], [wide]]), rows, context)
-        growth = np.maximum(0.0, verify[1] - verify[0]) / wide
+        count = np.where(drafted > 0, drafted, np.maximum(2 * costs.row_quantum, rows))
+        verify = self._verify(rows + np.array([[0], [1]]) * count, rows, context)
+        growth = np.maximum(0.0, verify[1] - verify[0]) / count
         return Prices(
             costs.plain(np.ones_like(rows), context),
             costs.plain(rows, context) / np.maximum(rows, 1),
@@ -227,7 +233,7 @@ class Automatic:
         adds to it where such a draft would pay."""
         rows, context = batches.decoding.sum(1), batches.context
         probing = (batches.room > 0).sum(1)
-        more = self._costs.verify(rows + probing, rows, context)
+        more = self._verify(rows + probing, rows, context)
         more -= self._costs.plain(rows, context)
         more += self._costs.draft_start
         cost = (self._costs.draft(probing, context) + more) / np.maximum(prices.single, TINY)
@@ -249,8 +255,8 @@ class Automatic:
         return np.where(possible & (np.arange(DEPTH) < most[:, :, None]), survivals, 0.0)
 
     def _best(self, batches: Batches, gains: Floats, resting: Bools) -> tuple[Bools, Ints, Floats]:
-        """Rows that draft if the round is to give the most tokens a second, tokens that are then
-        verified, and that rate.
+        """Rows that draft if the round is to give the most tokens a second, how many tokens they
+        do, and that rate.
 
         Tokens are taken in the order of their survival, or pass by pass. Rows have one ratio each,
         so that their order is the same at every depth: the i-th row of a pass costs what i rows
@@ -279,7 +285,7 @@ class Automatic:
         batch, place = np.nonzero(chosen)
         wanted = np.zeros((count, rows), dtype=np.bool_)
         wanted[batch, ranked[batch, order[batch, place] // depth]] = True
-        return wanted, num_rows + chosen.sum(1), np.where(taken > 0, rate, alone)
+        return wanted, chosen.sum(1), np.where(taken > 0, rate, alone)
 
     def _prefix(self, batches: Batches, gains: Floats, more: Floats) -> tuple[Ints, Floats]:
         """How many of the tokens, in this order, give the most tokens a second, and that rate.
@@ -291,7 +297,7 @@ class Automatic:
         num_rows, real = batches.decoding.sum(1)[:, None], gains > 0.0
         drafting = self._costs.draft_start + np.cumsum(more * real, 1)
         verified = num_rows + np.cumsum(real, 1)
-        verify = self._costs.verify(verified, num_rows, batches.context[:, None])
+        verify = self._verify(verified, num_rows, batches.context[:, None])
         rates = (num_rows + np.cumsum(gains, 1)) / np.maximum(drafting + verify, TINY)
         rates[~real] = 0.0
         best = rates.argmax(1)
@@ -358,7 +364,7 @@ class Automatic:
         up_to = np.arange(1, rows + 1)[None]
         both = np.minimum(verified + count + up_to, num_rows * (DEPTH + 1))
         tokens = np.concatenate([verified, verified + np.minimum(up_to, count), both], axis=1)
-        verify = self._costs.verify(tokens, num_rows, context)
+        verify = self._verify(tokens, num_rows, context)
         draft = self._costs.draft(up_to, context)
         ranked = np.argsort(-np.where(going, gain, -1.0), axis=1, kind="stable")
 

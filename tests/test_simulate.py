@@ -423,7 +423,11 @@ def test_automatic_is_what_the_real_controller_does(kind, start, rows):
 
 def both(cost, stream, rows):
     """Tokens a second with the controller itself, and with what simulates it."""
-    speeds = []
+    return [cell.tokens_per_second for cell in cells_of_both(cost, stream, rows)]
+
+
+def cells_of_both(cost, stream, rows):
+    cells = []
     for policy in (Real, Automatic):
         loop = loop_of(cost, stream, policy, rows)
         chosen = (
@@ -432,8 +436,20 @@ def both(cost, stream, rows):
             else Automatic(believed(cost, rows), stream, loop.shape, 0)
         )
         loop.run(chosen, lambda done: None)
-        speeds.append(loop.cell("auto").tokens_per_second)
-    return speeds
+        cells.append(loop.cell("auto"))
+    return cells
+
+
+@pytest.mark.parametrize("acceptance", [0.7, 0.9])
+def test_many_rows_draft_as_far_as_the_real_controller_lets_them(acceptance):
+    """Its verify pass of twelve rows takes as long as if each had as many tokens as any."""
+    sizes = (1, 4, 8, 16, 32, 64)
+    verify = Curve(sizes, (0,), ((4.5, 4.7, 5.0, 5.8, 7.2, 10.5),))
+    draft = Curve(sizes, (0,), ((0.75, 0.78, 0.82, 0.95, 1.2, 1.8),))
+    cost = replace(table(), verify=verify, draft_layers=draft)
+    stream = Synthetic((acceptance,), 64, 64).stream(36, 0)
+    real, simulated = (c.mean_draft_tokens for c in cells_of_both(cost, stream, 12))
+    assert simulated == pytest.approx(real, abs=0.2)
 
 
 def test_a_row_that_drafts_while_all_others_prefill():
