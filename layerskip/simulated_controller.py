@@ -256,7 +256,7 @@ class Automatic:
 
     def _best(self, batches: Batches, gains: Floats, resting: Bools) -> tuple[Bools, Ints, Floats]:
         """Rows that draft if the round is to give the most tokens a second, how many tokens they
-        do, and that rate.
+        draft, and that rate.
 
         Tokens are taken in the order of their survival, or pass by pass. Rows have one ratio each,
         so that their order is the same at every depth: the i-th row of a pass costs what i rows

@@ -376,3 +376,19 @@ def test_rounds_whose_phases_no_clock_tells_apart_are_learnt_from_as_a_whole():
     assert told == pytest.approx(2.0 * draft + verify, rel=0.02)
     plain = cost.verify_pass(1, CONTEXT)
     assert controller.times.verify(1, CONTEXT) == pytest.approx(plain, rel=0.01)
+
+
+@pytest.mark.parametrize("rows", [2, 7, 8, 9, 16])
+def test_a_pace_has_every_pass_at_the_price_that_the_times_have(rows):
+    """Whatever was asked before: of many rows one answer is kept for several numbers of tokens."""
+    times = PassTimes(table(0.2, quantum=1, slope=0.05))
+    for first in (rows, rows + 1, 3 * rows):
+        pace = Pace(times, CONTEXT, rows)
+        for tokens in (first, *range(1, rows * (MAX_AUTO_DRAFT_TOKENS + 1) + 1)):
+            assert pace.verify(tokens) == times.verify(tokens, CONTEXT, rows=rows)
+
+
+def test_a_pace_that_is_settled_again_is_the_same_one():
+    pace = Pace(PassTimes(table(0.2, quantum=1)), CONTEXT, 4)
+    assert pace.settled(6, 3) is pace.settled(6, 3)
+    assert pace.settled(6, 3).draft_share != pace.settled(6, 4).draft_share
