@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from layerskip.api import SelfSpeculativeLM as SelfSpeculativeLM
+    from layerskip.errors import RowError as RowError
     from layerskip.errors import UnsupportedModelError as UnsupportedModelError
     from layerskip.grammar import Grammar as Grammar
     from layerskip.lookup import LookupStore as LookupStore
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "SelfSpeculativeLM": "layerskip.api",
     "Grammar": "layerskip.grammar",
+    "RowError": "layerskip.errors",
     "UnsupportedModelError": "layerskip.errors",
     "LookupStore": "layerskip.lookup",
     "DecodeStats": "layerskip.outputs",

@@ -136,6 +136,8 @@ class Batch:
         ``on_round`` gets every record, whatever it raises for one; that is raised then.
 
         Raises:
+            RowError: nothing may follow the text of its ``row``: scores are no numbers, or rules
+                contradict each other. After ``remove`` of that row the others go on.
             RuntimeError: an earlier step was interrupted (Ctrl-C) while its tokens were added to
                 the rows, which can only be taken out then.
         """

@@ -56,7 +56,9 @@ class Constraint:
         self._path: list[int] = []  # tokens that the matcher has taken
         self._states: dict[int, _State] = {}  # by number of tokens taken, along the path
         first = self._state((), 0)
-        if first is None or not first.following.any():
+        # Before its marker anything may stand: what counts is how the grammar itself begins.
+        begins = self._following(matcher.inner) if isinstance(matcher, AfterMarker) else None
+        if first is None or not (first.following if begins is None else begins).any():
             raise ValueError(
                 "no token of the vocabulary can begin what the grammar allows; it contradicts "
                 "itself, allows the empty text alone, or needs characters that the tokenizer lacks"
@@ -160,10 +162,7 @@ class Constraint:
             return self._states[count]
         if not self._moved(output, count, same):
             return None
-        words = torch.zeros(-(-self._vocab_size // 32), dtype=torch.int32, device="cpu")
-        self._matcher.fill(words)
-        following = unpacked(words, self._vocab_size)
-        following[self._eos_ids] = False
+        following = self._following(self._matcher)
         complete = self._matcher.complete
         spelt = () if complete else self._matcher.forced()
         # The last token of forced text may reach into what follows it: the model's to choose.
@@ -173,6 +172,14 @@ class Constraint:
         state = _State(following, complete, complete and not bool(following.any()))
         self._states[count] = state
         return state
+
+    def _following(self, matcher: Matcher) -> Tensor:
+        """Tokens of the text that a matcher allows next, ``(vocab,)`` bool."""
+        words = torch.zeros(-(-self._vocab_size // 32), dtype=torch.int32, device="cpu")
+        matcher.fill(words)
+        following = unpacked(words, self._vocab_size)
+        following[self._eos_ids] = False
+        return following
 
     def _moved(self, output: Sequence[int], count: int, same: int) -> bool:
         """Bring the matcher behind the first ``count`` tokens; False if it can't go there.
@@ -221,7 +228,7 @@ class AfterMarker:
     """
 
     def __init__(self, inner: Matcher, marker: bytes, token_bytes: Sequence[bytes]) -> None:
-        self._inner, self._marker, self._bytes = inner, marker, token_bytes
+        self.inner, self._marker, self._bytes = inner, marker, token_bytes
         self._anything = packed(torch.tensor([bool(text) for text in token_bytes], device="cpu"))
         self._text: list[bytes] = []  # of tokens up to and with the marker's last
         self._inside = 0  # tokens that the inner matcher has taken
@@ -229,17 +236,17 @@ class AfterMarker:
 
     @property
     def complete(self) -> bool:
-        return self._found and self._inner.complete
+        return self._found and self.inner.complete
 
     def fill(self, mask: Tensor) -> None:
         if self._found:
-            self._inner.fill(mask)
+            self.inner.fill(mask)
             return
         mask.copy_(self._anything)
 
     def advance(self, token: int) -> bool:
         if self._found:
-            taken = self._inner.advance(token)
+            taken = self.inner.advance(token)
             self._inside += taken
             return taken
         if not 0 <= token < len(self._bytes) or not self._bytes[token]:
@@ -252,11 +259,11 @@ class AfterMarker:
     def rollback(self, count: int) -> None:
         inside = min(count, self._inside)
         if inside:
-            self._inner.rollback(inside)
+            self.inner.rollback(inside)
             self._inside -= inside
         if count > inside:
             del self._text[len(self._text) - (count - inside) :]
             self._found = False
 
     def forced(self) -> tuple[int, ...]:
-        return self._inner.forced() if self._found else ()
+        return self.inner.forced() if self._found else ()

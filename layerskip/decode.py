@@ -65,7 +65,7 @@ class Decoder:
         self.plan = plan
         self._has_block = drafter is not None and stack.has_block_at(plan)
         shared_depth = plan.shared_depth if plan is not None else 0
-        self.verifier = Verifier(stack, shared_depth, has_block=self._has_block)
+        self.verifier = Verifier(stack, shared_depth)
         self.rounds, self._bench = None, bench
         if bench is None:
             self.cache = stack.new_cache(num_rows=num_rows, num_slots=num_slots)
@@ -161,6 +161,7 @@ class Decoder:
         If a pass or a verification raises, no row has changed, and it can be called again.
 
         Raises:
+            RowError: nothing may follow one row's text; without it (``leave``) the others go on.
             RuntimeError: an earlier one was interrupted while rows were given what it did for them.
         """
         if self._applying:  # some have it, one perhaps in part, and the cache holds all of it
@@ -286,7 +287,7 @@ class Decoder:
             prompt, self.cache, row.slot_row, start=row.length, states=states
         )[None]
         filled = time.perf_counter()
-        verdict = judge(row.spec.sampler, logits, len(prompt), context=prompt)
+        verdict = judge(Case(row.spec.sampler, logits, len(prompt), context=prompt, row=row.id))
         times = Times(0.0, began, time.perf_counter() - filled, 1)
         return self._finished(row, None, Judged(logits, verdict), times, states or ())
 
@@ -301,8 +302,8 @@ class Decoder:
         logits, states = self.verifier.verify(requests, drafts, self.cache)
         verified = time.perf_counter()
         cases = [
-            Case(r.sampler, part, r.length + 1, d.tokens, d.q, r.context)
-            for part, r, d in zip(logits, requests, drafts, strict=True)
+            Case(r.sampler, part, r.length + 1, d.tokens, d.q, r.context, row.id)
+            for part, r, d, row in zip(logits, requests, drafts, rows, strict=True)
         ]
         judged = [
             Judged(part, verdict) for part, verdict in zip(logits, judge_all(cases), strict=True)

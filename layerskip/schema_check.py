@@ -105,6 +105,10 @@ class _Core:
             return self._schema(node)
         except Contradiction:
             return NOTHING
+        except Unmergeable as error:
+            why = "whether its patterns are about a property that the schema names can't be told"
+            self.refuse(error.keyword, error.pointer, why)
+            return self.schema(node.without(error.keyword))
 
     def _schema(self, node: Node) -> Core:
         words = node.words
@@ -141,7 +145,9 @@ class _Core:
             return merged(one, other)
         except Unmergeable as error:
             self.refuse(error.keyword, error.pointer, "it can't be merged with its like")
-            return self._merged(one, other.without(error.keyword))
+            if error.keyword in other.words:
+                return self._merged(one, other.without(error.keyword))
+            return self._merged(one.without(error.keyword), other)
 
     def _reference(self, node: Node) -> Core:
         beside = node.without("$ref")
@@ -289,7 +295,10 @@ class _Core:
         if "enum" in node.words:
             rest = node.without("enum").words
             return any(fits(value, rest) is not False for value in node.words["enum"])
-        wanted = _needed(node) if depth <= MAX_DEPTH else []
+        try:
+            wanted = _needed(node) if depth <= MAX_DEPTH else []
+        except Unmergeable:
+            return True
         return all(part is None or self._possible(part, depth + 1) for part in wanted)
 
     def _unique(self, node: Node) -> list[Node]:
@@ -330,7 +339,11 @@ class _Core:
         for value in node.words["enum"]:
             verdict = fits(value, beside.words)
             if verdict is None:
-                self.refuse("enum", node.places["enum"], "keywords beside it are too many")
+                self.refuse(
+                    "enum",
+                    node.places["enum"],
+                    "whether its values fulfil what is beside it can't be told",
+                )
             if verdict is not False:
                 kept.append(value)
         if _has_long_integer(kept):

@@ -11,7 +11,8 @@ TIME = (
     "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
 _LABEL = "[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?"
-_PATH = "[A-Za-z0-9._~!$&'()*+,;=:@/-]"
+_IN_PATH = "A-Za-z0-9._~!$&'()*+,;=:@-"
+_PATH = f"[/{_IN_PATH}]"
 _UUID = "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 _POINTER = "(?:/[A-Za-z0-9_.-]*)*"
 # Each describes a part of the format, large enough to write any sensible value.
@@ -27,7 +28,7 @@ FORMATS = {
     "ipv6": "[0-9a-f]{1,4}(?::[0-9a-f]{1,4}){7}",
     "uuid": _UUID,
     "uri": f"[a-z]{{2,10}}://{_LABEL}(?:\\.{_LABEL}){{0,4}}(?:/{_PATH}*)?",
-    "uri-reference": f"/{_PATH}*",
+    "uri-reference": f"/(?:[{_IN_PATH}]{_PATH}*)?",  # behind two slashes a host would have to be
     "json-pointer": _POINTER,
     "relative-json-pointer": f"(?:0|[1-9][0-9]*){_POINTER}",
 }

@@ -2,12 +2,11 @@
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from layerskip.schema_values import json_equal
+from layerskip.schema_values import json_equal, matches
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 ONE_SCHEMA = (
@@ -166,14 +165,20 @@ class Node:
         return {p: Node.of(s, f"{place}/{_escaped(p)}") for p, s in found.items()}
 
     def property(self, name: str) -> "Node | None":
-        """What a property of this name has to fulfil; None if it is free."""
+        """What a property of this name has to fulfil; None if it is free.
+
+        Raises:
+            Unmergeable: whether one of the patterns of names is about it can't be told.
+        """
         found = []
         named = self.words.get("properties", {})
         if name in named:
             found.append(Node.of(named[name], f"{self.places['properties']}/{_escaped(name)}"))
         for pattern, part in self.pattern_parts().items():
-            if _matches(pattern, name, self.places["patternProperties"]):
-                found.append(part)
+            verdict = matches(pattern, name)
+            if verdict is None:
+                raise Unmergeable("patternProperties", self.places["patternProperties"])
+            found += [part] if verdict else []
         if not found and "additionalProperties" in self.words:
             found = [
                 Node.of(self.words["additionalProperties"], self.places["additionalProperties"])
@@ -257,10 +262,6 @@ def _merged(word: str, one: Node, other: Node) -> dict[str, Any]:  # noqa: C901
         return {
             word: Node({"anyOf": [one.part(word), other.part(word)]}, {"anyOf": one.places[word]})
         }
-    if word == "$ref" and a != b:
-        return {
-            "allOf": [*one.parts("allOf"), *other.parts("allOf"), Node({word: b}, other.places)]
-        }
     if word == "multipleOf" and isinstance(a, int) and isinstance(b, int):
         return {word: math.lcm(a, b)}
     if json_equal(a, b):
@@ -321,13 +322,6 @@ def _items(one: Node, other: Node) -> dict[str, Any]:
     if known:
         found["items"] = both(known)
     return found
-
-
-def _matches(pattern: str, name: str, place: str) -> bool:
-    try:
-        return re.search(pattern, name) is not None
-    except re.error:
-        raise Unmergeable("patternProperties", place) from None
 
 
 def _escaped(key: str) -> str:

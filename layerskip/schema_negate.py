@@ -1,14 +1,13 @@
 """What fulfils one schema and not another, as schemas: for ``not``, ``oneOf`` and ``if``."""
 
 import itertools
-import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 from layerskip.schema_automata import any_but
 from layerskip.schema_merge import Contradiction, Node, Unmergeable, kinds_of, merged
-from layerskip.schema_values import fits
+from layerskip.schema_values import fits, matches
 
 ALL_TYPES = ("null", "boolean", "number", "string", "array", "object")
 KIND_OF = {
@@ -46,7 +45,7 @@ class Negator:
     def __init__(self, opened: Callable[[Node], Node]) -> None:
         self._opened = opened
 
-    def without(self, node: Node, other: Node, depth: int = 0) -> list[Node]:
+    def without(self, node: Node, other: Node) -> list[Node]:
         """Schemas, one of which at least every value fulfils that fulfils ``node`` and not
         ``other``, and no other value. Both are opened. An object that names properties gets no
         others, as everywhere.
@@ -54,7 +53,10 @@ class Negator:
         Raises:
             NoNegationError: there are none, or too many.
         """
-        return _products([[node], self._negated(other, node, depth)])
+        try:
+            return _products([[node], self._negated(other, node, 0)])
+        except Unmergeable:
+            raise NoNegationError from None
 
     def _negated(self, node: Node, within: Node, depth: int) -> list[Node]:
         """Schemas of what does not fulfil ``node``, as far as it fulfils ``within``."""
@@ -164,20 +166,13 @@ def _named_by(node: Node, word: str, names: frozenset[str] | None) -> list[str]:
     own = node.words.get("properties", {})
     if word == "properties":
         return [name for name in own if names is None or name in names]
-    matching = {
-        name
-        for name in names or ()
-        if any(_matches(pattern, name) for pattern in node.words.get("patternProperties", {}))
-    }
+    patterns = node.words.get("patternProperties", {})
+    verdicts = {name: [matches(pattern, name) for pattern in patterns] for name in names or ()}
+    if any(None in each for each in verdicts.values()):
+        raise NoNegationError
+    matching = {name for name, each in verdicts.items() if any(each)}
     chosen = matching - set(own) if word == "patternProperties" else set(names or ()) - matching
     return sorted(chosen - set(own))
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.search(pattern, name) is not None
-    except re.error:  # of another dialect
-        raise NoNegationError from None
 
 
 def _among_listed(node: Node, within: Node) -> Node | None:

@@ -1,11 +1,13 @@
 """JSON values held against a schema's simpler keywords, as validators do."""
 
+import json
 import re
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
 from layerskip.schema_formats import FORMATS
+from layerskip.schema_patterns import string_pattern
 
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 SIZES = {"Length": str, "Items": list, "Properties": dict}
@@ -59,7 +61,7 @@ def _fits(value: Any, keyword: str, wanted: Any) -> bool | None:
     if keyword == "required":
         return not isinstance(value, dict) or all(name in value for name in wanted)
     if keyword == "pattern":
-        return not isinstance(value, str) or _matches(wanted, value)
+        return not isinstance(value, str) or matches(wanted, value)
     if keyword == "format":
         known = isinstance(value, str) and wanted in FORMATS
         return True if not known or re.fullmatch(FORMATS[wanted], value) else None
@@ -76,8 +78,20 @@ def _in_bounds(value: Any, keyword: str, bound: Any) -> bool:
     return number >= limit if keyword == "minimum" else number <= limit
 
 
-def _matches(pattern: str, value: str) -> bool | None:
+def matches(pattern: str, text: str) -> bool | None:
+    """Whether a text fulfils ``pattern``, in ECMA-262's dialect as in Python's; None where they
+    differ or that can't be told."""
     try:
-        return re.search(pattern, value) is not None
-    except re.error:  # of another dialect
+        found, narrow = (re.search(pattern, text, flags) is not None for flags in (0, re.ASCII))
+    except (re.error, ValueError):  # of another dialect, or with flags of its own
         return None
+    if text.isascii() and text.isprintable():
+        return found
+    # Of other characters the dialects mean different ones by "\w", "\s", "." and "$".
+    if not found:
+        return None if narrow else False
+    try:
+        both = string_pattern(pattern)
+    except ValueError:
+        return None
+    return re.fullmatch(both, json.dumps(text, ensure_ascii=False)[1:-1]) is not None or None

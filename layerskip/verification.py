@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from layerskip.errors import RowError
 from layerskip.params import Verification
 from layerskip.sampling import Sampler, noisy_scores, portions
 
@@ -37,7 +38,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Case:
-    """What ``judge`` needs of one row: its arguments."""
+    """What there is to verify of one row; without a draft its next token is picked.
+
+    Attributes:
+        sampler: of the row.
+        logits: ``(len(draft) + 1, vocab)`` of the full model.
+        position: absolute position of the first drafted token.
+        draft: drafted ids.
+        q: for token-level and block verification, ``(vocab,)`` of each drafted token.
+        context: all tokens before ``position``; read by processors and grammars only.
+        row: its id, for errors.
+    """
 
     sampler: Sampler
     logits: Tensor
@@ -45,13 +56,14 @@ class Case:
     draft: Sequence[int] = ()
     q: Sequence[Tensor] = ()
     context: Sequence[int] = ()
+    row: int | None = None
 
 
 def judge_all(cases: Sequence[Case]) -> list[Verdict]:
     """As ``judge``, of each row: at once of those whose scores need nothing but their logits.
 
     Raises:
-        ValueError: as ``judge``, of one of the rows.
+        RowError: as ``judge``, of one of the rows.
     """
     found, logits = dict[int, Verdict](), cases[0].logits
     greedy = [i for i, case in enumerate(cases) if case.sampler.is_argmax]
@@ -62,10 +74,7 @@ def judge_all(cases: Sequence[Case]) -> list[Verdict]:
             if len(part) > 1:
                 places = [alike[i] for i in part]
                 found |= zip(places, _at_once([cases[i] for i in places]), strict=True)
-    return [
-        found[i] if i in found else judge(c.sampler, c.logits, c.position, c.draft, c.q, c.context)
-        for i, c in enumerate(cases)
-    ]
+    return [found[i] if i in found else judge(case) for i, case in enumerate(cases)]
 
 
 def _at_once(cases: Sequence[Case]) -> list[Verdict]:
@@ -84,50 +93,38 @@ def _at_once(cases: Sequence[Case]) -> list[Verdict]:
     for case, count in zip(cases, counts, strict=True):
         at = slice(start, start + count)
         tokens = targets[at][: count_matches(case.draft, targets[at]) + 1]
-        _check_largest(largest[at][: len(tokens)], case.position)
+        _check_largest(largest[at][: len(tokens)], case.position, case.row)
         verdicts.append(Verdict(tokens, None if argmax else scores[at]))
         start += count
     return verdicts
 
 
-def judge(
-    sampler: Sampler,
-    logits: Tensor,
-    position: int,
-    draft: Sequence[int] = (),
-    q: Sequence[Tensor] = (),
-    context: Sequence[int] = (),
-) -> Verdict:
+def judge(case: Case) -> Verdict:
     """Verify one row's draft; without one, pick the next token.
 
-    Args:
-        logits: ``(len(draft) + 1, vocab)`` of the full model.
-        position: absolute position of the first drafted token.
-        draft: drafted ids.
-        q: for token-level and block verification, ``(vocab,)`` of each drafted token.
-        context: all tokens before ``position``; read by processors and grammars only.
-
     Raises:
-        ValueError: a needed score is NaN, or every token is ruled out.
+        RowError: a needed score is NaN, or every token is ruled out; a plain ValueError of a row
+            without an id.
     """
+    sampler, logits, position, draft = case.sampler, case.logits, case.position, case.draft
     scores = None
     if sampler.is_argmax:
         target = sampler.pick(logits, position)
         num_matches = count_matches(draft, target)
     else:
-        scores = sampler.scores(logits, [*context, *draft])
+        scores = sampler.scores(logits, [*case.context, *draft])
         if sampler.verification == "coupled":
             target = sampler.choose(scores, position)
             num_matches = count_matches(draft, target)
         else:
-            num_matches, after = _draw(sampler, scores, position, draft, q)
+            num_matches, after = _draw(sampler, scores, position, draft, case.q)
             target = [*draft[:num_matches], after]
     tokens = target[: num_matches + 1]
     if scores is None:  # the tokens' own scores are the largest, or not a number
         largest = logits[list(range(len(tokens))), tokens]
     else:
         largest = scores[: len(tokens)].amax(-1)
-    _check_largest(largest.tolist(), position)
+    _check_largest(largest.tolist(), position, case.row)
     return Verdict(tokens, scores)
 
 
@@ -147,15 +144,16 @@ def _draw(
     return count, sampler.choose(scores[count:], position + count)[0]
 
 
-def _check_largest(largest: Sequence[float], position: int) -> None:
+def _check_largest(largest: Sequence[float], position: int, row: int | None) -> None:
     """``largest`` score of each position: NaN if any is, -inf if all are."""
     for i, score in enumerate(largest):
         if not math.isfinite(score):
-            raise ValueError(
+            message = (
                 f"the scores at position {position + i} are NaN, infinite or rule out every token; "
                 "use bfloat16 or float32 in place of float16, and look at the logits processors "
                 "and the grammar"
             )
+            raise ValueError(message) if row is None else RowError(message, row)
 
 
 def count_matches(draft: Sequence[int], target: Sequence[int]) -> int:

@@ -17,11 +17,10 @@ class Verifier:
     Args:
         stack: the model.
         shared_depth: leading layers that drafts ran as full depth does: it goes on from there.
-        has_block: whether drafts wrote keys and values of an adapter's block, too.
     """
 
-    def __init__(self, stack: DecoderStack, shared_depth: int, *, has_block: bool) -> None:
-        self.stack, self.shared_depth, self.has_block = stack, shared_depth, has_block
+    def __init__(self, stack: DecoderStack, shared_depth: int) -> None:
+        self.stack, self.shared_depth = stack, shared_depth
 
     def verify(
         self, requests: Sequence[DraftRequest], drafts: Sequence[Draft], cache: KVCache
@@ -78,17 +77,12 @@ class Verifier:
     ) -> None:
         """Leave nothing of a draft but what is built on: the slots of the shared layers, and of
         the adapter's block."""
-        depth = self.stack.num_layers
-        below, above = slice(0, self.shared_depth), slice(self.shared_depth, depth)
+        above = slice(self.shared_depth, self.stack.num_layers)
         for r, d in zip(requests, drafts, strict=True):
-            end = r.length + MAX_NUM_DRAFT_TOKENS + 1
-            if not d.shared:  # in one piece: many rows have many pieces
-                cache.sweep(r.row, r.length, end)
-                continue
-            cache.sweep(r.row, r.length, end, above)
-            cache.sweep(r.row, r.length + len(d.shared), end, below)
-            if self.has_block:
-                cache.sweep(r.row, r.length + len(d.shared), end, slice(depth, None))
+            kept = r.length + len(d.shared)
+            cache.sweep(r.row, kept, r.length + MAX_NUM_DRAFT_TOKENS + 1)
+            if d.shared:
+                cache.sweep(r.row, r.length, kept, above)
 
     def _through_shared_layers(
         self, requests: Sequence[DraftRequest], drafts: Sequence[Draft], cache: KVCache

@@ -11,7 +11,7 @@ from torch import Tensor
 from layerskip import SamplingParams
 from layerskip.constraint import AfterMarker, Constraint, packed, unpacked
 from layerskip.sampling import Sampler
-from layerskip.verification import judge
+from layerskip.verification import Case, judge
 
 Text = tuple[int, ...]
 EOS, VOCAB = 0, 5
@@ -174,6 +174,9 @@ def test_a_grammar_of_nothing_is_refused():
     for sentences in ((), ((),)):
         with pytest.raises(ValueError, match="no token of the vocabulary can begin"):
             constraint_of(Listed(sentences))
+        behind = AfterMarker(Listed(sentences), b"go", [b"go"] * VOCAB)
+        with pytest.raises(ValueError, match="no token of the vocabulary can begin"):
+            constraint_of(behind)
 
 
 def test_masks_survive_packing():
@@ -243,10 +246,10 @@ def game_of(seed: int, temperature: float, verification: str = "coupled") -> Gam
 def test_a_forbidden_draft_gives_way_to_the_target_s_own_token(temperature):
     """SGLang #9187: stuck after a forced choice. A draft wrong from its first token on."""
     game = game_of(7, temperature)
-    plain = judge(game.sampler, game.logits(()), len(PROMPT), context=PROMPT).tokens
+    plain = judge(Case(game.sampler, game.logits(()), len(PROMPT), context=PROMPT)).tokens
     for draft in ((4,), (EOS, 1), (2, 2, 2)):
         rows = torch.cat([game.logits(draft[:i]) for i in range(len(draft) + 1)])
-        verdict = judge(game.sampler, rows, len(PROMPT), draft, context=PROMPT)
+        verdict = judge(Case(game.sampler, rows, len(PROMPT), draft, context=PROMPT))
         assert verdict.tokens[0] == plain[0]
 
 

@@ -60,6 +60,7 @@ from typing import Any
 import pytest
 import torch
 from grammars import random_root, random_tokens
+from optional import needed
 from toys import PLANS, VOCAB_SIZE, make_model
 from transformers import PreTrainedModel
 
@@ -67,9 +68,10 @@ from layerskip import Grammar, PlanFile, SamplingParams, SelfSpeculativeLM
 from layerskip.constraint import Constraint
 from layerskip.grammar_xgrammar import XGrammarBackend
 from layerskip.lookup import LookupStore
+from layerskip.verify import Verifier
 
-xgrammar = pytest.importorskip("xgrammar")
-jsonschema = pytest.importorskip("jsonschema")
+xgrammar = needed("xgrammar")
+jsonschema = needed("jsonschema")
 
 PROMPT = "an object: "
 SAMPLED = SamplingParams(temperature=0.8, seed=5)
@@ -266,14 +268,25 @@ def test_a_draft_ends_where_the_grammar_does(ending):
     assert [r.num_draft_tokens for r in out.rounds] == [0, 1]
 
 
-def test_looked_up_tokens_that_the_grammar_forbids_are_not_verified(toy, tokenizer):
+def test_looked_up_tokens_that_the_grammar_forbids_are_not_verified(toy, tokenizer, monkeypatch):
     """SGLang #9187. The store knows the plain text by heart, the grammar forbids it."""
     lm = SelfSpeculativeLM(toy(), tokenizer, None, num_draft_tokens=4, lookup=LookupStore())
     for _ in range(2):
         lm.generate(PROMPT, max_new_tokens=20)
+    verified, verify = [], Verifier.verify
+
+    def noting(self, requests, drafts, cache):
+        verified.extend(draft.tokens for draft in drafts)
+        return verify(self, requests, drafts, cache)
+
+    monkeypatch.setattr(Verifier, "verify", noting)
+    lm.generate(PROMPT, max_new_tokens=20, num_draft_tokens=4)
+    assert any(verified)  # without a grammar what the store knows is
+    verified.clear()
     grammar = Grammar.regex("[0-9]{12}")
     outs = [lm.generate(PROMPT, grammar=grammar, num_draft_tokens=k) for k in (0, 4)]
     assert outs[0].token_ids == outs[1].token_ids
+    assert all(tokenizer.decode(tokens).isdigit() for tokens in verified if tokens)
 
 
 def test_blanks_come_to_an_end(backend):
@@ -432,6 +445,7 @@ def test_a_grammar_is_compiled_once_for_all_threads(tokenizer, monkeypatch):
         ),
         (lambda: Grammar.ebnf('root ::= root "a"'), "no token of the vocabulary can begin"),
         (lambda: Grammar.regex(""), "no token of the vocabulary can begin"),
+        (lambda: Grammar.regex("").after("x"), "no token of the vocabulary can begin"),
         (lambda: Grammar.regex(r"\Aab\Z"), r"regex's '\\\\A' at 0 can't be held to"),
         (lambda: Grammar.regex(r"^a[$^]\$\Z"), r"regex's '\\\\Z' at 8 can't be held to"),
         (lambda: Grammar.regex("a|^b"), r"regex's '\^' at 2 can't be held to"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from enumeration import Game, assert_same_law
+from optional import needed
 from toys import PLANS, VOCAB_SIZE, make_model
 
 from layerskip import Grammar, SamplingParams, SelfSpeculativeLM
@@ -16,7 +17,7 @@ from layerskip.drafting import Draft, EarlyExitDrafter
 from layerskip.grammar_xgrammar import XGrammarBackend, XGrammarMatcher
 from layerskip.sampling import Sampler
 
-pytest.importorskip("xgrammar")
+needed("xgrammar")
 
 PROMPT = "an object: "
 EOS = 1

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from toys import PLANS, VOCAB_SIZE, make_model, random_ids
 from transformers import PreTrainedModel
 
-from layerskip import SamplingParams, SelfSpeculativeLM
+from layerskip import RowError, SamplingParams, SelfSpeculativeLM
 from layerskip.batch import Batch
 from layerskip.processors import LogitBias, processors_of
 
@@ -417,6 +418,28 @@ def test_every_token_a_bad_word_is_one_sentence(wrap):
     everything = SamplingParams(bad_words_ids=[[t] for t in range(VOCAB_SIZE)])
     with pytest.raises(ValueError, match=r"scores at position 21 .* rule out every token"):
         run(wrap("exit"), everything)
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 3])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("forced", [(), (7,)])
+def test_a_row_that_nothing_may_follow_is_named_and_the_others_go_on(
+    wrap, forced, mode, draft_tokens
+):
+    barred = [[*forced, t] for t in range(VOCAB_SIZE)]
+    rules = {"bad_words_ids": barred, "forced_token_ids": list(forced)}
+    batch = wrap("exit").open_batch(max_new_tokens=LIMIT, num_draft_tokens=draft_tokens)
+    given = [MODES[mode], replace(MODES[mode], **rules), MODES[mode]]
+    rows = [batch.add(PROMPT[i:], sampling=params) for i, params in enumerate(given)]
+    for _ in range(2):  # as often as it is tried
+        with pytest.raises(RowError, match=rf"^row {rows[1]}: the scores .* rule out") as caught:
+            finish(batch)
+        assert pickle.loads(pickle.dumps(caught.value)).row == caught.value.row == rows[1]
+    assert batch.remove(rows[1]).token_ids == forced
+    finish(batch)
+    for i in (0, 2):
+        alone = wrap("exit").generate(PROMPT[i:], max_new_tokens=LIMIT, sampling=MODES[mode])
+        assert batch.remove(rows[i]).token_ids == alone.token_ids
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from grammars import random_tokens
+from optional import needed
 from toys import VOCAB_SIZE, make_tokenizer
 
 from layerskip.grammar import Grammar
@@ -57,6 +58,44 @@ REFUSED = [
     ({"type": "integer", "maximum": 1e19}, "maximum", "/maximum"),
     ({"type": "number", "exclusiveMinimum": 2**53 + 1}, "exclusiveMinimum", "/exclusiveMinimum"),
     ({"type": "number", "maximum": 10**400}, "maximum", "/maximum"),
+    # Only the first of the two that are merged has the keyword that nothing can stand for.
+    (
+        {
+            "properties": {"a": {}},
+            "additionalProperties": False,
+            "allOf": [{"patternProperties": {"^x": {"type": "string"}}}],
+        },
+        "additionalProperties",
+        "/additionalProperties",
+    ),
+    # Python's dialect has no such class: nobody says whether it is about "a".
+    (
+        {"properties": {"a": {}}, "patternProperties": {"^\\p{L}+$": {}}},
+        "patternProperties",
+        "/patternProperties",
+    ),
+    (
+        {"properties": {"n": {"required": ["a"], "patternProperties": {"^\\p{L}+$": {}}}}},
+        "patternProperties",
+        "/properties/n/patternProperties",
+    ),
+    (
+        {
+            "type": "object",
+            "required": ["a"],
+            "not": {"properties": {"a": {}}, "patternProperties": {"^\\p{L}+$": {}}},
+        },
+        "not",
+        "/not",
+    ),
+    # Dialects differ on whether these fit.
+    ({"enum": ["\u0663", "3"], "pattern": "^\\d$"}, "enum", "/enum"),
+    ({"enum": ["a\n", "a"], "pattern": "^a$"}, "enum", "/enum"),
+    (
+        {"properties": {"gr\u00f6\u00dfe": {}}, "patternProperties": {"^\\w+$": {"type": "null"}}},
+        "patternProperties",
+        "/patternProperties",
+    ),
 ]
 # References under an "$id" lead under it: "#/$defs/t" is a text there, a number outside.
 NAMED = {
@@ -171,7 +210,7 @@ HELD |= {f"format-{name}": {"type": "string", "format": name} for name in FORMAT
 
 @pytest.fixture(scope="module")
 def backend() -> XGrammarBackend:
-    pytest.importorskip("xgrammar")
+    needed("xgrammar")
     return XGrammarBackend(make_tokenizer(), VOCAB_SIZE)
 
 
@@ -194,7 +233,7 @@ def test_what_is_no_schema_or_contradicts_itself_is_one_sentence(schema, message
 @pytest.mark.parametrize("name", HELD)
 @pytest.mark.one_in(2)
 def test_random_text_of_a_rewritten_schema_is_valid(backend, name):
-    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema = needed("jsonschema")
     schema = HELD[name]
     draft = jsonschema.Draft4Validator if "draft-4" in name else jsonschema.Draft202012Validator
     checker = draft(schema, format_checker=draft.FORMAT_CHECKER)
@@ -239,6 +278,13 @@ def accepts(backend: XGrammarBackend, schema: object, text: str) -> bool:
         (HELD["format-date"], '"1900-02-29"', False),
         (HELD["format-date"], '"2000-02-29"', True),
         (HELD["format-ipv4"], '"010.1.1.1"', False),
+        ({"format": "uri-reference"}, '"/a//b?"', False),
+        ({"format": "uri-reference"}, '"/a//b"', True),
+        ({"format": "uri-reference"}, '"/"', True),
+        ({"format": "uri-reference"}, '"//a:b"', False),
+        ({"enum": ["\u00e9", "e"], "pattern": "^[a-z]$"}, '"e"', True),
+        ({"enum": ["\u00e9", "e"], "pattern": "^[a-z]$"}, '"\u00e9"', False),
+        ({"enum": ["\u00e9", "e"], "pattern": "^.$"}, '"\u00e9"', True),
         ({"const": {"a": [1]}}, '{"a":[1]}', True),
         ({"properties": {"a": {"$ref": "#/$defs/no"}, "b": {}}, "$defs": NO}, '{"b": 1}', True),
         ({"anyOf": [{"$ref": "#/$defs/no"}, {"type": "null"}], "$defs": NO}, "null", True),

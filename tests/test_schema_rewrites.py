@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from grammars import random_tokens
+from optional import needed
 from toys import VOCAB_SIZE, make_tokenizer
 
 from layerskip.grammar import Grammar
@@ -13,7 +14,7 @@ from layerskip.grammar_xgrammar import XGrammarBackend
 from layerskip.schema_automata import any_but, apart
 from layerskip.schema_check import checked_schema
 
-jsonschema = pytest.importorskip("jsonschema")
+jsonschema = needed("jsonschema")
 
 INT, NUM, TEXT, NONE = ({"type": kind} for kind in ("integer", "number", "string", "null"))
 # Every name is known, so that the rule "no others than those named" takes nothing away.
@@ -159,7 +160,7 @@ ATOMS = [None, True, False, -1, 0, 1, 1.0, 2, 2.5, 3, "", "a", "b", "x", "y", "a
 
 @pytest.fixture(scope="module")
 def backend() -> XGrammarBackend:
-    pytest.importorskip("xgrammar")
+    needed("xgrammar")
     return XGrammarBackend(make_tokenizer(), VOCAB_SIZE)
 
 

@@ -311,7 +311,7 @@ def decode(tables: Tables, sampler: Sampler, length: int, num_draft_tokens: int)
             draft = (*draft, token)
             q += [] if distribution is None else [distribution]
         rows = [tables.logits(text + draft[:i], draft=False) for i in range(len(draft) + 1)]
-        text = (*text, *judge(sampler, torch.cat(rows), start, draft, q).tokens)
+        text = (*text, *judge(Case(sampler, torch.cat(rows), start, draft, q)).tokens)
     return text[:length]
 
 
@@ -399,7 +399,7 @@ def test_recovered_and_bonus_tokens_take_the_numbers_of_plain_decoding(verificat
         q = torch.eye(8).double()[3]
         logits = torch.randn(2, 8, generator=torch.Generator().manual_seed(position))
         logits[0, 3] = 100.0 if likely else -math.inf
-        verdict = judge(sampler, logits, position, (3,), (q,))
+        verdict = judge(Case(sampler, logits, position, (3,), (q,)))
         assert verdict.num_matches == likely
         place = int(likely)
         plain = sampler.pick(logits[place : place + 1], position + place)
@@ -423,7 +423,7 @@ def test_a_target_that_is_not_finite_is_an_error_where_it_is_reached(verificatio
     for position in range(draws):
         sampler = Sampler(SamplingParams(temperature=1.0), 7, 4, verification=verification)
         try:
-            judge(sampler, logits, position, (1, 0), (q, q))
+            judge(Case(sampler, logits, position, (1, 0), (q, q)))
         except ValueError:
             failures += 1
     assert 0.1 * draws < failures < 0.35 * draws
@@ -463,7 +463,7 @@ def rows_of_a_batch(dtype: torch.dtype = torch.float32) -> list[Case]:
         position, context = 20 + 3 * i, tuple(range(20 + 3 * i))
         draft = [0] * (len(logits) - 1)
         if draft and sampler.verification == "coupled":
-            draft[0] = judge(sampler, logits, position, draft, (), context).tokens[0]
+            draft[0] = judge(Case(sampler, logits, position, draft, (), context)).tokens[0]
         q = [torch.eye(50).double()[token] for token in draft]
         cases.append(Case(sampler, logits, position, tuple(draft), tuple(q), context))
     return cases
@@ -473,7 +473,7 @@ def rows_of_a_batch(dtype: torch.dtype = torch.float32) -> list[Case]:
 def test_rows_are_judged_together_as_each_by_itself(dtype):
     cases = rows_of_a_batch(dtype)
     together = judge_all(cases)
-    apart = [judge(c.sampler, c.logits, c.position, c.draft, c.q, c.context) for c in cases]
+    apart = [judge(case) for case in cases]
     assert [v.tokens for v in together] == [v.tokens for v in apart]
     assert {v.num_matches for v in together} == {0, 1}
     for one, other in zip(together, apart, strict=True):
@@ -487,8 +487,9 @@ def test_rows_judged_together_say_where_scores_are_no_numbers(place, bad):
     cases = rows_of_a_batch()
     spoilt = cases[place].logits.clone()
     spoilt[0, 30] = bad
-    cases[place] = replace(cases[place], logits=spoilt)
-    with pytest.raises(ValueError, match=rf"scores at position {cases[place].position} are NaN"):
+    cases[place] = replace(cases[place], logits=spoilt, row=70 + place)
+    where = rf"^row {70 + place}: the scores at position {cases[place].position} are NaN"
+    with pytest.raises(ValueError, match=where):
         judge_all(cases)
 
 
@@ -498,7 +499,7 @@ def test_a_position_behind_what_stands_is_not_looked_at(params):
     logits = torch.zeros(2, 2, 50)
     logits[:, 1] = math.nan
     cases = [
-        Case(sampler, own, 9, (judge(sampler, own[:1], 9).tokens[0] ^ 1,))
+        Case(sampler, own, 9, (judge(Case(sampler, own[:1], 9)).tokens[0] ^ 1,))
         for sampler, own in zip([Sampler(params, seed, 50) for seed in (1, 2)], logits, strict=True)
     ]
     assert [verdict.num_matches for verdict in judge_all(cases)] == [0, 0]
