@@ -27,7 +27,8 @@ def guess_for(row: Row, store: LookupStore | None, *, looks_up: bool) -> Guess:
     if not (looks_up or constraint) or left == 0 or wanted == 0:
         return NO_GUESS
     if looks_up and row.index is None:
-        row.index = TokenIndex(row.context, store=store)
+        vocab_size = row.spec.sampler.vocab_size
+        row.index = TokenIndex(row.context, store=store, vocab_size=vocab_size)
     most = min(left, most_draft_tokens(wanted))
     guess = row.index.guess(most) if row.index is not None else NO_GUESS
     guess = _until_end(guess, row.spec.eos_ids)

@@ -8,8 +8,8 @@ memory, and guesses no better. The idea is Saxena's
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import cycle, islice
+from dataclasses import dataclass, replace
+from itertools import cycle, islice, takewhile
 from threading import Lock
 
 from layerskip.params import check_integer
@@ -47,14 +47,22 @@ class TokenIndex:
         tokens: the prompt's ids.
         store: texts of earlier requests. They count where the own text has no match, or one that
             is shorter by ``STORE_HANDICAP`` or more.
+        vocab_size: of the model, which a store need not know: a guess ends before what is beyond.
+            None: any token may be guessed.
 
     Raises:
         TypeError: a token is not an integer.
         ValueError: a token is negative, or 2**31 or more.
     """
 
-    def __init__(self, tokens: Iterable[int] = (), *, store: "LookupStore | None" = None) -> None:
-        self._text, self._store = _IndexedText(), store
+    def __init__(
+        self,
+        tokens: Iterable[int] = (),
+        *,
+        store: "LookupStore | None" = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        self._text, self._store, self._vocab_size = _IndexedText(), store, vocab_size
         self.extend(tokens)
 
     def __len__(self) -> int:
@@ -88,7 +96,7 @@ class TokenIndex:
         end, length = self._longest(tail, len(later))
         needed = length + STORE_HANDICAP if length else 1
         if self._store is not None and needed <= LONGEST_MATCH:
-            guess = self._store.guess(max_tokens, tail)
+            guess = self._known(self._store.guess(max_tokens, tail))
             if guess.match_length >= needed:
                 return guess
         if not length:
@@ -96,6 +104,14 @@ class TokenIndex:
         text = self._text.tokens[end : end + max_tokens]
         following = text + later[max(0, end - len(self)) :]
         return Guess(tuple(islice(cycle(following), max_tokens)), length)
+
+    def _known(self, guess: Guess) -> Guess:
+        """As much of a store's guess as the model has tokens for."""
+        size = self._vocab_size
+        if size is None or not guess.tokens or max(guess.tokens) < size:
+            return guess
+        tokens = tuple(takewhile(lambda token: token < size, guess.tokens))
+        return replace(guess, tokens=tokens) if tokens else Guess()
 
     def _longest(self, tail: "array[int]", ahead: int) -> tuple[int, int]:
         """End and length of the longest match in the text with its last ``ahead`` of ``tail``."""

@@ -244,6 +244,17 @@ def test_a_text_whose_adding_is_interrupted_breaks_no_later_guess(times):
     assert store.guess(3, text[4:20]).tokens == tuple(text[20:23])
 
 
+def test_what_the_model_has_no_token_for_is_not_guessed():
+    """A store may hold texts of a model with more."""
+    store = LookupStore()
+    store.add([*range(1, 10), 11, 500, 12])
+    for size, tokens in ((501, (11, 500, 12)), (500, (11,)), (11, ()), (None, (11, 500, 12))):
+        index = TokenIndex(range(1, 10), store=store, vocab_size=size)
+        assert index.guess(3) == (Guess(tokens, 9, stored=True) if tokens else Guess())
+    own = TokenIndex([1, 2, 5, 1, 2], store=store, vocab_size=11)
+    assert own.guess(1) == Guess((5,), 2)
+
+
 def test_threads_share_a_store():
     store, wrong = LookupStore(max_tokens=4_000), []
 

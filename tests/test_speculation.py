@@ -18,14 +18,16 @@ from layerskip.clocks import Clocks
 from layerskip.controller import Controller
 from layerskip.cost import DRAFTS_IN_A_ROW, CostTable, Curve
 from layerskip.decode import Decoder
-from layerskip.drafting import EarlyExitDrafter
+from layerskip.drafting import DraftRequest, EarlyExitDrafter
 from layerskip.exactness import MAX_PASS_ROWS
 from layerskip.experience import lookup_confidence
 from layerskip.guessing import Lookahead, guess_for, judged, lookahead
 from layerskip.lookup import FORCED_MATCH, Guess, TokenIndex
+from layerskip.ops.reference import DRAFT_STREAM, TARGET_STREAM
 from layerskip.pass_times import FIRST_PLAIN, PLAIN_ONE_IN, PassTimes
 from layerskip.plan import PlanFile
-from layerskip.speculation import Speculator
+from layerskip.sampling import Sampler
+from layerskip.speculation import Speculator, _looked_up
 from layerskip.stopping import PLAIN, Choice
 
 FREE = Curve((1,), (0,), ((0.0,),))
@@ -104,7 +106,39 @@ def test_switching_every_round_changes_no_token(toy, plain, sampling):
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
-def test_looked_up_tokens_can_be_seenby_distributions(toy, plain, verification):
+def test_looked_up_tokens_were_certain_to_be_drafted(verification):
+    sampler = Sampler(SAMPLED, 3, 20, verification=verification)
+    drafted = _looked_up(DraftRequest(0, 5, 7, 2, sampler), (3, 9))
+    assert drafted.tokens == (3, 9)
+    assert torch.equal(torch.stack(drafted.q), torch.eye(20, dtype=torch.float64)[[3, 9]])
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_no_two_drafted_tokens_have_the_same_noise(toy, monkeypatch, verification):
+    """A later round must not meet the numbers again that a rejected draft was drawn with."""
+    asked, gumbel = [], Sampler._gumbel
+
+    def noting(self, position, device, *, stream=TARGET_STREAM, start=0):
+        if stream == DRAFT_STREAM:
+            asked.append((position, start))
+        return gumbel(self, position, device, stream=stream, start=start)
+
+    monkeypatch.setattr(Sampler, "_gumbel", noting)
+    lm = SelfSpeculativeLM(toy(), None, PLANS["exit"], num_draft_tokens=6, lookup=False)
+    sampling = SamplingParams(temperature=1.0, seed=3)
+    out = run(lm, sampling=sampling, verification=verification)
+    assert 0 < out.stats.num_accepted_tokens < out.stats.num_draft_tokens == len(asked)
+    assert len(set(asked)) == len(asked)
+    starts = [start for _, start in asked]
+    ends = [len(REPEATING) + 1]  # where each round's first drafted token stands
+    for r in out.rounds[1:]:
+        ends.append(ends[-1] + len(r.token_ids))
+    assert set(starts) <= set(ends)
+    assert len({position for position, _ in asked}) < len(asked)  # some were drafted again
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_looked_up_tokens_can_be_seen_by_distributions(toy, plain, verification):
     """One token that is certain: p is one-hot, so every mode must give plain text."""
     certain = SamplingParams(temperature=0.001, seed=1)
     lm = with_controller(toy, Scripted(Choice("lookup", 6)))
@@ -372,6 +406,21 @@ def test_guesses_change_no_sampled_draft_either(toy, verification):
         known = store_of([*REPEATING, *outs[0].token_ids])
     assert outs[0].token_ids == outs[1].token_ids
     assert outs[1].stats.num_draft_passes < outs[0].stats.num_draft_passes
+
+
+@pytest.mark.parametrize("verification", ["coupled", "token"])
+@pytest.mark.parametrize("plan", [None, "exit"])
+@pytest.mark.parametrize("behind", [1, 4])
+def test_a_store_of_a_larger_vocabulary_changes_nothing(toy, plain, plan, behind, verification):
+    sampling = SamplingParams(temperature=0.3, seed=5)
+    text = run(plain, sampling=sampling).token_ids
+    known = store_of([*REPEATING, *text[:behind], 10**6, 7, 8])
+    plan = PLANS[plan] if plan else None
+    lm = SelfSpeculativeLM(toy(), None, plan, num_draft_tokens=6, lookup=known)
+    out = run(lm, sampling=sampling, verification=verification)
+    assert len(out.token_ids) == NEW
+    if verification == "coupled":
+        assert out.token_ids == text
 
 
 def test_wrong_guesses_are_counted_among_the_positions(toy):
