@@ -223,14 +223,19 @@ class SelfSpeculativeLM:
             packed=packed,
             exit_adapter=None if exit_adapter is None else ExitAdapter.load(exit_adapter, loaded),
         )
-        if lm.plan is None and wanted != 0:
-            drafting = "only look-ups draft" if lm.looks_up else "nothing drafts"
-            logger.warning("no draft plan is known for %s: %s", model, drafting)
+        if wanted != 0:
+            lm.warn_without_plan(model)
         if wanted == AUTO:
             _ = lm.controller  # measured now, not in the first request
         return lm
 
     load_parts = staticmethod(load_parts)
+
+    def warn_without_plan(self, name: object) -> None:
+        """Log it if no plan is known for the checkpoint of this name, and what drafts then."""
+        if self.plan is None:
+            drafting = "only look-ups draft" if self.looks_up else "nothing drafts"
+            logger.warning("no draft plan is known for %s: %s", name, drafting)
 
     @property
     def exactness(self) -> str:
@@ -482,6 +487,7 @@ class SelfSpeculativeLM:
 
         Arguments are checked at the call, not at the first step. The consumer may stop any time.
         """
+        ids = self._encoder.encode_all(prompt, messages)[0]
         if prompt is not None and not is_single(prompt):
             raise TypeError("stream takes one prompt; use generate or open_batch for several")
         batch = self.open_batch(
@@ -498,7 +504,7 @@ class SelfSpeculativeLM:
             labels=labels,
             on_round=on_round,
         )
-        return batch.stream(batch.check(self._encoder.encode_all(prompt, messages)[0]))
+        return batch.stream(batch.check(ids))
 
     def open_batch(
         self,
@@ -539,7 +545,7 @@ class SelfSpeculativeLM:
             cache=cache,
             return_cache=return_cache,
             grammar=as_grammar(grammar),
-            labels=labels or {},
+            labels={} if labels is None else labels,
         )
         if on_round is not None and not callable(on_round):
             raise TypeError(f"on_round must be callable with a Round, got {on_round!r}")

@@ -42,6 +42,11 @@ class PromptEncoder:
             return [self._encode_chat(messages)]
         if is_single(prompts):
             return [self.encode(prompts)]  # type: ignore[arg-type]
+        if isinstance(prompts, torch.Tensor | np.ndarray):
+            raise ValueError(
+                f"an array of token ids has one dimension, got shape {tuple(prompts.shape)}; give "
+                "a list of them, such as its tolist()"
+            )
         if not isinstance(prompts, Sequence) or not prompts:
             raise ValueError(f"prompts must be text, token ids or a list of them, got {prompts!r}")
         return [self.encode(p) for p in prompts]  # type: ignore[arg-type]
@@ -81,10 +86,11 @@ class PromptEncoder:
             if self.tokenizer is None:
                 raise TypeError("this model has no tokenizer: give token ids instead of text")
             ids = self._tokenize(prompt, add_special_tokens=True)
+            checked = [max(ids, default=0)]  # it may have learnt tokens since it was wrapped
         else:
-            ids = as_ids(prompt)
-            for token in ids:
-                check_integer("a token id", token, 0, self.vocab_size - 1)
+            ids = checked = as_ids(prompt)
+        for token in checked:
+            check_integer("a token id", token, 0, self.vocab_size - 1)
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
         if len(ids) >= self.max_positions:

@@ -97,6 +97,14 @@ class Call:
                 "custom_generate starts from an empty cache; to go on from an earlier text, use "
                 "generate(..., cache=out.cache) of the wrapper"
             )
+        if self.generation_config.return_dict_in_generate and not isinstance(
+            held, DynamicCache | None
+        ):
+            raise ValueError(
+                "custom_generate gives keys and values back in a DynamicCache, and a "
+                f"{type(held).__name__} was asked for; leave out cache_implementation and "
+                "past_key_values, or return_dict_in_generate"
+            )
         if self.streamer is not None and len(self.input_ids) > 1:
             raise ValueError(
                 f"a streamer takes one sequence, and the batch has {len(self.input_ids)}"

@@ -4,6 +4,7 @@ import importlib.util
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from snapshots import check_untouched, snapshot
@@ -26,6 +27,16 @@ PROMPTS = [
     ),
     ([VOCAB_SIZE], ValueError, "a token id must be between 0 and 330, got 331"),
     ([True], TypeError, "a token id must be an int, got True (bool)"),
+    (
+        torch.tensor([[1, 2], [3, 4]]),
+        ValueError,
+        "an array of token ids has one dimension, got shape (2, 2); give a list of them, such as",
+    ),
+    (
+        np.zeros((1, 0), dtype=np.int64),
+        ValueError,
+        "an array of token ids has one dimension, got shape (1, 0); give a list of them, such as",
+    ),
     (torch.tensor([1.0]), TypeError, "a token id must be an int, got 1.0 (float)"),
     (b"abc", TypeError, "a prompt must be text or a list of token ids, got b'abc'"),
     ([b"abc"], TypeError, "a prompt must be text or a list of token ids, got b'abc'"),
@@ -92,6 +103,30 @@ def test_prompts(toy, talking, prompt, error, sentence):
             call(prompt)
     assert batch.unfinished == []
     check_untouched(toy(), before)
+
+
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]], [torch.tensor([1])], ("a",)])
+def test_a_stream_of_several_prompts(talking, prompts):
+    sentence = "stream takes one prompt; use generate or open_batch for several"
+    check_sentence(lambda: talking.stream(prompts), TypeError, sentence)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        ([], "prompts must be text, token ids or a list of them, got []"),
+        ([1.5], "a prompt must be text or a list of token ids, got 1.5"),
+        ({"a": 1}, "prompts must be text, token ids or a list of them, got {'a': 1}"),
+    ],
+)
+def test_a_stream_of_no_prompt(talking, prompt, sentence):
+    check_sentence(lambda: talking.stream(prompt), (TypeError, ValueError), sentence)
+
+
+@pytest.mark.parametrize("labels", [[], "", 0, ["x"]])
+def test_labels(talking, labels):
+    with pytest.raises(TypeError, match="labels must map"):
+        talking.generate("a", max_new_tokens=1, labels=labels)
 
 
 @pytest.mark.parametrize(("messages", "error", "sentence"), CHATS)
@@ -244,6 +279,14 @@ def test_a_tokenizer_with_one_token_added():
     tokenizer.add_tokens(["<new>"])
     sentence = "the tokenizer has ids up to 331, the model's vocabulary only up to 330"
     check_sentence(lambda: SelfSpeculativeLM(make_model(), tokenizer), ValueError, sentence)
+
+
+def test_a_token_that_a_tokenizer_learnt_since():
+    tokenizer = make_tokenizer()
+    lm = SelfSpeculativeLM(make_model(), tokenizer)
+    tokenizer.add_tokens(["<new>"])
+    sentence = "a token id must be between 0 and 330, got 331"
+    check_sentence(lambda: lm.generate("a <new>"), ValueError, sentence)
 
 
 def test_a_tokenizer_with_fewer_ids_than_a_padded_vocabulary():

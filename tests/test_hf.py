@@ -339,6 +339,7 @@ def law_of_pairs(model, ids, temperature, top_k) -> dict[tuple[int, ...], float]
 REFUSED = [
     ({"num_beams": 2}, "num_beams=2"),
     ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
+    ({"return_dict_in_generate": True, "cache_implementation": "static"}, "a StaticCache was ask"),
     ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
     ({"verification": "guess"}, "verification must be one of"),
     ({"num_draft_tokens": -1}, "num_draft_tokens must be between"),
