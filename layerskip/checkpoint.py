@@ -71,7 +71,8 @@ def _weights_of(folder: str | Path) -> str | Path:
     adapter = Path(folder) / "adapter_config.json"
     if not adapter.is_file() or (Path(folder) / "config.json").is_file():
         return folder
-    base = read_json(adapter, "adapter's config").get("base_model_name_or_path")
+    content = read_json(adapter, "adapter's config")
+    base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
     if not isinstance(base, str) or not base:
         raise ValueError(
             f"{adapter} does not say of which checkpoint it is; load both with peft, and wrap them"

@@ -27,7 +27,7 @@ from layerskip.hf_modes import (
 )
 from layerskip.model import Head
 from layerskip.outputs import DecodeStats, GenerationOutput
-from layerskip.params import SamplingParams
+from layerskip.params import SamplingParams, check_bare
 from layerskip.prompts import Example
 
 MODES = ("plain", "layerskip", "hf", "hf-early-exit", "hf-early-exit-default", "hf-prompt-lookup")
@@ -87,6 +87,9 @@ class Comparison:
         lm: our decoder over the same model.
         sampling: greedy or sampled, for all modes.
         max_new_tokens: most tokens a prompt.
+
+    Raises:
+        ValueError: ``sampling`` has rules that transformers' modes would not follow.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Comparison:
         sampling: SamplingParams,
         max_new_tokens: int,
     ) -> None:
+        check_bare(sampling, "a comparison")
         self.model, self.lm = model, lm
         self.sampling, self.max_new_tokens = sampling, max_new_tokens
         self.early_exit = EarlyExitSettings(2, 4, 0.4)
@@ -162,6 +166,8 @@ class Comparison:
         self.early_exit = grid[0]
         try:
             self.run("hf-early-exit", prompts[0])  # a process's first call allocates, and imports
+        except torch.OutOfMemoryError:  # which is no word on the family
+            raise
         except REFUSALS as error:
             family = self.model.config.model_type
             raise ValueError(
@@ -244,7 +250,8 @@ def compare(
     prompts, unsupported = _tuned(comparison, modes, prompts, optional, tuning_prompts)
     modes = tuple(m for m in modes if m not in unsupported)
     shuffle = random.Random(0)
-    kept, shares = 0, []
+    kept: list[list[int]] = []
+    shares = []
     counted: dict[str, list[Run]] = {m: [] for m in modes}
     timed: dict[str, list[list[Run]]] = {m: [] for m in modes}
     for done, ids in enumerate(prompts):
@@ -254,7 +261,7 @@ def compare(
         if share > max_repeated:
             continue
         first = {m: comparison.run(m, ids, count=True) if m != "plain" else plain for m in modes}
-        kept += 1
+        kept.append(ids)
         shares.append(share)
         runs: dict[str, list[Run]] = {m: [] for m in modes}
         for _ in range(repeats):
@@ -266,7 +273,7 @@ def compare(
     on_progress(len(prompts), len(prompts))
     if not kept:
         raise ValueError(f"every prompt's plain output repeats more than {max_repeated:.0%}")
-    document = _document(comparison, prompts, counted, timed, shares, len(prompts) - kept)
+    document = _document(comparison, kept, counted, timed, shares, len(prompts) - len(kept))
     return {**document, "unsupported": unsupported}
 
 

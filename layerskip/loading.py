@@ -45,9 +45,10 @@ def load_parts(
     folder = builtin_folder() if str(model) == BUILTIN else model
     shape = None if exit_adapter is None else read_adapter(exit_adapter).shape
     if exit_layer is None and plan is None:
-        plan = known_plan(folder)
-        if shape is not None and exit_adapter is not None:
-            plan = known_plan(exit_adapter) or _at_exit(plan, shape)
+        plan = None if exit_adapter is None else known_plan(exit_adapter)
+        if plan is None:
+            own = known_plan(folder)
+            plan = own if shape is None else _at_exit(own, shape)
     known = plan if isinstance(plan, PlanFile) else PlanFile(plan)
     if shape is not None:
         check_exit(known.plan, shape, exit_layer)

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 MAX_SEED = 2**63 - 1
@@ -11,6 +11,7 @@ MAX_NUM_DRAFT_TOKENS = 32
 MAX_AUTO_DRAFT_TOKENS = 16
 SMALLEST = 1e-6
 LARGEST = 1e30  # scores are float32, and have to stay finite
+CUTS = ("top_k", "top_p", "min_p")
 # Of a draft's confidence, beside the softmax of its logits. A draft is wrong where more layers put
 # another token first, and how far the next ones are behind tells that better than a probability,
 # which tokens that cannot win share. Of 1, 1.5, 2, 3, 4 and the distance to the second alone 3
@@ -102,9 +103,24 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
+    def rules(self) -> tuple[str, ...]:
+        """Names of what is set beside temperature, cuts and seed."""
+        own = (f for f in fields(self) if f.name not in ("temperature", *CUTS, "seed"))
+        return tuple(f.name for f in own if getattr(self, f.name) != f.default)
+
+    @property
     def token_ids(self) -> frozenset[int]:
         """Every id that is named anywhere, to be checked against a vocabulary."""
         return frozenset(dict(self.logit_bias)).union(self.forced_token_ids, *self.bad_words_ids)
+
+
+def check_bare(sampling: SamplingParams, what: str) -> None:
+    """Raise where rules are set for what knows temperature, top-k, top-p and min-p alone."""
+    if sampling.rules:
+        raise ValueError(
+            f"{what} samples by temperature, top_k, top_p and min_p alone; leave out "
+            f"{', '.join(sampling.rules)}"
+        )
 
 
 def _checked_bias(value: object) -> tuple[tuple[int, float], ...]:

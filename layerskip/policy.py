@@ -84,15 +84,11 @@ class Policy:
         """What the rules call a request's task."""
         return labels.get(self.label, "") if self.label is not None else ""
 
-    def rule(self, labels: Mapping[str, str], prompt_tokens: int) -> Rule | None:
-        """The rule of a request, if there is one."""
-        task = self.task_of(labels)
-        return next((rule for rule in self.rules if rule.covers(task, prompt_tokens)), None)
-
     def max_draft_tokens(self, labels: Mapping[str, str], prompt_tokens: int) -> int | None:
         """As of the request's rule; None, too, for a request of which nothing is known."""
-        rule = self.rule(labels, prompt_tokens)
-        return None if rule is None else rule.max_draft_tokens
+        task = self.task_of(labels)
+        caps = (rule.max_draft_tokens for rule in self.rules if rule.covers(task, prompt_tokens))
+        return next(caps, None)
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON; ``from_dict`` reads it."""

@@ -79,7 +79,8 @@ def example_of(row: Mapping[str, Any]) -> Example:
     """
     if not isinstance(row, Mapping):
         raise TypeError(f"an object expected, got {row!r:.80}")
-    others = row if row.get("prompt") is None else {}  # a prompt goes before what else there is
+    row = {name: value for name, value in row.items() if value is not None}  # null: not known
+    others = row if "prompt" not in row else {}  # a prompt goes before what else there is
     if "question" in others:
         question, answer = _text(row["question"]), _text(row.get("answer", ""))
         return Example(f"Question: {question}\nAnswer:", " " + answer if answer else "")

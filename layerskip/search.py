@@ -29,6 +29,7 @@ from layerskip.params import (
     MAX_NUM_DRAFT_TOKENS,
     SHARPNESS,
     SamplingParams,
+    check_bare,
     check_integer,
     check_number,
     check_sampling,
@@ -71,6 +72,7 @@ class SearchSettings:
         if self.sampling is None:  # elsewhere that is the default
             raise TypeError("sampling must be SamplingParams, got None: leave it out")
         check_sampling(self.sampling)
+        check_bare(self.sampling, "a search")
         check_integer("max_texts", self.max_texts, LEAST_TEXTS)
         check_integer("max_new_tokens", self.max_new_tokens, 3)
         check_integer("max_draft_tokens", self.max_draft_tokens, 1, MAX_NUM_DRAFT_TOKENS)
@@ -237,10 +239,11 @@ class _Search:
 
     def _could_beat(self, plan: DraftPlan) -> bool:
         """Whether the plan is new and, were all its drafts accepted, would be the best."""
+        if plan.layers in self.tried:
+            return False
         perfect = [k + 1.0 for k in range(self.settings.max_draft_tokens + 1)]
         _, limit = predict(self._costs(plan), perfect, self.context)
-        known = plan.layers in self.tried
-        return not known and limit > max(PAYS, BETTER * self._best().predicted)
+        return limit > max(PAYS, BETTER * self._best().predicted)
 
     def _try(self, plan: DraftPlan, found_by: str) -> None:
         most = self.settings.max_draft_tokens
@@ -374,7 +377,11 @@ class _Search:
         return tuple(sorted(self.tried.values(), key=lambda t: -t.predicted))
 
     def _measurements(self, verdict: str) -> dict[str, Any]:
+        trained = list(self.lm.trained_exits)
+        # The file may take the place of the only one that says which exits were trained.
+        known = {"trained_exits": trained} if trained else {}
         return {
+            **known,
             "verdict": verdict,
             "texts": len(self.texts),
             "positions": sum(t.window for t in self.texts),

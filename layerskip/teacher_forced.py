@@ -1,14 +1,13 @@
 """Acceptance along real text, which does not loop whatever the model would write by itself."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from layerskip.ambient import Decoding
 from layerskip.api import SelfSpeculativeLM
-from layerskip.params import SamplingParams
+from layerskip.params import SamplingParams, check_bare
 from layerskip.prompts import Example
 from layerskip.sampling import Sampler
 
@@ -32,9 +31,12 @@ def teacher_forced(
     Returns:
         ``{"prompts": m, "prompts_left_out": 0, "positions": n, "exits": {E: {"acceptance_rate": a,
         "overlap": 1 - TV}}}``. Left out are prompts without a continuation.
+
+    Raises:
+        ValueError: no prompt has one, or ``sampling`` has rules beside temperature and cuts.
     """
+    check_bare(sampling, "acceptance along a text")
     stack = lm.stack
-    settings = replace(sampling, seed=sampling.seed or 0)
     agree = dict.fromkeys(exits, 0)
     overlap = dict.fromkeys(exits, 0.0)
     prompts = positions = 0
@@ -46,7 +48,7 @@ def teacher_forced(
             continue
         first = len(prompt) - 1
         logits = stack.all_exit_logits(ids[:-1], (*exits, stack.num_layers))
-        sampler = Sampler(settings, settings.seed or 0, stack.vocab_size)
+        sampler = Sampler(sampling, sampling.seed or 0, stack.vocab_size)
         target_logits = logits[stack.num_layers][first:]
         target = sampler.pick(target_logits, len(prompt))
         p = target_logits.softmax(-1)
@@ -56,7 +58,7 @@ def teacher_forced(
             agree[e] += sum(a == b for a, b in zip(picked, target, strict=True))
             overlap[e] += torch.minimum(p, logits[e][first:].softmax(-1)).sum().item()
     if not positions:
-        raise ValueError("--teacher-forced needs prompts with a continuation, and none has one")
+        raise ValueError("no prompt has a continuation to be read along; give some that have")
     rates = {
         e: {"acceptance_rate": agree[e] / positions, "overlap": overlap[e] / positions}
         for e in exits

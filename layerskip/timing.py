@@ -15,6 +15,7 @@ from layerskip.params import SamplingParams
 from layerskip.plan import DraftPlan
 from layerskip.row import Row, RowSpec
 from layerskip.sampling import Sampler
+from layerskip.workbench import Workbench, open_bench
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +45,14 @@ def time_in_turn(
 ) -> list[list[float]]:
     """Seconds of each way after each text's prompt, prefill not counted; a list for each text.
 
-    Ends of sequence are passed over, so that all decode as many tokens as the text has.
+    Ends of sequence are passed over, so that all decode as many tokens as the text has. Where the
+    device runs rounds by itself it does so here, too, and they are recorded before.
     """
+    longest = max(len(text.ids) for text in texts)
+    benches = {way: _bench(stack, plan, way, longest) for way in ways}
 
     def seconds(text: Text, way: Way) -> float:
-        decoder, row = _begun(stack, plan, text, way, sampling, tells=False)
+        decoder, row = _begun(stack, plan, text, way, sampling, bench=benches[way])
         decoder.step()
         began = clock()
         while row.finish_reason is None:
@@ -101,6 +105,15 @@ def confidence_points(
     return tuple((round(c, 4), round(share, 4)) for c, share in learnt.points)
 
 
+def _bench(stack: DecoderStack, plan: DraftPlan, way: Way, longest: int) -> Workbench | None:
+    """What lets the device run this way's rounds, with those recorded that its texts need."""
+    bench, _ = open_bench(stack, plan, way.head)
+    if bench is not None:
+        slots = longest + way.num_draft_tokens
+        bench.record_ahead([way.num_draft_tokens], num_rows=1, num_slots=slots)
+    return bench
+
+
 def _begun(
     stack: DecoderStack,
     plan: DraftPlan,
@@ -108,10 +121,13 @@ def _begun(
     way: Way,
     sampling: SamplingParams,
     *,
-    tells: bool,
+    bench: Workbench | None = None,
+    tells: bool = False,
 ) -> tuple[Decoder, Row]:
     """A text's prompt, about to be decoded as far as the text goes."""
-    decoder = Decoder(stack, EarlyExitDrafter(stack, plan), plan, head=way.head)
+    slots = len(text.ids) + way.num_draft_tokens
+    drafter = EarlyExitDrafter(stack, plan)
+    decoder = Decoder(stack, drafter, plan, head=way.head, bench=bench, num_slots=slots)
     sampler = Sampler(sampling, text.seed, stack.vocab_size)
     prompt, limit = text.ids[: text.start], len(text.ids) - text.start
     spec = RowSpec(prompt, sampler, limit, way.num_draft_tokens, tells=tells)

@@ -7,6 +7,7 @@ emits: the choice is about speed alone.
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 
 from layerskip.params import check_integer, check_number
 
@@ -52,10 +53,11 @@ def choose_vocabulary(
     check_integer("multiple", multiple, 1)
     if (least_coverage is None) == (size is None):
         raise ValueError(f"give least_coverage or size, got {least_coverage!r} and {size!r}")
-    counts = _counted(texts)
+    counts = Counter(chain.from_iterable(texts))
     for token in (*always, *counts):
         check_integer("a token id", token, 0, vocab_size - 1)
-    order = list(dict.fromkeys((*sorted(always), *_ranked(counts), *range(vocab_size))))
+    ranked = sorted(counts, key=lambda token: (-counts[token], token))
+    order = list(dict.fromkeys((*sorted(always), *ranked, *range(vocab_size))))
     least = max(1, len(set(always)))
     if size is None:
         check_number("least_coverage", least_coverage, 0.0, 1.0)
@@ -63,17 +65,6 @@ def choose_vocabulary(
     check_integer("size", size, 0)
     wanted = -(-max(size, least) // multiple) * multiple
     return tuple(sorted(order[:wanted]))
-
-
-def _counted(texts: Iterable[Sequence[int]]) -> Counter[int]:
-    counts: Counter[int] = Counter()
-    for text in texts:
-        counts.update(text)
-    return counts
-
-
-def _ranked(counts: Counter[int]) -> list[int]:
-    return sorted(counts, key=lambda token: (-counts[token], token))
 
 
 def _smallest(order: Sequence[int], counts: Counter[int], least_coverage: float) -> int:

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from optional import needed
 from toys import NUM_LAYERS, PLANS, make_model
 from transformers import AutoModelForCausalLM
 
@@ -249,13 +250,20 @@ def test_a_tokenizer_that_is_not_there_is_none(folder):
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's
 def test_an_adapter_has_its_checkpoint_s_tokenizer(saved, tmp_path):
-    peft = pytest.importorskip("peft")
+    peft = needed("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(saved), config)
     adapted.save_pretrained(tmp_path)
     lm = SelfSpeculativeLM.from_pretrained(tmp_path, num_draft_tokens=0)
     assert lm.tokenizer is not None
     assert lm.generate("abc", max_new_tokens=2).text is not None
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"base_model_name_or_path": 3}'])
+def test_an_adapter_of_nobody_knows_what(tmp_path, content):
+    (tmp_path / "adapter_config.json").write_text(content)
+    with pytest.raises(ValueError, match="does not say of which checkpoint it is"):
+        SelfSpeculativeLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 from command_line import assert_refused, run, run_apart
+from optional import needed
 from rich.console import Console
 from toys import MAX_POSITIONS, NUM_LAYERS, PLANS, VOCAB_SIZE, make_model, make_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -460,6 +461,41 @@ def test_teacher_forced_reads_the_exit_it_is_given(folder: Path, tmp_path: Path)
     assert "1 of 3 prompts left out" in " ".join(run(*argv).out.split())
 
 
+def test_teacher_forced_measures_no_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*given: object, **more: object) -> None:
+        raise AssertionError("nothing is drafted, and costs are measured")
+
+    monkeypatch.setattr("layerskip.api.fitting_cost", measured)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": PROMPTS[0], "continuation": "return it"}))
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    PLANS["exit"].save(tmp_path / "layerskip.json")  # with no number: automatic
+    argv = ("compare", tmp_path, "--teacher-forced", "--prompts", path, "--max-new-tokens", 4)
+    assert run(*argv).code == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("compare", "--modes", "layerskip", "--repeats", 1), True),
+        (("compare", "--modes", "plain", "--repeats", 1, "--num-draft-tokens", 0), False),
+        (("ab",), True),
+        (("ab", "--b", 0), False),
+    ],
+)
+def test_commands_that_time_drafts_say_if_no_plan_is_known(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, argv: tuple[object, ...], says: bool
+) -> None:
+    make_model().save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    done = run(*argv, tmp_path / "model", "--prompts", path, "--max-new-tokens", 4)
+    assert done.code == 0, done.err
+    assert caplog.text.count("no draft plan is known") == says
+
+
 def test_info_says_what_the_checkpoint_is(folder: Path, lm: SelfSpeculativeLM) -> None:
     document = run("info", folder, "--json").document
     expected = {
@@ -536,7 +572,7 @@ def test_a_process_prints_the_document_last(folder: Path, lm: SelfSpeculativeLM)
 
 
 def test_generate_keeps_to_a_grammar(folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("xgrammar")
+    needed("xgrammar")
     schema = tmp_path / "schema.json"
     schema.write_text('{"properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}', "utf-8")
     rules = tmp_path / "rules.gbnf"

@@ -147,6 +147,7 @@ def test_info_says_where_drafts_come_from(folder, trimmed):
         "111 of 331 ids and those of a row's own text; 95.7%"
     )
     assert facts["cost_table"].startswith("none saved")
+    assert facts["cost_table"].endswith("layerskip search saves one")
     own = info(folder, "--num-draft-tokens", 0)
     assert own["plan_from"] == "layerskip.json of the checkpoint"
     assert own["draft_vocabulary"] == "all 331 ids"

@@ -449,6 +449,28 @@ def test_a_family_that_transformers_cannot_leave_early_is_said_as_such() -> None
     assert model.config.num_hidden_layers == 3  # transformers lowers it, and forgets it so
 
 
+def test_a_lack_of_memory_is_no_word_on_the_family(
+    comparison: Comparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(self: object, mode: str, ids: object, **more: object) -> None:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(Comparison, "run", run)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory is left"):
+        comparison.tune_early_exit([[1, 2, 3]])
+
+
+def test_rules_that_transformers_modes_would_not_follow_are_refused(
+    talking: SelfSpeculativeLM, forced: list[Example]
+) -> None:
+    ruled = SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.3)
+    said = "by temperature, top_k, top_p and min_p alone; leave out repetition_penalty"
+    with pytest.raises(ValueError, match=f"a comparison samples {said}"):
+        Comparison(talking.stack.twin, talking, sampling=ruled, max_new_tokens=4)
+    with pytest.raises(ValueError, match=f"acceptance along a text samples {said}"):
+        teacher_forced(talking, forced, sampling=ruled, exits=[1], max_new_tokens=NEW)
+
+
 def test_a_mode_that_nobody_named_is_left_out_with_the_reason() -> None:
     fake = scripted(plain=[FRESH, FRESH], layerskip=[FRESH, FRESH])
     modes = ("layerskip", "hf-early-exit", "hf-early-exit-default")
@@ -481,11 +503,13 @@ def test_every_mode_is_timed_equally_often_after_one_warm_run() -> None:
 
 
 def test_looping_prompts_are_left_out() -> None:
-    fake = scripted(plain=[LOOP, FRESH], layerskip=[LOOP, FRESH])
-    fake.theory = lambda stats, context: Theory(1.0, 1.0, 1.0)
+    fake, contexts = scripted(plain=[LOOP, FRESH], layerskip=[LOOP, FRESH]), []
+    fake.lm.encode = lambda text: [int(text)] * (500 if text == "0" else 30)
+    fake.theory = lambda stats, context: contexts.append(context) or Theory(1.0, 1.0, 1.0)
     document = compare.compare(fake, EXAMPLES, modes=["layerskip"], repeats=1, max_repeated=0.2)
     assert (document["prompts"], document["prompts_left_out"]) == (1, 1)
     assert document["new_tokens"] == 20
+    assert contexts == [30 + 20 // 2]  # of the prompt that is left, and half of what follows it
     assert [c[:2] for c in fake.calls].count(("plain", 0)) == 1
     assert ("layerskip", 0) not in [c[:2] for c in fake.calls]
     with pytest.raises(ValueError, match="repeats more than 20%"):

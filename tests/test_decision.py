@@ -204,3 +204,5 @@ def test_a_policy_is_written_and_read_back(tmp_path):
     assert policy.measured["arm"] == "auto"
     assert policy.measured["requests"] == 60
     assert policy.measured["prompts"]["name"] == "traffic.jsonl"
+    settings = [policy.measured[name] for name in ("exact", "lookup", "policy")]
+    assert settings == [True, False, None]

@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,16 @@ def test_from_pretrained_exits_where_the_adapter_is(folder, trained, caplog):
     assert not caplog.records
 
 
+def test_an_adapter_s_own_plan_is_read_before_the_checkpoint_s(folder, trained, tmp_path):
+    model = shutil.copytree(folder, tmp_path / "model")
+    (model / "layerskip.json").write_text('{"version": 9}')
+    given = {"exit_adapter": trained, "num_draft_tokens": 0}
+    with pytest.raises(ValueError, match=r"layerskip\.json"):
+        SelfSpeculativeLM.from_pretrained(model, **given)
+    PlanFile(DraftPlan(NUM_LAYERS, (0, 1, 2))).save(trained / "layerskip.json")
+    assert SelfSpeculativeLM.from_pretrained(model, **given).plan.exit_layer == 3
+
+
 def test_commands_take_it(folder, trained):
     prompt = ("--prompt", "def f(x):", "--max-new-tokens", 8, "--json")
     got = run("generate", folder, "--exit-adapter", trained, "--num-draft-tokens", 3, *prompt)
@@ -324,6 +335,8 @@ def test_commands_take_it(folder, trained):
     info = run("info", folder, "--exit-adapter", trained, "--json").document
     assert info["plan_from"] == "--exit-adapter"
     assert info["draft_layers"] == [0, 1, 2]
+    assert info["cost_table"].startswith("none saved")
+    assert "search" not in info["cost_table"]  # which has no adapters
     count = sum(p.numel() for p in make_adapter(make_model(), exit_layer=3).parameters())
     assert info["exit_adapter"] == (
         f"after layer 3: norm, head rank 3, block of width 96; {count} parameters, temperature 1.25"

@@ -56,6 +56,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
         ({"prompt": "a", "question": "q", "turns": ["first"]}, Example("a")),
         ({"prompt": "a", "question": None}, Example("a")),
         ({"prompt": None, "question": "q"}, Example("Question: q\nAnswer:")),
+        ({"prompt": "a", "continuation": None, "answer": None}, Example("a")),
+        ({"prompt": "a", "continuation": None, "completion": "b"}, Example("a", "b")),
+        ({"question": "q", "answer": None}, Example("Question: q\nAnswer:")),
+        ({"question": None, "turns": ["first"]}, Example("first")),
     ],
 )
 def test_a_line_may_have_any_of_the_known_shapes(
@@ -83,6 +87,7 @@ def test_order_stays_and_blank_lines_do_not_count(tmp_path: Path) -> None:
         {"turns": [5]},
         {"prompt": 5},
         {"prompt": None},
+        {"prompt": None, "question": None, "turns": None},
         {"prompt": "a", "continuation": 5},
         {"question": ["q"], "answer": "7"},
         {"question": "q", "answer": 7},

@@ -158,7 +158,7 @@ BAD = [
     ('{"text": " \\n"}', "it holds no text"),
     ('{"text": "\\ud83d"}', "half of a surrogate pair"),
     ('{"prompt": "x"}', "nothing follows its prompt"),
-    ('{"prompt": "x", "completion": null}', "text expected, got None"),
+    ('{"prompt": "x", "completion": null}', "nothing follows its prompt"),
     ('{"messages": []}', "'messages' must be a list of one or more"),
     ('{"messages": ["x"]}', "must have 'role' and 'content', got 'x'"),
     ('{"messages": [{"role": "user", "content": "x"}]}', "no message is the assistant's"),

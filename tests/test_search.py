@@ -22,6 +22,8 @@ from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.journal import Journal
+from layerskip.model import pack_model
+from layerskip.packed import PackedStack
 from layerskip.params import MAX_SEED
 from layerskip.plan import PlanFile
 from layerskip.prediction import Counts, count, draft_costs, predict
@@ -378,7 +380,8 @@ def test_each_way_gets_its_own_time_and_head(talking, monkeypatch):
     class GivenDecoder:
         """Decodes in one step, in as many seconds as it drafts."""
 
-        def __init__(self, stack, drafter, plan, head):
+        def __init__(self, stack, drafter, plan, *, head, bench, num_slots):
+            assert bench is None  # no device runs rounds of this stack by itself
             heads.append(head)
             self.prefilled = False
 
@@ -403,6 +406,32 @@ def test_each_way_gets_its_own_time_and_head(talking, monkeypatch):
     assert took == [[1.0, 3.0, 5.0]] * 3
     own = [way.head for way in ways]
     assert heads == [*own[::-1], *own, *own[::-1], *own]
+
+
+@pytest.mark.parametrize("ids", [None, SOME_IDS], ids=["whole", "trimmed"])
+def test_rounds_that_a_device_runs_by_itself_are_what_is_timed(monkeypatch, ids):
+    model = make_model()
+    pack_model(model)
+    stack = PackedStack(model)
+    ways = [timing.PLAIN, timing.Way(3, None if ids is None else stack.head_over(ids))]
+    texts = [Text(tuple(random_ids(30, seed=i)), 6, i) for i in range(2)]
+    recorded = []
+
+    class Noted(Decoder):
+        def join(self, spec):
+            row = super().join(spec)
+            recorded.append(len(self.rounds.recordings))
+            return row
+
+        def _round(self, rows):
+            raise AssertionError("the host ran a round")
+
+    monkeypatch.setattr(timing, "Decoder", Noted)
+    took = timing.time_in_turn(stack, PLANS["exit"], ways, texts, sampling=SAMPLED)
+    assert [len(times) for times in took] == [2, 2]
+    assert len(recorded) == 6  # the first text once more, before
+    assert min(recorded) > 0
+    assert set(recorded[::3]) == set(recorded[1::3])  # all of them before anything is timed
 
 
 @pytest.mark.parametrize("ids", [None, SOME_IDS], ids=["whole", "trimmed"])
@@ -604,6 +633,11 @@ def test_settings_are_checked(name):
         ({"cost_seconds": "4"}, TypeError, r"cost_seconds must be a number, got '4' \(str\)"),
         ({"sampling": None}, TypeError, "sampling must be SamplingParams, got None"),
         ({"sampling": 0.8}, TypeError, "sampling must be SamplingParams, got float"),
+        (
+            {"sampling": SamplingParams(min_new_tokens=2, top_k=3, logit_bias={1: 2.0})},
+            ValueError,
+            "a search samples by .* alone; leave out logit_bias, min_new_tokens",
+        ),
     ],
 )
 def test_what_a_search_would_fail_with_later_is_refused_at_once(settings, error, message):
@@ -740,6 +774,18 @@ def test_a_search_knows_which_exits_were_trained(given, folder, tmp_path, capsys
     found = {tuple(t["draft_layers"]): t["found_by"] for t in tried}
     names = [found[tuple(range(e))] for e in (1, 2, 3)]
     assert names == ["trained exit", "trained exit", "exit"]
+    assert PlanFile.load(tmp_path / "plan.json").measurements["trained_exits"] == [1, 2]
+
+
+@pytest.mark.parametrize("own", [{"version": 9}, {"num_layers": 99, "draft_layers": [0]}, []])
+def test_a_search_needs_no_plan_of_the_checkpoint_s(given, folder, tmp_path, own):
+    given(1.3)
+    model = shutil.copytree(folder, tmp_path / "model")
+    (model / "layerskip.json").write_text(json.dumps(own))
+    assert searching(model, tmp_path) == 0
+    found = PlanFile.load(tmp_path / "plan.json")
+    assert found.plan is not None
+    assert "trained_exits" not in found.measurements
 
 
 def test_a_search_of_which_nothing_is_measured_says_so(tmp_path):

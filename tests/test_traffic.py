@@ -40,6 +40,9 @@ def file(tmp_path: Path) -> Path:
         ({"messages": None, "prompt": "a"}, "a", None),
         ({"turns": ["first", "second"]}, "first", None),
         ({"question": "q", "answer": "7"}, "Question: q\nAnswer:", None),
+        ({"question": "q", "answer": 7}, "Question: q\nAnswer:", None),
+        ({"prompt": "a", "continuation": ["b"], "answer": 7}, "a", None),
+        ({"prompt": None, "question": None, "turns": ["first"]}, "first", None),
         (b'\xef\xbb\xbf{"prompt": "a"}\r', "a", None),
     ],
 )

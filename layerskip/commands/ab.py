@@ -55,6 +55,8 @@ def run_ab(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     traffic = Traffic.read(args.prompts, labels=labels, bad_lines=args.bad_lines, limit=args.limit)
     say_bad_lines(console, traffic)
     lm = load(args)
+    if a.num_draft_tokens != 0 or b.num_draft_tokens != 0:
+        lm.warn_without_plan(args.model)
     with counting(console) as progress:
         task = progress.add_task("runs")
         result = ab(

@@ -13,6 +13,7 @@ from layerskip.commands.options import (
     STYLES,
     chosen_plan,
     draft_options,
+    examples_of,
     load,
     model_options,
     print_round,
@@ -90,16 +91,6 @@ def _check_counts(args: argparse.Namespace, *names: str) -> None:
         check_integer(f"--{name.replace('_', '-')}", getattr(args, name), 1)
 
 
-def _examples(args: argparse.Namespace) -> "list[Example]":
-    from layerskip.checkpoint import held_out_modules
-    from layerskip.prompts import held_out_code, read_prompts
-
-    prompts = getattr(args, "prompts", None)
-    if prompts is not None:
-        return read_prompts(prompts)[: args.limit]
-    return held_out_code(held_out_modules(), args.limit)
-
-
 def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """``layerskip compare``."""
     quiet()
@@ -117,7 +108,7 @@ def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     sampling = sampling_of(args)
     if args.teacher_forced:
         return _teacher_forced(args, sampling, console)
-    examples = _examples(args)
+    examples = examples_of(args.prompts, args.limit)[: args.limit]
     comparison = _comparison(args, sampling, args.max_new_tokens)
     looked_up = PROMPT_LOOKUP_TOKENS if "hf-prompt-lookup" in modes else 0
     fit = _fitting(comparison.lm, examples, args.max_new_tokens, console, looked_up)
@@ -150,7 +141,8 @@ def _teacher_forced(
             f"--teacher-forced decodes nothing: leave out --{given[0].replace('_', '-')}; "
             "--exit-layer names the exit that it reads"
         )
-    examples, lm = _examples(args), load(args)
+    args.num_draft_tokens = 0  # else the loader measures what nothing here asks for
+    examples, lm = examples_of(args.prompts, args.limit)[: args.limit], load(args)
     fit = _fitting(lm, examples, args.max_new_tokens, console)
     shallow = set(range(1, min(MOST_EXITS + 1, lm.stack.num_layers)))
     if lm.stack.adapter is not None:
@@ -232,6 +224,8 @@ def _comparison(args: argparse.Namespace, sampling: "SamplingParams", tokens: in
         lookup=args.lookup,
         exit_adapter=ExitAdapter.load(args.exit_adapter, model) if args.exit_adapter else None,
     )
+    if num_draft_tokens != 0:
+        lm.warn_without_plan(args.model)
     return Comparison(model, lm, sampling=sampling, max_new_tokens=tokens)
 
 
@@ -291,7 +285,7 @@ def run_demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
     _check_counts(args, "limit", "max_new_tokens")
     quiet()
-    examples = _examples(args)
+    examples = examples_of(None, args.limit)
     comparison = _comparison(args, SamplingParams(), args.max_new_tokens)
     fit = _fitting(comparison.lm, examples, args.max_new_tokens, console)
     legend = ", ".join(f"[{STYLES[o]}]{o}[/]" for o in ("accepted", "recovered", "bonus"))

@@ -135,6 +135,7 @@ def _cost(lm: "SelfSpeculativeLM") -> str:
 
     saved = lm.plan_file.cost
     if saved is None:
-        return "none saved: measured at each load, in about a second; layerskip search saves one"
+        saves = "" if lm.stack.adapter is not None else "; layerskip search saves one"
+        return f"none saved: measured at each load with 'auto', in about a second{saves}"
     difference = mismatch(saved, lm.stack, lm.plan, lm.plan_file.draft_vocabulary)
     return "saved, and of this machine" if difference is None else f"not used: {difference}"

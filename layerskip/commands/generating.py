@@ -95,11 +95,10 @@ def run_generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     row = batch.add(messages=messages) if messages else batch.add(prompt)
     if prompt is not None:
         print_text(console, prompt, "dim")
-    stream = TextStream(lm.tokenizer, args.stop) if lm.tokenizer is not None else None
+    stream = TextStream(lm.tokenizer, args.stop)
     while batch.unfinished:
         for record in batch.step():
-            if stream is not None:
-                print_round(console, stream, record, lm.eos_ids)
+            print_round(console, stream, record, lm.eos_ids)
     out = batch.remove(row)
     console.print()
     _print_logprobs(console, lm, out)
@@ -169,9 +168,5 @@ def _print_logprobs(console: Console, lm: "SelfSpeculativeLM", out: "GenerationO
     """A line for each token: its logarithm, and the likeliest in its place."""
     for entry in out.logprobs:
         pairs = [(entry.token_id, entry.logprob), *entry.top]
-        texts = [f"{value:.3f} {_token_text(lm, token)}" for token, value in pairs]
+        texts = [f"{value:.3f} {lm.tokenizer.decode([token])!r}" for token, value in pairs]
         console.print(escape("  ".join(texts)), style="dim", highlight=False, soft_wrap=True)
-
-
-def _token_text(lm: "SelfSpeculativeLM", token: int) -> str:
-    return repr(lm.tokenizer.decode([token])) if lm.tokenizer is not None else str(token)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from layerskip.params import SamplingParams
     from layerskip.plan import PlanFile
     from layerskip.policy import Policy
+    from layerskip.prompts import Example
     from layerskip.telemetry.traffic import Traffic
 
 MOST_SAID = 5  # bad lines and prompts left out that are named; the others are counted
@@ -116,8 +117,19 @@ def draft_options(command: argparse.ArgumentParser) -> None:
         "--num-draft-tokens",
         type=_num_draft_tokens,
         metavar="N",
-        help="drafted per round: 0 (plain) to 32, or 'auto' (the default), what pays, at most 16",
+        help="drafted per round: 0 (plain) to 32, or 'auto', what pays, at most 16 (default: as "
+        "the plan file says, else 'auto')",
     )
+
+
+def examples_of(prompts: str | None, limit: int) -> "list[Example]":
+    """Those of a file, or without one so many of this Python's held-out code."""
+    from layerskip.checkpoint import held_out_modules
+    from layerskip.prompts import held_out_code, read_prompts
+
+    if prompts is not None:
+        return read_prompts(prompts)
+    return held_out_code(held_out_modules(), limit)
 
 
 def sampling_options(command: argparse.ArgumentParser) -> None:

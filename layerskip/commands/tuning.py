@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from layerskip.commands.options import load, model_options, quiet
+from layerskip.commands.options import examples_of, load, model_options, quiet
 from layerskip.commands.progress import counting
 from layerskip.plan import ranges
 
@@ -150,8 +150,7 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     check_writable(args.out)
     sampling = SamplingParams(temperature=args.temperature, seed=args.seed)
     quiet()
-    from layerskip.checkpoint import held_out_modules
-    from layerskip.prompts import held_out_code, read_prompts, read_texts
+    from layerskip.prompts import read_texts
     from layerskip.search import SearchSettings, search
 
     settings = SearchSettings(
@@ -161,11 +160,7 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         max_draft_tokens=args.max_draft_tokens,
         refinements=args.refinements,
     )
-    examples = (
-        read_prompts(args.prompts)
-        if args.prompts is not None
-        else held_out_code(held_out_modules(), args.limit)
-    )
+    examples = examples_of(args.prompts, args.limit)
     more = [] if args.vocabulary_texts is None else read_texts(args.vocabulary_texts)
     lm = _without_plan(args)
     journal = Path(f"{args.out}.journal")
@@ -209,10 +204,9 @@ def _without_plan(args: argparse.Namespace) -> "SelfSpeculativeLM":
     from layerskip.plan import PlanFile
 
     model, tokenizer, known, _ = SelfSpeculativeLM.load_parts(
-        args.model, dtype=args.dtype, device=args.device
+        args.model, plan=PlanFile(None), dtype=args.dtype, device=args.device
     )
-    unplanned = PlanFile(None, measurements=known.measurements)  # it knows which exits were trained
-    return SelfSpeculativeLM(model, tokenizer, unplanned, exact=args.exact)
+    return SelfSpeculativeLM(model, tokenizer, known, exact=args.exact)
 
 
 def _tried_table(result: "SearchResult") -> Table:

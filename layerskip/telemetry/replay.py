@@ -1,7 +1,7 @@
 """From a runs folder to texts to simulate, and to what rounds take beside their passes."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,23 +173,19 @@ def _texts(requests: Sequence[_Request], paces: Mapping[str, float] | None) -> l
             Text(
                 first["prompt_tokens"],
                 first.get("max_new_tokens", first["new_tokens"]),
-                _merged([r.right for r in same]),
-                _first_known([r.chances for r in same]),
+                _first_known([r.right for r in same], lambda a: a == UNKNOWN),
+                _first_known([r.chances for r in same], np.isnan),
                 statistics.median(seconds) if seconds else None,
             )
         )
     return texts
 
 
-def _merged(parts: Sequence[NDArray[np.int8]]) -> NDArray[np.int8]:
+def _first_known(
+    parts: Sequence[NDArray[Any]], unknown: Callable[[NDArray[Any]], NDArray[np.bool_]]
+) -> NDArray[Any]:
+    """Of each place the first part that is not ``unknown`` there."""
     found = parts[0].copy()
     for part in parts[1:]:
-        found = np.where(found == UNKNOWN, part, found)
-    return found
-
-
-def _first_known(parts: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    found = parts[0].copy()
-    for part in parts[1:]:
-        found = np.where(np.isnan(found), part, found)
+        found = np.where(unknown(found), part, found)
     return found

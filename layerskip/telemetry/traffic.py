@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from layerskip.encoding import Message, Prompt, as_ids, is_single
 from layerskip.params import check_integer
-from layerskip.prompts import example_of
+from layerskip.prompts import CONTINUATION_FIELDS, example_of
 
 BadLines = Literal["fail", "skip"]
 BAD_LINES: tuple[BadLines, ...] = ("fail", "skip")
@@ -223,7 +223,8 @@ def _request(index: int, row: Mapping[str, Any], labels: Sequence[str]) -> Reque
     if ids is not None:
         return Request(index, _token_ids(ids), None, own)
     try:
-        return Request(index, example_of(row).prompt, None, own)
+        asked = {k: v for k, v in row.items() if k not in CONTINUATION_FIELDS}  # nobody reads them
+        return Request(index, example_of(asked).prompt, None, own)
     except (KeyError, IndexError):
         raise ValueError(
             "it has none of prompt, prompt_token_ids, messages, turns, question"
