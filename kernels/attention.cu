@@ -1,6 +1,6 @@
 #include "common.cuh"
 
-// Attention of 1..16 new positions per sequence over its cache, in two kernels: one over splits of
+// Attention of 1..32 new positions per sequence over its cache, in two kernels: one over splits of
 // the keys, one that combines the splits.
 //
 // The query rows of one kv head (position-major, then the group) are packed into tiles of 8: the

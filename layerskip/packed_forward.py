@@ -1,10 +1,11 @@
 """A packed model's forward by ``layerskip.ops``.
 
-A layer is seven launches: norm and q, k, v; rotary and cache; attention over splits; their
-combination; output projection and residual; norm and gated product; down projection and residual.
-Attention is two of them because its splits are added in a fixed order once all are there. For some
-norms and scales no kernel has a place, and a layer takes more: two for norms of queries and keys
-(Qwen3, OLMo 2), four for norms after the blocks (OLMo 2) or for scaled residuals (Granite).
+A layer of up to 8 tokens is seven launches: norm and q, k, v; rotary and cache; attention over
+splits; their combination; output projection and residual; norm and gated product; down projection
+and residual. Attention is two of them because its splits are added in a fixed order once all are
+there. More tokens have their two norms in launches of their own. For some norms and scales no
+kernel has a place, and a layer takes more: two for norms of queries and keys (Qwen3, OLMo 2), four
+for norms after the blocks (OLMo 2) or for scaled residuals (Granite).
 
 Roundings are those of the operations. In bf16 they are not all where transformers has them: rotary
 tables stay in float32, and OLMo 2's norm rounds before its weight as the others do.

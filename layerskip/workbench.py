@@ -89,8 +89,8 @@ class Workbench:
             best = max if grows else min
             fitting = (r for r in self._idle if r.has_room(*asked))
             rounds = best(fitting, key=lambda r: r.cache.nbytes, default=None)
-            if rounds is not None:
-                self._idle.remove(rounds)
+            # Not ``remove``: a collection in between may have put others in their place.
+            self._idle = [kept for kept in self._idle if kept is not rounds]
         return rounds
 
     def _replaced(self) -> tuple[tuple[int, int] | None, Recordings | None]:
@@ -103,7 +103,7 @@ class Workbench:
             kept = least.cache.num_rows, least.cache.num_slots
             if len(self._idle) < KEPT and len(least.recordings):
                 return kept, None
-            self._idle.remove(least)
+            self._idle = [rounds for rounds in self._idle if rounds is not least]
         least.recordings.clear()
         return kept, least.recordings
 

@@ -303,12 +303,17 @@ def test_threads_capture_one_after_another(cuda):
 
     def function():  # of the first one: the second one begins
         if cuda.capturing and not threads:
-            threads.append(threading.Thread(target=recorders[1].record, args=(lambda: None,)))
+            threads.append(threading.Thread(target=another))
             threads[0].start()
+            assert begun.wait(timeout=60)
             cuda.spoilt.wait(timeout=0.2)
 
-    threads = []
+    def another():
+        begun.set()
+        recorders[1].record(lambda: None)
+
+    threads, begun = [], threading.Event()
     recorders[0].record(function)
-    threads[0].join(timeout=5)
+    threads[0].join(timeout=60)
     assert not threads[0].is_alive()
     assert not cuda.spoilt.is_set()

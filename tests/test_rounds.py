@@ -24,7 +24,13 @@ from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
 from layerskip.device_round import DeviceRound
 from layerskip.drafting import EarlyExitDrafter
-from layerskip.graphs import LIMIT_BYTES, Allowance, RecordingError, RepeatingRecorder
+from layerskip.graphs import (
+    LIMIT_BYTES,
+    Allowance,
+    RecordingError,
+    Recordings,
+    RepeatingRecorder,
+)
 from layerskip.model import pack_model
 from layerskip.packed import PackedStack
 from layerskip.recorded_passes import RecordedPasses
@@ -74,9 +80,20 @@ def spec(prompt, params=GREEDY, *, seed=5, limit=16, k=3, **more):
     return RowSpec(tuple(prompt), Sampler(params, seed, VOCAB_SIZE), limit, k, **more)
 
 
+class CountingDecoder(Decoder):
+    """Counts rounds that the host runs."""
+
+    host_rounds = 0
+
+    def _round(self, rows):
+        self.host_rounds += 1
+        return super()._round(rows)
+
+
 def decoder_of(stack, bench=None, plan=EXIT, **more):
     drafter = EarlyExitDrafter(stack, plan) if plan is not None else None
-    return Decoder(stack, drafter, plan, bench=bench, **{"num_rows": 4, "num_slots": 64} | more)
+    given = {"num_rows": 4, "num_slots": 64} | more
+    return CountingDecoder(stack, drafter, plan, bench=bench, **given)
 
 
 def idle_of(bench):
@@ -116,6 +133,7 @@ def assert_same(fast, slow, fast_rows, slow_rows):
 def assert_device_ran(decoder):
     assert decoder.rounds.reason == ""
     assert len(decoder.rounds.recordings) > 0
+    assert decoder.host_rounds == 0
 
 
 def mixed_specs():
@@ -781,6 +799,7 @@ def test_what_needs_the_host_has_it_and_says_why(stack, bench, name):
             decoder.step()
             reasons.add(decoder.rounds.reason if decoder.rounds else "")
         decoder.leave(second.id)
+        decoder.host_rounds = 0
         finish(decoder)
         decoders.append(decoder)
         rows.append([first, second])
@@ -1487,6 +1506,33 @@ def test_a_kept_cache_makes_room_for_the_next_one(stack, monkeypatch):
     assert bench.take(num_rows=1, num_slots=300).cache.num_rows == 1
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_rounds_that_a_collection_gives_back_meanwhile_are_no_hindrance(stack, monkeypatch, fits):
+    """It may let go of those that were just found: they are taken, or replaced, all the same."""
+    bench, asked = Workbench(stack, None, RepeatingRecorder), []
+    first, second = (bench.take(num_rows=1, num_slots=8) for _ in range(2))
+    bench.give_back(first)
+
+    def collecting():
+        asked.append(1)
+        if len(asked) == 1:
+            bench.give_back(second)
+
+    class Collected(Recordings):
+        def __len__(self):
+            collecting()
+            return super().__len__()
+
+    if fits:
+        monkeypatch.setattr(first, "has_room", lambda *_: collecting() or True)
+        assert bench.take(num_rows=1, num_slots=8) is first
+    else:
+        first.recordings = Collected(RepeatingRecorder())
+        assert bench.take(num_rows=3, num_slots=8).recordings is first.recordings
+    assert asked
+    assert idle_of(bench) is second
+
+
 def test_a_garbage_collection_may_give_rounds_back_while_others_are_taken(stack):
     """Finalizers run in the thread that is in ``take`` or ``give_back``."""
     bench = Workbench(stack, None, RepeatingRecorder)
@@ -1498,7 +1544,7 @@ def test_a_garbage_collection_may_give_rounds_back_while_others_are_taken(stack)
 
     thread = threading.Thread(target=collected, daemon=True)
     thread.start()
-    thread.join(timeout=1)
+    thread.join(timeout=60)
     assert not thread.is_alive()
     assert idle_of(bench) is rounds
 

@@ -1,7 +1,7 @@
 """Operations that draft and verify share: ``layerskip.ops.linear`` and its like.
 
 ``definitions`` says in plain PyTorch what each computes; ``kernels`` launches what computes it on
-a GPU. A tensor's device chooses. ``reference`` holds what only the CPU's engine uses.
+a GPU. A tensor's device chooses. ``reference`` holds what the general stack computes by itself.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -112,6 +112,7 @@ class DriverLauncher:
                 found = self._call("cuModuleGetFunction", module, cubin.symbol.encode())
                 self._functions[name] = found[0]
         self._smem: dict[str, int] = {}
+        self._asking = threading.Lock()
         self._overlap = self.why_no_overlap is None
         self._cells = _Cells()
         self._stream = _stream_of(self._index)
@@ -197,7 +198,11 @@ class DriverLauncher:
 
     def _allow_smem(self, kernel: str, smem: int) -> None:
         """More dynamic shared memory than 48 KB has to be asked for."""
-        if smem > self._smem.get(kernel, 0):
+        if smem <= self._smem.get(kernel, 0):
+            return
+        with self._asking:  # another thread may have asked for more, which must not be undone
+            if smem <= self._smem.get(kernel, 0):
+                return
             attribute = self._driver.CUfunction_attribute
             self._call(
                 "cuFuncSetAttribute",

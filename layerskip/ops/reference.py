@@ -1,4 +1,5 @@
-"""What only a CPU's engine uses, in plain PyTorch; ``definitions`` has every operation."""
+"""What the general stack computes by itself, on any device, in plain PyTorch; ``definitions`` has
+every operation."""
 
 import numpy as np
 import torch

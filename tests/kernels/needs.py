@@ -8,11 +8,11 @@ from emulator import Toolchain
 
 
 def need(found: object, what: str) -> None:
-    """Skip the test unless ``found``; with LAYERSKIP_REQUIRE_KERNELS=1, as in CI, fail instead."""
+    """Skip the test unless ``found``; with LAYERSKIP_REQUIRE_ALL=1, as in CI, fail instead."""
     if found:
         return
-    if os.environ.get("LAYERSKIP_REQUIRE_KERNELS") == "1":
-        pytest.fail(f"{what} is missing, and LAYERSKIP_REQUIRE_KERNELS is set")
+    if os.environ.get("LAYERSKIP_REQUIRE_ALL") == "1":
+        pytest.fail(f"{what} is missing, and LAYERSKIP_REQUIRE_ALL is set")
     pytest.skip(f"needs {what}")
 
 

@@ -354,7 +354,7 @@ def test_wrong_arguments_are_refused(emulator):
 
 
 def test_only_a_second_compiler_may_be_missing_in_ci(monkeypatch):
-    monkeypatch.setenv("LAYERSKIP_REQUIRE_KERNELS", "1")
+    monkeypatch.setenv("LAYERSKIP_REQUIRE_ALL", "1")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(pytest.skip.Exception, match=r"clang\+\+ is not installed"):
         need_compiler(Toolchain("clang++"))

@@ -41,9 +41,19 @@ def end_inside_a_block(stack, params):
     return next(r.token_ids[1] for r in rounds if r.num_accepted_tokens > 1)
 
 
+class CountingDecoder(Decoder):
+    """Counts rounds that the host runs."""
+
+    host_rounds = 0
+
+    def _round(self, rows):
+        self.host_rounds += 1
+        return super()._round(rows)
+
+
 def decode(stack, bench, params, eos_ids):
     """Four rows: they end in different rounds, one is left, and one comes in its place."""
-    decoder = Decoder(
+    decoder = CountingDecoder(
         stack, EarlyExitDrafter(stack, PLAN), PLAN, bench=bench, num_rows=3, num_slots=80
     )
 
@@ -75,6 +85,7 @@ def test_no_bit_depends_on_who_drives(kernels, mode):
     fast, fast_rows = decode(stack, make_bench(stack), params, eos_ids)
     assert fast.rounds.reason == ""
     assert len(fast.rounds.recordings) > 0
+    assert fast.host_rounds == 0
     assert fast_rows[0].finish_reason == "stop"
     for one, other in zip(fast_rows, slow_rows, strict=True):
         assert one.token_ids == other.token_ids
