@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python bench/batches.py
     OMP_NUM_THREADS=1 python bench/batches.py --rows 32 --temperature 0 --batches 5
 
-Held-out code. The ways of a batch take turns, round by round, each on its own clock, until one of
-the batch's rows ends in any of them: what a batch that nobody joins takes for its last rows is in
+Held-out code. The ways of a batch take turns, round by round, each on its own clock, and each until
+one of its rows ends: what a batch that nobody joins takes for its last rows is in
 no figure, and `pytest bench` has that. One decoder decodes all batches, so the first one's rounds
 meet sizes of passes whose bits are not proven yet, and a controller that knows nothing of the
 texts: it has a line of its own. Tokens a second over those of plain rounds.

@@ -384,9 +384,10 @@ def main() -> None:
         for mode in (*MODES, THEIRS):  # each mode's first call allocates, and imports
             accepted[0].runs["plain"] = bench.decode(accepted[0], "plain")
             bench.decode(accepted[0], mode)
-        step = max(1, len(accepted) // options.timed)
+        timed = min(options.timed, len(accepted))
+        chosen = {i * len(accepted) // timed for i in range(timed)}
         for i, case in enumerate(track(accepted, f"temperature {temperature:g}", console=console)):
-            bench.run(case, shuffle, timed=i % step == 0)
+            bench.run(case, shuffle, timed=i in chosen)
         documents.append(document(cases, bench))
         command = vars(options) | {"out": options.out.name, "schemas": bool(options.schemas)}
         write(

@@ -49,9 +49,16 @@ def copying(examples: Sequence[Example]) -> list[Example]:
 
 
 def spread(prompts: Sequence[Any], limit: int) -> list[Any]:
-    """``limit`` of them, evenly from all: files are sorted by kind. Then the others, as spares."""
-    step = max(1, len(prompts) // limit)
-    return [p for offset in range(step) for p in prompts[offset::step]]
+    """``limit`` of them, evenly from all: files are sorted by kind. Then the others, as spares, so
+    many at a time."""
+    left, found = list(prompts), list[Any]()
+    while left:
+        count = min(limit, len(left))
+        places = [i * len(left) // count for i in range(count)]
+        found += [left[i] for i in places]
+        taken = set(places)
+        left = [p for i, p in enumerate(left) if i not in taken]
+    return found
 
 
 def asked(

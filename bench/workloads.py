@@ -218,7 +218,6 @@ class Workload:
             "repeated_8gram_share": sum(self.repeated) / len(self.repeated),
             "modes": modes,
             "automatic_to_best_fixed": self._against_best("automatic", fixed, modes),
-            "combined_to_best_fixed": self._against_best("combined", fixed, modes),
             "combined_to_best_looking_up": self._against_best("combined", looking_up, modes),
         }
 

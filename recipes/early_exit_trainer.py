@@ -4,7 +4,6 @@ Everything a step does is a function of its number: its rows, who passes which l
 exits count and the learning rate. What a checkpoint has to hold is weights and optimiser.
 """
 
-import hashlib
 import math
 import time
 from collections.abc import Iterator
@@ -68,7 +67,7 @@ class Trainer:
         )
         self.module, self.optimiser = accelerator.prepare(early, optimiser)
         self.dropout = LayerDropout(self.depth, settings.layer_dropout, settings.seed)
-        self._data = _digest(packed)
+        self._data = packed.digest
         self.steps, self.seconds = 0, 0.0
 
     def step(self) -> dict[str, Any]:
@@ -194,13 +193,6 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
         model.activation_checkpointing_enable({"use_reentrant": False})
     else:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-def _digest(packed: Packed) -> str:
-    """Of tokens and labels, so that a run does not go on with other text."""
-    digest = hashlib.sha256(packed.ids.numpy().tobytes())
-    digest.update(packed.labels.numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 @contextmanager

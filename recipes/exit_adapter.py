@@ -150,7 +150,8 @@ def read_texts(settings: Settings, model: Any, tokenizer: Any, console: Console)
         lm = SelfSpeculativeLM(model, tokenizer)
         for sample in continued(settings, lm, corpus.train, console):
             train.append(sample)
-        bare = [s.ids for s in corpus.held_out if not learns(s)][: settings.final_prompts]
+        most = most_prompt_tokens(settings, lm)
+        bare = [s.ids[-most:] for s in corpus.held_out if not learns(s)][: settings.final_prompts]
         for sample in follow(settings, lm, bare, HELD_OUT_SEED, console):
             held_out.append(sample)
     pad = tokenizer.eos_token_id or 0
@@ -167,6 +168,14 @@ def continued(
     settings: Settings, lm: SelfSpeculativeLM, samples: Sequence[Sample], console: Console
 ) -> list[Sample]:
     """The model's own text after beginnings of the data."""
+    count = num_prompts(settings.continuations, settings.continuation_length)
+    most = most_prompt_tokens(settings, lm)
+    begun = beginnings(samples, count, most=most, seed=settings.seed)
+    return follow(settings, lm, begun, 0, console)
+
+
+def most_prompt_tokens(settings: Settings, lm: SelfSpeculativeLM) -> int:
+    """What is kept of a prompt, its end, so that what follows has room behind it."""
     length = settings.continuation_length
     most = min(MAX_PROMPT_TOKENS, settings.seq_len - length, lm.stack.max_positions - length)
     if most < 1:
@@ -174,9 +183,7 @@ def continued(
             f"continuation_length ({length}) leaves no room for a prompt in seq_len "
             f"({settings.seq_len}); lower the one or raise the other"
         )
-    count = num_prompts(settings.continuations, length)
-    begun = beginnings(samples, count, most=most, seed=settings.seed)
-    return follow(settings, lm, begun, 0, console)
+    return most
 
 
 def follow(

@@ -129,6 +129,8 @@ def _attention_widths(config: Any) -> tuple[int, int]:
 
 def main(argv: Sequence[str]) -> None:
     """Print the terms for a checkpoint."""
+    if not argv:
+        raise SystemExit("usage: python recipes/memory.py MODEL [name=value ...]")
     try:
         shape = read(StepShape, None, argv[1:])
         memory = step_memory(load_config(argv[0]), shape)

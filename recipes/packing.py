@@ -5,6 +5,7 @@ takes as the sign of packed rows when it is given no mask and no cache.
 """
 
 import bisect
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,13 @@ class Packed:
     @property
     def num_rows(self) -> int:
         return self.ids.shape[0]
+
+    @property
+    def digest(self) -> str:
+        """Of tokens and labels, so that a run does not go on with other text."""
+        digest = hashlib.sha256(self.ids.numpy().tobytes())
+        digest.update(self.labels.numpy().tobytes())
+        return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +79,7 @@ class Step:
     """What one process does in a step of the optimiser.
 
     Attributes:
-        batches: its micro-batches. Summed over all processes' with weight ``batch.num_labels /
-            num_labels``, means over labels give the mean over the whole step.
+        batches: its micro-batches.
         num_labels: that count in the whole step, over all processes.
     """
 

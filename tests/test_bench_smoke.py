@@ -422,14 +422,15 @@ def test_structured_counts_schemas_and_compares_speed(
 ) -> None:
     out, schemas = tmp_path / "out.json", tmp_path / "schemas.jsonl"
     known = [{"enum": ["one", "two"]}, {"uniqueItems": True}, {"type": "string", "format": "uri"}]
+    known += [{"const": "three"}]
     rows = [json.dumps({"id": f"s{i}", "schema": schema}) for i, schema in enumerate(known)]
     schemas.write_text("\n".join(rows), encoding="utf-8")
-    size = ["--tokens", "12", "--timed", "1", "--temperatures", "0.8", "--out", str(out)]
+    size = ["--tokens", "12", "--timed", "2", "--temperatures", "0.8", "--out", str(out)]
     run(scripts.structured, [*arguments[:2], "--schemas", str(schemas), *size], monkeypatch)
     (found,) = json.loads(out.read_text(encoding="utf-8"))["runs"]
-    assert (found["tried"], found["accepted"], found["refused"]) == (3, 2, {"'uniqueItems'": 1})
+    assert (found["tried"], found["accepted"], found["refused"]) == (4, 3, {"'uniqueItems'": 1})
     assert found["valid"] == found["complete"] >= 1
-    assert found["token_equal"] == 2
+    assert (found["token_equal"], found["timed"]) == (3, 2)
     modes = found["modes"]
     assert set(modes) == {*scripts.structured.MODES, scripts.structured.THEIRS}
     assert modes["plain"]["to plain"]["cpu"] == 1.0
@@ -638,8 +639,12 @@ def test_copying_asks_for_the_same_function_again(scripts: SimpleNamespace) -> N
 def test_prompts_are_taken_from_all_over_a_file(scripts: SimpleNamespace) -> None:
     prompts = [[i] for i in range(11)]
     found = scripts.tasks.spread(prompts, 3)
-    assert found[:4] == [[0], [3], [6], [9]]
-    assert sorted(found) == prompts
+    assert found == [[i] for i in (0, 3, 7, 1, 4, 8, 2, 5, 9, 6, 10)]
+    assert scripts.tasks.spread(prompts, 11) == scripts.tasks.spread(prompts, 99) == prompts
+    assert scripts.tasks.spread([], 3) == []
+    most = scripts.tasks.spread(range(54), 30)
+    assert max(most[:30]) == 52  # most of a file is not its beginning
+    assert sorted(most) == list(range(54))
 
 
 def recorded_traffic(folder: Path, told: Sequence[float]) -> Path:

@@ -662,6 +662,37 @@ def test_what_is_trained_on_and_what_is_held_out(
         assert not begun & {s.ids[: s.num_prompt_tokens] for s in held_out}
 
 
+def test_of_a_held_out_prompt_that_is_too_long_its_end_is_kept(
+    recipe: SimpleNamespace, model: Any, tmp_path: Path
+) -> None:
+    rows = [json.dumps({"prompt": f"{i}" + "rose " * 400}) + "\n" for i in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows), encoding="utf-8")
+    settings = some_settings(
+        recipe,
+        data=str(tmp_path / "rows.jsonl"),
+        out=str(tmp_path),
+        continuations=24,
+        continuation_length=8,
+        held_out_share=0.4,
+        text=False,
+    )
+    texts = recipe.exit_adapter.read_texts(settings, model, make_tokenizer(), Console(quiet=True))
+    assert texts.corpus.held_out
+    for sample in (*texts.corpus.train, *texts.corpus.held_out):
+        assert (sample.num_prompt_tokens, len(sample.ids)) == (
+            settings.seq_len - 8,
+            settings.seq_len,
+        )
+
+
+def test_other_labels_are_another_run(recipe: SimpleNamespace, packed: Any) -> None:
+    settings = some_settings(recipe)
+    identity = recipe.adapter_trainer.identity
+    other = replace(packed, labels=packed.labels - 1)
+    assert identity(settings, packed) == identity(settings, replace(packed))
+    assert identity(settings, packed) != identity(settings, other)
+
+
 ENVIRONMENT = {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
 SCRIPT = str(REPO / "recipes" / "exit_adapter.py")
 

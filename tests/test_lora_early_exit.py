@@ -354,7 +354,8 @@ def test_checkpoints_of_other_text_are_refused(
 ) -> None:
     make_trainer().save(tmp_path)
     other = make_trainer()
-    other._data = recipe.early_exit_trainer._digest(replace(packed, ids=packed.ids + 1))
+    assert replace(packed, labels=packed.labels - 1).digest != packed.digest
+    other._data = replace(packed, ids=packed.ids + 1).digest
     with pytest.raises(ValueError, match="another content of data"):
         other.load(tmp_path / "step-0")
 
