@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layerskip.controller import Controller
-from layerskip.drafting import NO_DRAFT, Draft
+from layerskip.drafting import Draft
 from layerskip.estimates import RowState
 from layerskip.experience import lookup_confidence
 from layerskip.guessing import NO_GUESS
@@ -97,20 +97,16 @@ def learn(
         emitted: tokens of the round.
         num_matches: drafted tokens that verification confirmed, before any cut.
     """
+    draft, plain = attempt.draft, (state, attempt.choice, context)
+    if attempt.source == "none" and not draft.num_passes:
+        controller.observe_plain(*plain)
+        return
     # Each emitted token but one saved a plain round; a text that ended within its draft had no
     # token after the accepted ones.
-    draft = attempt.draft
-    if draft is NO_DRAFT:
-        controller.observe_plain(state, attempt.choice, context)
-        return
     saved, looked_up = len(emitted) - 1, draft.num_looked_up
     drafted = len(draft.tokens) - looked_up
-    if attempt.source != "early_exit" and not attempt.draft.num_passes:
-        plain = state, attempt.choice, context
-        if attempt.source == "lookup":
-            controller.observe_lookup(*plain, saved, drafted)
-        else:
-            controller.observe_plain(*plain)
+    if attempt.source == "lookup":
+        controller.observe_lookup(*plain, saved, drafted)
         return
     num_matches = min(num_matches, drafted)
     # Behind the text's end nobody knows what is right.

@@ -13,7 +13,6 @@ from layerskip.cache import Segment
 from layerskip.cost import DRAFTS_IN_A_ROW, NUM_SEQUENCES
 from layerskip.draft_head import DraftHead
 from layerskip.exactness import MAX_PASS_ROWS
-from layerskip.fingerprint import row_quantum
 from layerskip.model import DecoderStack
 from layerskip.params import SamplingParams
 from layerskip.plan import DraftPlan
@@ -108,7 +107,7 @@ class Grid:
 
 def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     """Grids to choose from, the finest first; the last one is what a table can't do without."""
-    quantum = row_quantum(stack)
+    quantum = stack.exactness.free_rows
     most = max(1, min(MAX_PASS_ROWS, stack.max_positions // 2))
     few, all_rows = max(quantum, 8), {t for t in stack.exactness.tiles if t < quantum}
     all_rows |= {quantum * 2**i for i in range(7)} | {1}

@@ -164,7 +164,7 @@ def _doubled(have: int, wanted: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class CachedText:
-    """Keys and values of a finished row, for another row that begins with the same tokens.
+    """Keys and values of a row that is over, for another row that begins with the same tokens.
 
     Attributes:
         token_ids: what the slots hold.

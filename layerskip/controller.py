@@ -311,7 +311,7 @@ class Controller:
                 None: as many as ``accepted`` has.
         """
         drafted = len(confidences) if num_drafted is None else num_drafted
-        each = round(num_positions / num_passes) if num_passes else 1
+        each = round(num_positions / num_passes)
         wider = 1.0
         if each > 1:
             one = self.times.draft(1, context, greedy=state.greedy)
@@ -320,9 +320,7 @@ class Controller:
         seconds = choice.gained(saved, drafted + num_behind, wider * num_passes)
         seconds -= num_behind * self.times.drawing(greedy=state.greedy)
         if choice.plain_seconds > 0.0:
-            passes = 0.0
-            if state.probing:
-                passes = seconds / self.times.verify(1, context, greedy=state.greedy)
+            passes = seconds / self.times.verify(1, context, greedy=state.greedy)
             state.settle(seconds / choice.plain_seconds, passes)
         if not state.probing:
             self._earn(state, choice, context)

@@ -67,11 +67,11 @@ class Exactness:
         one, or come as they are."""
         return self.row_quantum if self.holds and not self.by_token else 1
 
-    def tile(self, longest: int) -> int:
-        """Positions that attention takes at once in a pass whose longest segment is this long."""
+    def tile(self, left: int) -> int:
+        """Positions of a row that attention takes at once where it has so many left."""
         if not self.wanted:
-            return longest
-        return next((t for t in self.tiles if t >= longest), self.tiles[-1])
+            return left
+        return next((t for t in self.tiles if t >= left), self.tiles[-1])
 
 
 SWITCHED_OFF = Exactness(

@@ -93,11 +93,6 @@ def device_name(device: torch.device) -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
-def row_quantum(stack: "DecoderStack") -> int:
-    """Rows by which the time of a pass grows."""
-    return stack.exactness.free_rows
-
-
 def cost_key(
     stack: "DecoderStack", plan: DraftPlan | None, draft_vocabulary: Sequence[int] | None = None
 ) -> dict[str, str | int]:
@@ -112,7 +107,7 @@ def cost_key(
         "layerskip": __version__,
         "backend": stack.backend,
         "exact": stack.exactness.wanted,  # row_quantum can be 1 with it and without
-        "row_quantum": row_quantum(stack),
+        "row_quantum": stack.exactness.free_rows,
         "draft_layers": "none" if plan is None else ",".join(map(str, plan.layers)),
         "draft_vocabulary": _described(draft_vocabulary),
         "exit_adapter": _adapter(stack, plan),

@@ -31,7 +31,6 @@ from layerskip.fingerprint import (
     fingerprint,
     mismatch,
     prices_recorded,
-    row_quantum,
 )
 from layerskip.graphs import GraphRecorder, RecordingError
 from layerskip.model import DecoderStack
@@ -273,7 +272,7 @@ def _table(
     start = 0.0
     if BEHIND in typical:
         start = DRAFTS_IN_A_ROW * max(0.0, typical[DRAFT] - typical[BEHIND])
-    quantum = row_quantum(stack)
+    quantum = stack.exactness.free_rows
     # A number of positions that was not measured costs what the next larger one does. A line
     # between two measured ones would turn the error of one into a price of each drafted token.
     tiles = tuple(t for t in stack.exactness.tiles if t < quantum and t in grid.rows)

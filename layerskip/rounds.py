@@ -394,7 +394,7 @@ def _why_not_alone(spec: RowSpec) -> str:
     sampler, params = spec.sampler, spec.sampler.params
     if sampler.reads_context:
         return "logits processors and grammars read the text on the host"
-    if not params.greedy and sampler.verification != "coupled":
+    if sampler.verification != "coupled":
         return f"verification={sampler.verification!r} needs whole distributions"
     if not params.greedy and params.cuts:
         return "top_k, top_p and min_p need whole distributions"

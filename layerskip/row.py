@@ -105,7 +105,7 @@ class Row:
         length: committed slots; the same number as ``cache.lengths[slot_row]``, unless a round is
             in flight on the device.
         state: the controller's, of a row that leaves the number of draft tokens to it.
-        index: of prompt and output, for look-ups; made in the first round that drafts.
+        index: of prompt and output, for look-ups; made in the first round that looks up.
         own_ids: tokens of prompt and output that the draft vocabulary lacks, if there is one.
         exit_states: what an adapter's block has yet to see; None: this row never runs it.
         joined: when, by ``time.perf_counter``.

@@ -225,7 +225,7 @@ class Speculator:
         if state is None or choice.source != "early_exit" or self._by_host is None:
             return None
         # A looked-up token behind a draft has no distribution that it was drawn from.
-        compared = sampler.is_argmax or sampler.verification == "coupled"
+        compared = sampler.verification == "coupled"
         if ahead is None or not alone or not compared:
             return Stopper(state, choice, shares=not alone)
 
@@ -454,7 +454,7 @@ def _sleeps(row: Row, beside: int) -> bool:
 def _looked_up(request: DraftRequest, tokens: tuple[int, ...]) -> Draft:
     """Looked-up tokens as a draft: each was certain to be drafted."""
     sampler = request.sampler
-    if sampler.is_argmax or sampler.verification == "coupled":
+    if sampler.verification == "coupled":
         return Draft(tokens, ())
     q = torch.zeros(len(tokens), sampler.vocab_size, dtype=torch.float64, device="cpu")
     q[range(len(tokens)), list(tokens)] = 1.0

@@ -86,12 +86,13 @@ class Vandal(EarlyExitDrafter):
         spoil: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(LyingStack(stack, lie), plan)
-        self.spoil = spoil
+        self.spoil, self.drafted = spoil, list[int]()
 
     def draft(
         self, requests: Sequence[DraftRequest], cache: KVCache, head: None = None, pays: None = None
     ) -> list[Draft]:
         drafts = super().draft(requests, cache)
+        self.drafted += [token for draft in drafts for token in draft.tokens]
         if self.spoil is not None:
             for request, draft in zip(requests, drafts, strict=True):
                 end = request.length + MAX_NUM_DRAFT_TOKENS
@@ -260,16 +261,20 @@ def test_a_drafted_token_that_breaks_the_model_breaks_nothing_else(dtype, plan):
     stack = poisoned(dtype)
     expected = run_plain(stack)
     assert all(POISON not in row.context for row, *_ in expected)
-    together = run(Decoder(stack, Vandal(stack, PLANS[plan], poison), PLANS[plan]), EVERY_PLACE)
+    vandal = Vandal(stack, PLANS[plan], poison)
+    together = run(Decoder(stack, vandal, PLANS[plan]), EVERY_PLACE)
     check_same(together, expected)
+    assert POISON in vandal.drafted
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_a_drafted_token_that_breaks_the_model_is_judged_like_others(verification):
     """p of the token is what it was; only a row that keeps it ends in an error."""
     stack, plan = poisoned("float32"), PLANS["exit"]
-    batch = Decoder(stack, Vandal(stack, plan, poison), plan)
+    vandal = Vandal(stack, plan, poison)
+    batch = Decoder(stack, vandal, plan)
     (row, keys, _), _ = run(batch, SAMPLED, verification=verification, limit=30)
+    assert POISON in vandal.drafted
     assert sum(r.num_accepted_tokens for r in row.rounds) > 0
     assert keys.isfinite().all()
 
