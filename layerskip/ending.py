@@ -51,18 +51,18 @@ class Ending:
             drafted = [min(n, most) for n in found.drafted]
             short = most == 1 or self._seconds(found, drafted) <= longest
             if short and self._end(found, drafted, most) <= allowed:
-                return self._less(found, drafted, most) if most < deepest else found
-        return self._less(found, none, 0)
+                return self._less(found, drafted) if most < deepest else found
+        return self._less(found, none)
 
-    def _less(self, found: Split, drafted: Sequence[int], most: int) -> Split:
-        tokens = sum(self._emitted(found, most)) + len(self.others)
+    def _less(self, found: Split, drafted: Sequence[int]) -> Split:
+        tokens = sum(self._emitted(found, drafted)) + len(self.others)
         rate = tokens / self._seconds(found, drafted)
         return Split(drafted, found.looked_up, rate, is_less=True)
 
-    def _emitted(self, found: Split, most: int) -> list[float]:
-        """Tokens of each row and round, if those that look nothing up draft so many."""
-        rows = zip(found.looked_up, self.offers, self.hopes, strict=True)
-        return [1.0 + (gain if n else sum(hope[:most])) for n, (_, gain), hope in rows]
+    def _emitted(self, found: Split, drafted: Sequence[int]) -> list[float]:
+        """Tokens of each row and round, if those that look nothing up draft so many each."""
+        rows = zip(found.looked_up, self.offers, self.hopes, drafted, strict=True)
+        return [1.0 + (gain if n else sum(hope[:most])) for n, (_, gain), hope, most in rows]
 
     def _seconds(
         self, found: Split, drafted: Sequence[int], rows: Sequence[int] | None = None
@@ -76,8 +76,10 @@ class Ending:
         return self.pace.round([*drafted, *self.others], count + tokens, count)
 
     def _end(self, found: Split, drafted: Sequence[int], most: int) -> float:
-        """Seconds until the last row is done: as rows leave, rounds take less."""
-        rounds = [n / each for n, each in zip(self.left, self._emitted(found, most), strict=True)]
+        """Seconds until the last row is done: as rows leave, rounds take less. A row that drafts
+        less now may draft as many as others later."""
+        emitted = self._emitted(found, [most] * len(self.left))
+        rounds = [n / each for n, each in zip(self.left, emitted, strict=True)]
         rows = sorted(range(len(rounds)), key=lambda i: rounds[i])
         # Of many rows some leave together: each time that is asked for takes its own.
         stages = sorted({len(rows) * i // STAGES for i in range(STAGES)} | {len(rows) - 1})

@@ -79,6 +79,17 @@ def test_what_is_left_has_its_rate():
     assert less.rate == pytest.approx((1 + 0.9 + 0.8 + 1 + 0.5 + 0.2 + 1) / seconds)
 
 
+def test_a_row_that_drafts_nothing_has_no_part_in_the_rate():
+    """Though its drafts would be good: that is for the rounds to come."""
+    less = ending([GOOD, [0.5, 0.2], GOOD]).within(Split([4, 4, 0], [0, 0, 0], 9.0))
+    count = less.drafted[0]
+    assert list(less.drafted) == [count, count, 0]
+    assert 0 < count < 4
+    seconds = Pace(PassTimes(COSTS["by rows"]), CONTEXT, 3).round(less.drafted, 3 + 2 * count, 3)
+    emitted = 3 + sum(GOOD[:count]) + sum([0.5, 0.2][:count])
+    assert less.rate == pytest.approx(emitted / seconds)
+
+
 def test_rounds_take_less_once_rows_have_left():
     """Then the last one makes up for what it waited."""
     found = Split([1, 0], [0, 0], 1.0)
