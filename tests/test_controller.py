@@ -369,7 +369,7 @@ def test_probes_alone_cost_one_percent():
     run.run(steady(0.0, count=20))
     probes = sum(n > 0 for n in run.chosen[before:])
     assert probes > 10
-    assert against_plain(run) >= 0.985
+    assert against_plain(run) >= 0.989
 
 
 @pytest.mark.parametrize("rows", [1, 8])

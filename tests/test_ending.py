@@ -37,9 +37,9 @@ def time_of(run, acceptances, rows, *, batches=6):
 )
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
 def test_a_mixed_batch_ends_little_later_than_plainly(cost, acceptances, rows):
-    """Up to a third later, by the most tokens a second."""
+    """Up to a third later, by the most tokens a second. 3 % is the aim, the worst of these 4.04."""
     auto, plain = (time_of(paper(cost, fixed), acceptances, rows) for fixed in (None, 0))
-    assert auto < 1.05 * plain
+    assert auto < 1.041 * plain
 
 
 @pytest.mark.parametrize("rows", [2, 8, 16])

@@ -7,6 +7,8 @@ import torch
 from backends import Backend
 
 from layerskip.ops import definitions
+from layerskip.ops.reference import Philox
+from layerskip.verification import acceptance_chances, count_accepted
 
 EOS = 99
 DEFINITION = Backend(definitions, "cpu")
@@ -161,6 +163,24 @@ def test_block_verification_emits_the_target_s_distribution():
         assert abs(share - expected) < 4 * (expected * (1 - expected) / trials) ** 0.5
     # Independent tokens: the expectation over all drafts and uniforms, to four deviations.
     assert accepted.double().mean().item() == pytest.approx(expected_accepted(q, p), abs=0.08)
+
+
+def test_block_verification_accepts_what_the_host_s_does():
+    """Each sequence by its own: a token-level rule would accept others."""
+    batch, k, vocab = 300, 3, 5
+    q, p = (torch.rand(batch, k + i, vocab).pow(3) + 1e-3 for i in (0, 1))
+    q, p = q / q.sum(-1, keepdim=True), p / p.sum(-1, keepdim=True)
+    draft = torch.multinomial(q.view(-1, vocab), 1).view(batch, k)
+    seeds, positions = torch.arange(batch), torch.arange(batch) % 7
+    _, accepted, *_ = accept_block(DEFINITION, (draft, q, p, seeds, positions))
+    expected: dict[str, list[int]] = {"token": [], "block": []}
+    for i in range(batch):
+        numbers = Philox(i).uniforms(int(positions[i]), k)
+        for verification, counts in expected.items():
+            args = p[i].double(), q[i].double(), draft[i].tolist()
+            chances = acceptance_chances(verification, *args)
+            counts.append(count_accepted(verification, chances, numbers))
+    assert accepted.tolist() == expected["block"] != expected["token"]
 
 
 def expected_accepted(q, p):
