@@ -96,9 +96,7 @@ class _Core:
 
     def schema(self, node: Node) -> Core:
         """The core of a schema."""
-        self._count += 1
-        if self._count > MAX_SCHEMAS:
-            raise ValueError(f"the schema has more than {MAX_SCHEMAS} parts once written out")
+        self._spend()
         if node.false:
             return NOTHING
         try:
@@ -140,7 +138,14 @@ class _Core:
             return {}
         return _any_of([self._writer.typed(node, kind) for kind in kinds])
 
+    def _spend(self) -> None:
+        """One schema more that was written, or merged: of few words there can be very many."""
+        self._count += 1
+        if self._count > MAX_SCHEMAS:
+            raise ValueError(f"the schema has more than {MAX_SCHEMAS} parts once written out")
+
     def _merged(self, one: Node, other: Node) -> Node:
+        self._spend()
         try:
             return merged(one, other)
         except Unmergeable as error:

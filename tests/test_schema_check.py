@@ -230,6 +230,14 @@ def test_what_is_no_schema_or_contradicts_itself_is_one_sentence(schema, message
     assert "\n" not in str(caught.value)
 
 
+def test_few_words_that_stand_for_very_many_schemas_are_refused_soon():
+    """A reference to the whole beside keywords: merged with itself, again and again."""
+    circle = {"multipleOf": 2, "$ref": "#", "additionalProperties": {"required": ["x", "y"]}}
+    others = [{"unevaluatedProperties": {"type": "boolean"}}, {"dependentRequired": {"b": ["b"]}}]
+    with pytest.raises(ValueError, match="has more than 20000 parts once written out"):
+        checked_schema({"anyOf": [*others, circle], "uniqueItems": True}, strict=False)
+
+
 @pytest.mark.parametrize("name", HELD)
 @pytest.mark.one_in(2)
 def test_random_text_of_a_rewritten_schema_is_valid(backend, name):
