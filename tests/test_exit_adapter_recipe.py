@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -631,6 +631,21 @@ def test_mistakes_end_it_with_one_sentence(
         recipe.exit_adapter.main(command_line(folder, "refused", **changes))
 
 
+def divided(recipe: SimpleNamespace, folder: Path, rows: Sequence[str], *, text: bool) -> Any:
+    """Settings of a run whose rows are divided, each prompt followed by eight tokens."""
+    path = folder / "rows.jsonl"
+    path.write_text("".join(rows), encoding="utf-8")
+    return some_settings(
+        recipe,
+        data=str(path),
+        out=str(folder),
+        continuations=24,
+        continuation_length=8,
+        held_out_share=0.4,
+        text=text,
+    )
+
+
 @pytest.mark.parametrize("data", ["prompts", "text"])
 def test_what_is_trained_on_and_what_is_held_out(
     recipe: SimpleNamespace, model: Any, data: str, tmp_path: Path
@@ -638,16 +653,7 @@ def test_what_is_trained_on_and_what_is_held_out(
     """Held-out prompts are followed by the model, and never trained on."""
     key = "prompt" if data == "prompts" else "text"
     rows = [json.dumps({key: f"rose {i} is on {i}"}) + "\n" for i in range(12)]
-    (tmp_path / "rows.jsonl").write_text("".join(rows), encoding="utf-8")
-    settings = some_settings(
-        recipe,
-        data=str(tmp_path / "rows.jsonl"),
-        out=str(tmp_path),
-        continuations=24,
-        continuation_length=8,
-        held_out_share=0.4,
-        text=data == "text",
-    )
+    settings = divided(recipe, tmp_path, rows, text=data == "text")
     texts = recipe.exit_adapter.read_texts(settings, model, make_tokenizer(), Console(quiet=True))
     train, held_out = texts.corpus.train, texts.corpus.held_out
     assert held_out
@@ -666,16 +672,7 @@ def test_of_a_held_out_prompt_that_is_too_long_its_end_is_kept(
     recipe: SimpleNamespace, model: Any, tmp_path: Path
 ) -> None:
     rows = [json.dumps({"prompt": f"{i}" + "rose " * 400}) + "\n" for i in range(12)]
-    (tmp_path / "rows.jsonl").write_text("".join(rows), encoding="utf-8")
-    settings = some_settings(
-        recipe,
-        data=str(tmp_path / "rows.jsonl"),
-        out=str(tmp_path),
-        continuations=24,
-        continuation_length=8,
-        held_out_share=0.4,
-        text=False,
-    )
+    settings = divided(recipe, tmp_path, rows, text=False)
     texts = recipe.exit_adapter.read_texts(settings, model, make_tokenizer(), Console(quiet=True))
     assert texts.corpus.held_out
     for sample in (*texts.corpus.train, *texts.corpus.held_out):
