@@ -48,6 +48,7 @@ from paired import (
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from tasks import spread
 from xgrammar.contrib.hf import LogitsProcessor
 
 from layerskip import DecodeStats, Grammar, SamplingParams, SelfSpeculativeLM
@@ -384,8 +385,7 @@ def main() -> None:
         for mode in (*MODES, THEIRS):  # each mode's first call allocates, and imports
             accepted[0].runs["plain"] = bench.decode(accepted[0], "plain")
             bench.decode(accepted[0], mode)
-        timed = min(options.timed, len(accepted))
-        chosen = {i * len(accepted) // timed for i in range(timed)}
+        chosen = set(spread(range(len(accepted)), options.timed)[: options.timed])
         for i, case in enumerate(track(accepted, f"temperature {temperature:g}", console=console)):
             bench.run(case, shuffle, timed=i in chosen)
         documents.append(document(cases, bench))

@@ -53,7 +53,7 @@ def spread(prompts: Sequence[Any], limit: int) -> list[Any]:
     many at a time."""
     left, found = list(prompts), list[Any]()
     while left:
-        count = min(limit, len(left))
+        count = min(max(1, limit), len(left))
         places = [i * len(left) // count for i in range(count)]
         found += [left[i] for i in places]
         taken = set(places)

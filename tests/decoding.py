@@ -10,12 +10,23 @@ from layerskip.cache import KVCache
 from layerskip.decode import Decoder
 from layerskip.drafting import Draft, DraftRequest, EarlyExitDrafter
 from layerskip.model import DecoderStack
+from layerskip.outcome import Outcome
 from layerskip.row import Row, RowSpec
 from layerskip.sampling import Sampler
 
 PROMPT = random_ids(11)
 LIMIT = 12
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
+
+
+class CountingDecoder(Decoder):
+    """Counts the rounds that the host runs."""
+
+    host_rounds = 0
+
+    def _round(self, rows: Sequence[Row]) -> list[Outcome]:
+        self.host_rounds += 1
+        return super()._round(rows)
 
 
 @dataclass

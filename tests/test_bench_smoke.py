@@ -642,6 +642,7 @@ def test_prompts_are_taken_from_all_over_a_file(scripts: SimpleNamespace) -> Non
     assert found == [[i] for i in (0, 3, 7, 1, 4, 8, 2, 5, 9, 6, 10)]
     assert scripts.tasks.spread(prompts, 11) == scripts.tasks.spread(prompts, 99) == prompts
     assert scripts.tasks.spread([], 3) == []
+    assert scripts.tasks.spread([1, 2, 3], 0) == [1, 2, 3]  # of which nobody takes one
     most = scripts.tasks.spread(range(54), 30)
     assert max(most[:30]) == 52  # most of a file is not its beginning
     assert sorted(most) == list(range(54))

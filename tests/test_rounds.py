@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from decoding import CountingDecoder
 from toys import PLANS, VOCAB_SIZE, make_model, make_tokenizer, random_ids, without_times
 
 from layerskip import SamplingParams, SelfSpeculativeLM
@@ -21,7 +22,6 @@ from layerskip.batch import Batch
 from layerskip.cache import KVCache
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
-from layerskip.decode import Decoder
 from layerskip.device_round import DeviceRound
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.graphs import (
@@ -78,16 +78,6 @@ def bench(stack):
 
 def spec(prompt, params=GREEDY, *, seed=5, limit=16, k=3, **more):
     return RowSpec(tuple(prompt), Sampler(params, seed, VOCAB_SIZE), limit, k, **more)
-
-
-class CountingDecoder(Decoder):
-    """Counts rounds that the host runs."""
-
-    host_rounds = 0
-
-    def _round(self, rows):
-        self.host_rounds += 1
-        return super()._round(rows)
 
 
 def decoder_of(stack, bench=None, plan=EXIT, **more):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from decoding import CountingDecoder
 from stack import NUM_LAYERS, VOCAB_SIZE, make_stack
 
 from layerskip import DraftPlan, SamplingParams
@@ -39,16 +40,6 @@ def end_inside_a_block(stack, params):
     decoder.join(row_of(0, params, 14, 3))
     rounds = (decoder.step()[0] for _ in range(14))
     return next(r.token_ids[1] for r in rounds if r.num_accepted_tokens > 1)
-
-
-class CountingDecoder(Decoder):
-    """Counts rounds that the host runs."""
-
-    host_rounds = 0
-
-    def _round(self, rows):
-        self.host_rounds += 1
-        return super()._round(rows)
 
 
 def decode(stack, bench, params, eos_ids):
