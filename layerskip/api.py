@@ -614,18 +614,11 @@ class SelfSpeculativeLM:
             hf.callers_streamer() if streamer is None else streamer,
             model_kwargs,
         )
-        return hf.generate(
-            self.open_batch(grammar=grammar, num_draft_tokens=num_draft_tokens),
-            call,
-            [self.encode(prompt) for prompt in call.prompts()],
-            num_draft_tokens=self.num_draft_tokens
-            if num_draft_tokens is None
-            else num_draft_tokens,
-            verification=verification,
-            seed=seed,
-            grammar=as_grammar(grammar),
-            follows_policy=num_draft_tokens in (None, AUTO),
+        batch = self.open_batch(
+            num_draft_tokens=num_draft_tokens, verification=verification, grammar=grammar
         )
+        prompts = [self.encode(prompt) for prompt in call.prompts()]
+        return hf.generate(batch, call, prompts, seed=seed)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked against the vocabulary and the context."""

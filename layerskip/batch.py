@@ -59,7 +59,11 @@ class StreamStep:
 
 
 class Batch:
-    """Rows decoding together: ``add``, ``step``, ``remove``; made by ``open_batch``."""
+    """Rows decoding together: ``add``, ``step``, ``remove``; made by ``open_batch``.
+
+    Attributes:
+        settings: of rows that say nothing else.
+    """
 
     def __init__(
         self,
@@ -84,7 +88,7 @@ class Batch:
         self._controller, self._looks_up, self._store = controller, looks_up, store
         self._head, self._meter = head, meter
         self._bench = bench
-        self._encoder, self._settings = encoder, settings
+        self._encoder, self.settings = encoder, settings
         self._rows: Decoder | None = None
         self._requests: dict[int, RowRequest] = {}
         self._check_settings(settings)
@@ -123,7 +127,7 @@ class Batch:
             "labels": labels,
             "follows_policy": None if num_draft_tokens is None else num_draft_tokens == AUTO,
         }
-        settings = replace(self._settings, **{k: v for k, v in own.items() if v is not None})
+        settings = replace(self.settings, **{k: v for k, v in own.items() if v is not None})
         self._check_settings(settings)
         if messages is None and not is_single(prompt):
             raise TypeError(f"a row takes one prompt, text or token ids, got {prompt!r}")
@@ -189,7 +193,7 @@ class Batch:
         """A request for encoded ids; decoding stops where the model's positions end."""
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
             raise TypeError(f"request_id must be non-empty text, got {request_id!r}")
-        settings = settings or self._settings
+        settings = settings or self.settings
         seed = settings.sampling.seed
         if seed is not None and not settings.sampling.greedy:
             seed = (seed + seed_offset) % (MAX_SEED + 1)

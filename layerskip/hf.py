@@ -26,10 +26,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip.batch import Batch
 from layerskip.cache import CachedText
-from layerskip.grammar import Grammar
 from layerskip.loading import eos_ids_of
 from layerskip.outputs import GenerationOutput
-from layerskip.params import NumDraftTokens, SamplingParams, Verification
+from layerskip.params import SamplingParams
 from layerskip.request import RowRequest, RowSettings
 
 MODEL_KWARGS = {
@@ -192,31 +191,24 @@ class HostedRow:
         kept = logits.clone()
         self.kept.append((kept, kept if scores is logits else scores.clone()))
 
-    def settings(
-        self,
-        num_draft_tokens: NumDraftTokens,
-        verification: Verification,
-        seed: int,
-        grammar: Grammar | None,
-    ) -> RowSettings:
-        config = self.call.generation_config
+    def settings(self, shared: RowSettings, seed: int) -> RowSettings:
+        """What the call says, over the batch's own settings."""
+        config, grammar = self.call.generation_config, shared.grammar
         dictionary = bool(config.return_dict_in_generate)
         sampling = SamplingParams(temperature=1.0, seed=seed) if config.do_sample else None
         chain = [*self.call.logits_processor]
         places = [i for i, processor in enumerate(chain) if _warps(processor)]
         cut = places[0] if places and grammar is not None else len(chain)
         before, behind = chain[:cut], chain[cut:]
-        return RowSettings(
+        return replace(
+            shared,
             max_new_tokens=int(config.max_length) - self.call.input_ids.shape[1],
             sampling=sampling or SamplingParams(),
-            num_draft_tokens=num_draft_tokens,
-            verification=verification,
             logits_processor=(partial(self.process, before),) if before else (),
             warpers=(partial(self.warp, behind),) if behind else (),
             return_cache=dictionary and self.call.model_kwargs.get("use_cache") is not False,
             # A stopping criterion ends the row as well; a grammar has to know what may.
             eos_ids=eos_ids_of(config) if grammar is not None else frozenset(),
-            grammar=grammar,
             ends=self.ends,
             sink=self.keep
             if dictionary and (config.output_scores or config.output_logits)
@@ -240,17 +232,12 @@ def generate(
     call: Call,
     prompts: Sequence[Sequence[int]],
     *,
-    num_draft_tokens: NumDraftTokens,
-    verification: Verification,
     seed: int | None,
-    grammar: Grammar | None = None,
-    follows_policy: bool = False,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode what transformers asks for.
 
     Args:
-        batch: empty.
-        follows_policy: whether the batch's policy may change ``num_draft_tokens``.
+        batch: empty, with the drafts, verification and grammar that its rows shall have.
         prompts: of ``call``, checked.
         seed: of the first row; the i-th uses ``seed + i``. None draws one from torch's generator,
             so that ``torch.manual_seed`` makes sampling repeatable; greedy search draws nothing.
@@ -260,14 +247,7 @@ def generate(
         seed = int(torch.randint(2**62, (1,), device="cpu")) if drawn else 0
     rows = [HostedRow(call, i, tuple(prompt)) for i, prompt in enumerate(prompts)]
     requests = [
-        batch.check(
-            row.prompt,
-            seed_offset=i,
-            settings=replace(
-                row.settings(num_draft_tokens, verification, seed, grammar),
-                follows_policy=follows_policy,
-            ),
-        )
+        batch.check(row.prompt, seed_offset=i, settings=row.settings(batch.settings, seed))
         for i, row in enumerate(rows)
     ]
     outputs = _decode(batch, requests, call.streamer)
