@@ -41,7 +41,7 @@ from layerskip.prompts import Example
 from layerskip.search_result import SearchResult, Tried
 from layerskip.skipping import closest_skip_sets, neighbours
 from layerskip.timing import Way, confidence_points, time_against_plain
-from layerskip.trimming import STEPS, Trimming, TrimmingSettings, trim
+from layerskip.trimming import STEPS, Trimmer, Trimming
 
 DEFAULT_SAMPLING = SamplingParams(temperature=0.8, seed=0)
 PAYS = 1.05  # predicted speed-up below which a plan is not worth it
@@ -306,22 +306,20 @@ class _Search:
     def _trim(self, plan: DraftPlan, table: CostTable) -> Trimming:
         settings = self.settings
         tokenizer = self.lm.tokenizer
-        return trim(
+        return Trimmer(
             self.lm,
             plan,
             table,
             self.texts,
-            lambda: self.calibration,
-            TrimmingSettings(
-                settings.sampling,
-                settings.max_draft_tokens,
-                settings.cost_seconds,
-                CHECKED_TEXTS,
-                tuple(tuple(tokenizer(text)["input_ids"]) for text in self.vocabulary_texts),
-            ),
+            calibration=lambda: self.calibration,
             journal=self.journal,
             say=self._say,
-        )
+            sampling=settings.sampling,
+            max_draft_tokens=settings.max_draft_tokens,
+            cost_seconds=settings.cost_seconds,
+            checked_texts=CHECKED_TEXTS,
+            more_texts=[tokenizer(text)["input_ids"] for text in self.vocabulary_texts],
+        ).run()
 
     def _confidence_points(
         self, plan: DraftPlan, vocabulary: Sequence[int] | None

@@ -100,25 +100,6 @@ class Trimming:
         }
 
 
-@dataclass(frozen=True)
-class TrimmingSettings:
-    """As of the search.
-
-    Attributes:
-        sampling: of targets and drafts.
-        max_draft_tokens: the most that a round may draft.
-        cost_seconds: for each table of costs.
-        checked_texts: the most that are decoded to time the choice.
-        more_texts: token ids of more of the user's text, to rank by.
-    """
-
-    sampling: SamplingParams
-    max_draft_tokens: int
-    cost_seconds: float
-    checked_texts: int
-    more_texts: tuple[tuple[int, ...], ...] = ()
-
-
 def vocabularies(
     texts: Sequence[Sequence[int]], vocab_size: int, always: Collection[int]
 ) -> list[tuple[int, ...]]:
@@ -154,53 +135,47 @@ def with_head_of(table: CostTable, trimmed: CostTable) -> CostTable:
     return replace(table, draft_head=Curve(head.rows, head.contexts, seconds), key=trimmed.key)
 
 
-def trim(
-    lm: SelfSpeculativeLM,
-    plan: DraftPlan,
-    table: CostTable,
-    texts: Sequence[Text],
-    calibration: Callable[[], Calibration],
-    settings: TrimmingSettings,
-    *,
-    journal: Journal,
-    say: Callable[[str], None],
-) -> Trimming:
-    """Look for a draft vocabulary that makes ``plan`` faster.
-
-    Args:
-        lm: the model.
-        plan: layers of its draft.
-        table: their costs, with the whole head.
-        texts: to rank ids by, and to try vocabularies on: two or more.
-        calibration: of these texts; asked for when something is not in the journal.
-        settings: how much is measured.
-        journal: keeps every measurement.
-        say: told what comes next.
-    """
-    if lm.stack.why_whole_head is not None:
-        return _whole(f"drafts use the whole head: {lm.stack.why_whole_head}")
-    return _Trimmer(lm, plan, table, texts, calibration, settings, journal, say).run()
-
-
 def _whole(verdict: str, tried: Sequence[TriedVocabulary] = (), ranked_tokens: int = 0) -> Trimming:
     return Trimming(None, None, tuple(tried), ranked_tokens, verdict)
 
 
 @dataclass(frozen=True, eq=False)
-class _Trimmer:
-    """One search for a vocabulary; attributes as of ``trim``."""
+class Trimmer:
+    """One search for a draft vocabulary that makes a plan faster.
+
+    Attributes:
+        lm: the model.
+        plan: layers of its draft.
+        table: their costs, with the whole head.
+        texts: to rank ids by, and to try vocabularies on: two or more.
+        calibration: of these texts; asked for when something is not in the journal.
+        journal: keeps every measurement.
+        say: told what comes next.
+        sampling: of targets and drafts.
+        max_draft_tokens: the most that a round may draft.
+        cost_seconds: for each table of costs.
+        checked_texts: the most that are decoded to time the choice.
+        more_texts: token ids of more of the user's text, to rank by.
+    """
 
     lm: SelfSpeculativeLM
     plan: DraftPlan
     table: CostTable
     texts: Sequence[Text]
     calibration: Callable[[], Calibration]
-    settings: TrimmingSettings
     journal: Journal
     say: Callable[[str], None]
+    sampling: SamplingParams
+    max_draft_tokens: int
+    cost_seconds: float
+    checked_texts: int
+    more_texts: Sequence[Sequence[int]] = ()
 
     def run(self) -> Trimming:
-        ranked = [*(t.ids for t in self.texts[::2]), *self.settings.more_texts]
+        """Rank, try, and time the best."""
+        if self.lm.stack.why_whole_head is not None:
+            return _whole(f"drafts use the whole head: {self.lm.stack.why_whole_head}")
+        ranked = [*(t.ids for t in self.texts[::2]), *self.more_texts]
         tokens, vocab_size = sum(map(len, ranked)), self.lm.stack.vocab_size
         special = getattr(self.lm.tokenizer, "all_special_ids", ())
         always = {i for i in (*special, *self.lm.eos_ids) if 0 <= i < vocab_size}
@@ -246,14 +221,14 @@ class _Trimmer:
 
     def _try(self, ids: tuple[int, ...] | None) -> TriedVocabulary:
         self.say(f"draft vocabulary: {'all' if ids is None else len(ids)} ids")
-        most, context = self.settings.max_draft_tokens, self._context()
+        most, context = self.max_draft_tokens, self._context()
         counts = self.journal.once(
             self._named("acceptance", ids),
             lambda: count(self.calibration().chains(self.plan, most, ids)[1::2], most).to_list(),
             Counts.from_list,
         )
         table = self.table if ids is None else with_head_of(self.table, self._costs(ids))
-        table = table.of(greedy=self.settings.sampling.greedy)
+        table = table.of(greedy=self.sampling.greedy)
         c = table.draft_pass(1, context) / table.verify_pass(1, context)
         k, speed = predict(table, counts.lengths, context)
         covered = (1.0, 1.0) if ids is None else measured_coverage(ids, self._held)
@@ -272,14 +247,14 @@ class _Trimmer:
                 self.plan,
                 draft_vocabulary=ids,
                 head=self._head(ids).including(longest.ids),
-                seconds=self.settings.cost_seconds,
+                seconds=self.cost_seconds,
             ).to_dict()
 
         return self.journal.once(self._named("costs", ids), measure, CostTable.from_dict)
 
     def _timed(self, best: TriedVocabulary, whole: TriedVocabulary) -> TriedVocabulary:
         assert best.ids is not None
-        ids, settings = best.ids, self.settings
+        ids = best.ids
         took = self.journal.once(
             self._named("seconds", ids),
             lambda: time_in_turn(
@@ -290,8 +265,8 @@ class _Trimmer:
                     Way(whole.num_draft_tokens),
                     Way(best.num_draft_tokens, self._head(ids)),
                 ],
-                self._held[: settings.checked_texts],
-                sampling=settings.sampling,
+                self._held[: self.checked_texts],
+                sampling=self.sampling,
             ),
             lambda entry: [tuple(map(float, times)) for times in entry],
         )

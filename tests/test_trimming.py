@@ -13,7 +13,7 @@ from layerskip import SamplingParams, SelfSpeculativeLM, trimming
 from layerskip.calibration import Text
 from layerskip.cost import CostTable, Curve
 from layerskip.journal import Journal
-from layerskip.trimming import TrimmingSettings, measured_coverage, vocabularies, with_head_of
+from layerskip.trimming import Trimmer, measured_coverage, vocabularies, with_head_of
 
 PLAN = PLANS["exit"]
 RANKED, HELD = tuple(range(2, 60)) * 20, (*range(2, 41), 300)
@@ -34,7 +34,7 @@ class GivenChains:
 
 
 def trimmed(monkeypatch, lm, chains: GivenChains, *, took=(2.0, 1.1, 1.0), **changes):
-    """What ``trim`` finds where the head is dearer than all layers together."""
+    """What ``Trimmer`` finds where the head is dearer than all layers together."""
     heads = changes.pop("heads", [])
 
     def cost(stack, plan, head=None, **settings) -> CostTable:
@@ -53,12 +53,21 @@ def trimmed(monkeypatch, lm, chains: GivenChains, *, took=(2.0, 1.1, 1.0), **cha
     monkeypatch.setattr(trimming, "time_in_turn", in_turn)
     texts = changes.pop("texts", TEXTS)
     journal = changes.pop("journal", Journal(None, {}))
-    settings = TrimmingSettings(SamplingParams(), 4, 1.0, 8, **changes)
     said: list[str] = []
-    table = cost(lm.stack, PLAN)
-    found = trimming.trim(
-        lm, PLAN, table, texts, lambda: chains, settings, journal=journal, say=said.append
-    )
+    found = Trimmer(
+        lm,
+        PLAN,
+        cost(lm.stack, PLAN),
+        texts,
+        calibration=lambda: chains,
+        journal=journal,
+        say=said.append,
+        sampling=SamplingParams(),
+        max_draft_tokens=4,
+        cost_seconds=1.0,
+        checked_texts=8,
+        **changes,
+    ).run()
     assert len(said) <= trimming.STEPS
     return found
 
