@@ -62,23 +62,6 @@ class Run:
         return len(self.token_ids) / self.seconds
 
 
-@dataclass(frozen=True)
-class Theory:
-    """Predicted speed-up, ``mean_accepted_length / (d c + v)``, from bare passes.
-
-    There are d draft passes in a round; look-ups make them fewer than drafted tokens.
-
-    Attributes:
-        c: a draft token's pass in units of one plain pass.
-        v: a full-depth pass of k+1 positions in the same units.
-        speedup: the prediction.
-    """
-
-    c: float
-    v: float
-    speedup: float
-
-
 class Comparison:
     """Runs the modes of one model on the same prompts.
 
@@ -181,8 +164,16 @@ class Comparison:
 
         self.early_exit = fastest(grid, prompts, seconds)
 
-    def theory(self, stats: DecodeStats, *, context: int, repeats: int = 30) -> Theory:
-        """Bare draft, verify and plain passes, interleaved, at ``context`` committed slots."""
+    def theory(self, stats: DecodeStats, *, context: int, repeats: int = 30) -> dict[str, float]:
+        """Predicted speed-up, ``mean_accepted_length / (d c + v)``, from bare passes.
+
+        There are d draft passes in a round; look-ups make them fewer than drafted tokens. Draft,
+        verify and plain passes are timed in turn, at ``context`` committed slots.
+
+        Returns:
+            ``c``, a draft token's pass, and ``v``, a full-depth pass of k+1 positions, in units of
+            one plain pass; and ``speedup``, the prediction.
+        """
         stack, plan = self.lm.stack, self.lm.plan
         k = stats.num_draft_tokens / max(1, stats.num_rounds)
         rows = round(k) + 1
@@ -209,7 +200,7 @@ class Comparison:
         c = statistics.median(draft / plain for draft, _, plain in times)
         v = statistics.median(verify / plain for _, verify, plain in times)
         passes = stats.num_draft_passes / max(1, stats.num_rounds)  # look-ups save some
-        return Theory(c, v, stats.mean_accepted_length / (passes * c + v))
+        return {"c": c, "v": v, "speedup": stats.mean_accepted_length / (passes * c + v)}
 
 
 def compare(
@@ -320,8 +311,7 @@ def _document(
     if "layerskip" in counted:
         stats = DecodeStats.merge(r.stats for r in counted["layerskip"] if r.stats is not None)
         context = round(statistics.fmean(len(p) for p in prompts) + comparison.max_new_tokens / 2)
-        theory = comparison.theory(stats, context=context)
-        document["theory"] = {"c": theory.c, "v": theory.v, "speedup": theory.speedup}
+        document["theory"] = comparison.theory(stats, context=context)
     if "hf-early-exit" in counted:
         best = comparison.early_exit
         modes["hf-early-exit"]["settings"] = {

@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 from toys import NUM_LAYERS, PLANS, make_model, random_ids
 
 from layerskip import DecodeStats, DraftPlan, SamplingParams, SelfSpeculativeLM, compare
-from layerskip.compare import (
-    REPEAT_SPAN,
-    Comparison,
-    Run,
-    Theory,
-    repeated_share,
-)
+from layerskip.compare import REPEAT_SPAN, Comparison, Run, repeated_share
 from layerskip.hf_modes import (
     DEFAULT_EARLY_EXIT,
     FINALISTS,
@@ -297,7 +291,7 @@ def predict(
     stats: DecodeStats,
     layers: Sequence[int],
     head_seconds: int | None = None,
-) -> Theory:
+) -> dict[str, float]:
     clock = Clock()
     monkeypatch.setattr(compare, "time", clock)
 
@@ -320,8 +314,8 @@ def test_theory_is_the_formula_over_bare_passes(monkeypatch: pytest.MonkeyPatch)
     theory = predict(monkeypatch, stats, (0, 1))
     plain = 8 * 1.1 + 2
     c, v = (2 * 1.1 + 2) / plain, (8 * 1.5 + 2) / plain
-    assert (theory.c, theory.v) == pytest.approx((c, v))
-    assert theory.speedup == pytest.approx((1 + 3) / (3 * c + v))
+    assert (theory["c"], theory["v"]) == pytest.approx((c, v))
+    assert theory["speedup"] == pytest.approx((1 + 3) / (3 * c + v))
 
 
 def test_theory_takes_the_draft_length_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,18 +325,18 @@ def test_theory_takes_the_draft_length_that_was_used(monkeypatch: pytest.MonkeyP
     theory = predict(monkeypatch, stats, (0, 3, 5))
     plain = 8 * 1.1 + 2
     c = (3 * 1.1 + 2) / plain
-    assert theory.c == pytest.approx(c)
-    assert theory.speedup == pytest.approx(1.5 / (2.5 * c + theory.v))
+    assert theory["c"] == pytest.approx(c)
+    assert theory["speedup"] == pytest.approx(1.5 / (2.5 * c + theory["v"]))
 
 
 def test_theory_prices_the_head_over_the_draft_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     theory = predict(monkeypatch, DecodeStats(num_rounds=10), (0, 1), head_seconds=1)
-    assert theory.c == pytest.approx((2 * 1.1 + 1) / (8 * 1.1 + 2))
+    assert theory["c"] == pytest.approx((2 * 1.1 + 1) / (8 * 1.1 + 2))
 
 
 def test_theory_of_plain_decoding_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     theory = predict(monkeypatch, DecodeStats(num_rounds=10), range(8))
-    assert (theory.v, theory.speedup) == pytest.approx((1.0, 1.0))
+    assert (theory["v"], theory["speedup"]) == pytest.approx((1.0, 1.0))
 
 
 class Scripted:
@@ -365,9 +359,9 @@ class Scripted:
     def tune_early_exit(self, prompts: Sequence[Sequence[int]]) -> None:
         self.tuned += len(prompts)
 
-    def theory(self, stats: DecodeStats, *, context: int) -> Theory:
+    def theory(self, stats: DecodeStats, *, context: int) -> dict[str, float]:
         assert stats.num_draft_tokens == 16 * 2
-        return Theory(0.25, 1.25, stats.mean_accepted_length)
+        return {"c": 0.25, "v": 1.25, "speedup": stats.mean_accepted_length}
 
 
 FRESH, OTHER, LOOP = tuple(range(20)), tuple(range(1, 21)), (1, 2) * 10
@@ -505,7 +499,7 @@ def test_every_mode_is_timed_equally_often_after_one_warm_run() -> None:
 def test_looping_prompts_are_left_out() -> None:
     fake, contexts = scripted(plain=[LOOP, FRESH], layerskip=[LOOP, FRESH]), []
     fake.lm.encode = lambda text: [int(text)] * (500 if text == "0" else 30)
-    fake.theory = lambda stats, context: contexts.append(context) or Theory(1.0, 1.0, 1.0)
+    fake.theory = lambda stats, context: contexts.append(context) or {}
     document = compare.compare(fake, EXAMPLES, modes=["layerskip"], repeats=1, max_repeated=0.2)
     assert (document["prompts"], document["prompts_left_out"]) == (1, 1)
     assert document["new_tokens"] == 20
