@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from layerskip.ab_result import SIDES, ABResult, Pair, Run, Side
 from layerskip.encoding import Prompt, PromptEncoder
+from layerskip.outputs import GenerationOutput
 from layerskip.params import (
     AUTO,
     MAX_SEED,
@@ -123,8 +124,7 @@ def ab(
     tasks, left_out = _tasks(lm, traffic, max_new_tokens)
     if AUTO in (arms["a"].num_draft_tokens, arms["b"].num_draft_tokens):
         _ = lm.controller  # passes are measured now, not in a request
-    settings = _Settings(sampling, max_new_tokens, seed)
-    decoders = {side: _decoder(lm, arms[side], settings) for side in SIDES}
+    decoders = {s: _decoder(lm, arms[s], sampling, max_new_tokens, seed) for s in SIDES}
     pairs, interrupted = run_in_turn(tasks, decoders, repeats, seed, on_progress)
     inexact = "" if lm.stack.exactness.wanted else lm.exactness
     return ABResult(arms["a"].name, arms["b"].name, pairs, left_out, interrupted, inexact)
@@ -188,30 +188,21 @@ def _tasks(
     return tasks, left_out
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """What both arms share."""
-
-    sampling: SamplingParams
-    max_new_tokens: int
-    seed: int
-
-
-def _decoder(lm: "SelfSpeculativeLM", arm: Arm, settings: _Settings) -> Callable[[Task], Run]:
+def _decoder(
+    lm: "SelfSpeculativeLM", arm: Arm, sampling: SamplingParams, max_new_tokens: int, seed: int
+) -> Callable[[Task], Run]:
     following = copy(lm)  # which shares all that it holds
     following.policy = arm.policy
 
     def decode(task: Task) -> Run:
-        batch = following.open_batch(
-            max_new_tokens=settings.max_new_tokens,
-            sampling=replace(settings.sampling, seed=(settings.seed + task.index) % (MAX_SEED + 1)),
+        output = following.generate(
+            task.token_ids,
+            max_new_tokens=max_new_tokens,
+            sampling=replace(sampling, seed=(seed + task.index) % (MAX_SEED + 1)),
             num_draft_tokens=arm.num_draft_tokens,
             labels=task.labels,
         )
-        row = batch.add(task.token_ids)
-        while batch.unfinished:
-            batch.step()
-        output = batch.remove(row)
+        assert isinstance(output, GenerationOutput)
         times = [record.elapsed_seconds for record in output.rounds]
         return Run(output.token_ids, times[0], times[-1])
 

@@ -21,6 +21,7 @@ from layerskip.ambient import Decoding
 from layerskip.api import SelfSpeculativeLM
 from layerskip.cache import Segment
 from layerskip.model import DecoderStack
+from layerskip.outputs import GenerationOutput
 from layerskip.params import MAX_SEED, SamplingParams
 from layerskip.plan import DraftPlan
 from layerskip.prompts import Example
@@ -84,7 +85,10 @@ def read_texts(
             follows = example.continuation[: MAX_TOKEN_CHARACTERS * room]
             ids = list(lm.tokenizer(example.prompt + follows)["input_ids"])
         else:
-            ids = [*prompt, *_written(lm, prompt, room, replace(sampling, seed=seed))]
+            own = replace(sampling, seed=seed)
+            out = lm.generate(prompt, max_new_tokens=room, sampling=own, num_draft_tokens=0)
+            assert isinstance(out, GenerationOutput)
+            ids = [*prompt, *out.token_ids]
         # The first token after a prompt comes from the prefill and is never drafted.
         text = Text(tuple(ids[: len(prompt) + room]), len(prompt), seed)
         if text.window >= 2:
@@ -95,16 +99,6 @@ def read_texts(
             f"{lm.stack.max_positions} positions, or none is followed by as many"
         )
     return texts
-
-
-def _written(
-    lm: SelfSpeculativeLM, prompt: Sequence[int], room: int, sampling: SamplingParams
-) -> tuple[int, ...]:
-    batch = lm.open_batch(max_new_tokens=room, sampling=sampling, num_draft_tokens=0)
-    row = batch.add(prompt)
-    while batch.unfinished:
-        batch.step()
-    return batch.remove(row).token_ids
 
 
 class Calibration:
