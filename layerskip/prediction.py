@@ -35,6 +35,39 @@ class Counts:
         return cls(tuple(map(float, lengths)), tuple(map(float, acceptance)), float(first))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What was found about one way to draft.
+
+    Attributes:
+        counts: along texts.
+        c: a drafted token's pass in units of a plain one.
+        num_draft_tokens: the best number; 0 if none beats plain decoding.
+        predicted: speed-up with that many, ``mean_accepted_length / (k c + v)``.
+        measured: the speed-up that decoding showed, and the ends of its 95 % interval; None where
+            it was not timed.
+    """
+
+    counts: Counts
+    c: float
+    num_draft_tokens: int
+    predicted: float
+    measured: tuple[float, float, float] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "acceptance": list(self.counts.acceptance),
+            "first_acceptance": self.counts.first,
+            "mean_accepted_length": self.counts.lengths[self.num_draft_tokens],
+            "c": self.c,
+            "num_draft_tokens": self.num_draft_tokens,
+            "predicted_speedup": self.predicted,
+            "measured_speedup": None if self.measured is None else self.measured[0],
+            "measured_speedup_ci95": None if self.measured is None else list(self.measured[1:]),
+        }
+
+
 def count(chains: Chains, max_draft_tokens: int) -> Counts:
     """Sum up replayed rounds; draft lengths that no text has room for are left out."""
     lengths = [1.0]

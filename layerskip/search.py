@@ -258,7 +258,9 @@ class _Search:
         table = self._costs(plan)
         c = table.draft_pass(1, self.context) / table.verify_pass(1, self.context)
         k, speed = predict(table, counts.lengths, self.context)
-        self.tried[plan.layers] = Tried(plan, found_by, counts, c, k, speed)
+        self.tried[plan.layers] = Tried(
+            plan, found_by, counts=counts, c=c, num_draft_tokens=k, predicted=speed
+        )
 
     def _costs(self, plan: DraftPlan) -> CostTable:
         return draft_costs(self.shallow, self.deep, len(plan.layers), self.depth)

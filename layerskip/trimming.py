@@ -18,7 +18,7 @@ from layerskip.draft_head import DraftHead
 from layerskip.journal import Journal
 from layerskip.params import SamplingParams
 from layerskip.plan import DraftPlan
-from layerskip.prediction import Counts, count, predict
+from layerskip.prediction import Counts, Found, count, predict
 from layerskip.profiling import measure_cost
 from layerskip.timing import PLAIN, Way, time_in_turn
 from layerskip.vocabulary import choose_vocabulary, coverage
@@ -31,27 +31,20 @@ STEPS = len(COVERAGES) + 2
 
 
 @dataclass(frozen=True)
-class TriedVocabulary:
+class TriedVocabulary(Found):
     """A draft vocabulary and what was found about it along texts that it was not ranked on.
 
     Attributes:
         ids: kept, ascending; None: all, for comparison.
         coverage: share of the texts' emitted tokens among them.
         promised: what the coverage is to be at least, by the texts' spread.
-        counts, c, num_draft_tokens, predicted: as of a plan that was tried.
-        measured: the speed-up over plain decoding, and the ends of its 95 % interval; None where
-            it was not timed.
-        over_whole: speed in units of that with the whole head, timed in turn.
+        over_whole: speed in units of that with the whole head, timed in turn; None where it was
+            not timed.
     """
 
     ids: tuple[int, ...] | None
     coverage: float
     promised: float
-    counts: Counts
-    c: float
-    num_draft_tokens: int
-    predicted: float
-    measured: tuple[float, float, float] | None = None
     over_whole: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,14 +53,7 @@ class TriedVocabulary:
             "num_ids": None if self.ids is None else len(self.ids),
             "coverage": self.coverage,
             "promised_coverage": self.promised,
-            "acceptance": list(self.counts.acceptance),
-            "first_acceptance": self.counts.first,
-            "mean_accepted_length": self.counts.lengths[self.num_draft_tokens],
-            "c": self.c,
-            "num_draft_tokens": self.num_draft_tokens,
-            "predicted_speedup": self.predicted,
-            "measured_speedup": None if self.measured is None else self.measured[0],
-            "measured_speedup_ci95": None if self.measured is None else list(self.measured[1:]),
+            **super().to_dict(),
             "measured_over_whole_head": self.over_whole,
         }
 
@@ -232,7 +218,9 @@ class Trimmer:
         c = table.draft_pass(1, context) / table.verify_pass(1, context)
         k, speed = predict(table, counts.lengths, context)
         covered = (1.0, 1.0) if ids is None else measured_coverage(ids, self._held)
-        return TriedVocabulary(ids, *covered, counts, c, k, speed)
+        return TriedVocabulary(
+            ids, *covered, counts=counts, c=c, num_draft_tokens=k, predicted=speed
+        )
 
     def _context(self) -> float:
         return statistics.fmean(t.start + t.window / 2 for t in self._held)

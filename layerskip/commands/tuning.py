@@ -17,11 +17,13 @@ from layerskip.plan import ranges
 if TYPE_CHECKING:
     from layerskip.api import SelfSpeculativeLM
     from layerskip.cost import CostTable
+    from layerskip.prediction import Found
     from layerskip.search_result import SearchResult
     from layerskip.trimming import Trimming
 
 VERIFIED_ROWS = 8  # of the v that is printed
 MAX_SECONDS = 600.0
+FIGURES = ("accepted", "length", "c", "tokens", "predicted", "measured")  # of what was tried
 
 
 def add_parsers(commands: Any) -> None:
@@ -221,19 +223,10 @@ def _tried_table(result: "SearchResult") -> Table:
     )
     shown.add_column("draft layers")
     shown.add_column("found by", no_wrap=True)
-    for name in ("accepted", "length", "c", "tokens", "predicted", "measured"):
+    for name in FIGURES:
         shown.add_column(name, justify="right", no_wrap=True)
     for tried in result.tried:
-        shown.add_row(
-            ranges(tried.plan.layers),
-            tried.found_by,
-            f"{tried.counts.first:.0%}",
-            f"{tried.counts.lengths[tried.num_draft_tokens]:.2f}",
-            f"{tried.c:.3f}",
-            str(tried.num_draft_tokens),
-            f"{tried.predicted:.2f}x",
-            "" if tried.measured is None else f"{tried.measured[0]:.2f}x",
-        )
+        shown.add_row(ranges(tried.plan.layers), tried.found_by, *_figures(tried))
     return shown
 
 
@@ -245,17 +238,21 @@ def _vocabulary_table(trimming: "Trimming") -> Table:
         pad_edge=False,
         title=f"draft vocabularies, ranked by {trimming.ranked_tokens} tokens of other texts",
     )
-    for name in ("ids", "coverage", "accepted", "length", "c", "tokens", "predicted", "measured"):
+    for name in ("ids", "coverage", *FIGURES):
         shown.add_column(name, justify="right", no_wrap=True)
     for tried in trimming.tried:
-        shown.add_row(
-            "all" if tried.ids is None else str(len(tried.ids)),
-            f"{tried.coverage:.1%}",
-            f"{tried.counts.first:.0%}",
-            f"{tried.counts.lengths[tried.num_draft_tokens]:.2f}",
-            f"{tried.c:.3f}",
-            str(tried.num_draft_tokens),
-            f"{tried.predicted:.2f}x",
-            "" if tried.measured is None else f"{tried.measured[0]:.2f}x",
-        )
+        ids = "all" if tried.ids is None else str(len(tried.ids))
+        shown.add_row(ids, f"{tried.coverage:.1%}", *_figures(tried))
     return shown
+
+
+def _figures(found: "Found") -> tuple[str, ...]:
+    """As ``FIGURES`` has them."""
+    return (
+        f"{found.counts.first:.0%}",
+        f"{found.counts.lengths[found.num_draft_tokens]:.2f}",
+        f"{found.c:.3f}",
+        str(found.num_draft_tokens),
+        f"{found.predicted:.2f}x",
+        "" if found.measured is None else f"{found.measured[0]:.2f}x",
+    )
