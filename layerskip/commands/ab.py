@@ -13,6 +13,7 @@ from layerskip.commands.options import (
     bad_lines_option,
     load,
     model_options,
+    new_table,
     sampling_of,
     sampling_options,
     say,
@@ -87,16 +88,12 @@ def _show(console: Console, result: "ABResult", traffic: "Traffic") -> None:
 
 
 def _table(result: "ABResult") -> Table:
-    shown = Table(
-        box=None,
-        padding=(0, 1),
-        pad_edge=False,
+    shown = new_table(
+        ("", escape(f"a ({result.a})"), escape(f"b ({result.b})"), "b vs a", "95 %"),
+        left=("",),
         title=f"{len(result.pairs)} prompts, {len(result.pairs[0].a)} runs of each in each arm",
         caption="b's speed over a's; above 1, b is faster",
     )
-    names = ("", f"a ({result.a})", f"b ({result.b})", "b vs a", "95 %")
-    for name in names:
-        shown.add_column(escape(name), justify="right" if name else "left", no_wrap=True)
     a, b = (result.summaries[side] for side in ("a", "b"))
     shown.add_row("first token, p50", _ms(a.ttft_p50), _ms(b.ttft_p50), "", "")
     shown.add_row(

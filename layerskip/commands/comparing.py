@@ -16,6 +16,7 @@ from layerskip.commands.options import (
     examples_of,
     load,
     model_options,
+    new_table,
     print_round,
     print_text,
     quiet,
@@ -233,16 +234,13 @@ def _mode_table(document: dict[str, Any], names: dict[str, str] | None = None) -
     from layerskip.bootstrap import LEAST_PROMPTS
 
     sure = "95 %" if document["prompts"] >= LEAST_PROMPTS else "lowest-highest"
-    table = Table(
-        box=None,
-        padding=(0, 1),
-        pad_edge=False,
+    table = new_table(
+        ("mode", "tok/s", "vs plain", sure, "same", "accepted", "length"),
+        left=("mode",),
         title=f"{document['prompts']} prompts, {document['new_tokens']} tokens, "
         f"temperature {document['temperature']:g}, {document['threads']} threads, "
         f"repeated 8-grams {document['repeated_8gram_share']:.0%}",
     )
-    for name in ("mode", "tok/s", "vs plain", sure, "same", "accepted", "length"):
-        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     for mode, row in document["modes"].items():
         low, high = row["speedup_vs_plain_ci95"]
         table.add_row(

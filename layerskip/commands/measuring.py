@@ -14,6 +14,7 @@ from layerskip.commands.options import (
     bad_lines_option,
     load,
     model_options,
+    new_table,
     sampling_of,
     sampling_options,
     say,
@@ -138,11 +139,8 @@ class _Bar:
 
 def _table(summary: "Summary") -> Table:
     """Every task in every arm."""
-    shown = Table(box=None, padding=(0, 1), pad_edge=False)
-    shown.add_column("task")
-    shown.add_column("arm", no_wrap=True)
-    for name in ("requests", "accepted", "length", "tokens/s"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    columns = ("task", "arm", "requests", "accepted", "length", "tokens/s")
+    shown = new_table(columns, left=("task", "arm"), wrapped=("task",))
     for task, arms in summary.tasks.items():
         for arm, totals in arms.items():
             rate, speed = totals.acceptance_rate, totals.tokens_per_second

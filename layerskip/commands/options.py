@@ -1,12 +1,13 @@
-"""What commands share: which model, and how it is loaded."""
+"""What commands share: which model, how it is loaded, and how tables look."""
 
 import argparse
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Literal
 
 from rich.markup import escape
 from rich.segment import Segment, Segments
 from rich.style import Style
+from rich.table import Table
 
 from layerskip.params import AUTO, NumDraftTokens
 from layerskip.text import TextStream, by_origin
@@ -51,6 +52,29 @@ def print_round(
 def say(console: "Console", text: str, style: str | None = None) -> None:
     """A line as it is."""
     console.print(escape(text), style=style, highlight=False, soft_wrap=True)
+
+
+def new_table(
+    columns: Iterable[str],
+    *,
+    left: Collection[str] = (),
+    wrapped: Collection[str] = (),
+    title: str | None = None,
+    caption: str | None = None,
+) -> Table:
+    """An empty table without lines around its cells.
+
+    Args:
+        columns: their names, of numbers.
+        left: those of words instead.
+        wrapped: those that may take several lines where a row is too long.
+        title, caption: above and below.
+    """
+    shown = Table(box=None, padding=(0, 1), pad_edge=False, title=title, caption=caption)
+    for name in columns:
+        side: Literal["left", "right"] = "left" if name in left else "right"
+        shown.add_column(name, justify=side, no_wrap=name not in wrapped)
+    return shown
 
 
 def bad_lines_option(command: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from layerskip.commands.options import examples_of, load, model_options, quiet
+from layerskip.commands.options import examples_of, load, model_options, new_table, quiet
 from layerskip.commands.progress import counting
 from layerskip.plan import ranges
 
@@ -124,14 +124,13 @@ def _units(table: "CostTable") -> list[dict[str, float]]:
 def _cost_table(document: dict[str, Any], table: "CostTable") -> Table:
     """Milliseconds of passes by rows and context, and what they are in plain passes."""
     drafts = document["draft_layers"] is not None
-    shown = Table(box=None, padding=(0, 1), pad_edge=False)
-    for name in ("pass, ms", "rows", *(f"at {c}" for c in table.verify.contexts)):
-        shown.add_column(name, justify="left" if name == "pass, ms" else "right", no_wrap=True)
+    contexts = table.verify.contexts
+    shown = new_table(("pass, ms", "rows", *(f"at {c}" for c in contexts)), left=("pass, ms",))
     greedy = table.of(greedy=True)
     kinds = [("verify", greedy.verify_pass), *([("draft", greedy.draft_pass)] if drafts else [])]
     for kind, seconds in kinds:
         for rows in table.verify.rows:
-            times = [f"{1e3 * seconds(rows, c):.2f}" for c in table.verify.contexts]
+            times = [f"{1e3 * seconds(rows, c):.2f}" for c in contexts]
             shown.add_row("plain" if (kind, rows) == ("verify", 1) else kind, str(rows), *times)
     units = document["units"]
     for suffix, when in (("", ""), ("_sampled", ", sampled")):
@@ -214,17 +213,13 @@ def _without_plan(args: argparse.Namespace) -> "SelfSpeculativeLM":
 def _tried_table(result: "SearchResult") -> Table:
     """Every plan that was measured, the best prediction first."""
     found = result.file.measurements
-    shown = Table(
-        box=None,
-        padding=(0, 1),
-        pad_edge=False,
+    shown = new_table(
+        ("draft layers", "found by", *FIGURES),
+        left=("draft layers", "found by"),
+        wrapped=("draft layers",),
         title=f"{found['positions']} positions of {found['texts']} texts, "
         f"temperature {found['temperature']:g}",
     )
-    shown.add_column("draft layers")
-    shown.add_column("found by", no_wrap=True)
-    for name in FIGURES:
-        shown.add_column(name, justify="right", no_wrap=True)
     for tried in result.tried:
         shown.add_row(ranges(tried.plan.layers), tried.found_by, *_figures(tried))
     return shown
@@ -232,14 +227,10 @@ def _tried_table(result: "SearchResult") -> Table:
 
 def _vocabulary_table(trimming: "Trimming") -> Table:
     """Every draft vocabulary that was measured, the whole one first."""
-    shown = Table(
-        box=None,
-        padding=(0, 1),
-        pad_edge=False,
+    shown = new_table(
+        ("ids", "coverage", *FIGURES),
         title=f"draft vocabularies, ranked by {trimming.ranked_tokens} tokens of other texts",
     )
-    for name in ("ids", "coverage", *FIGURES):
-        shown.add_column(name, justify="right", no_wrap=True)
     for tried in trimming.tried:
         ids = "all" if tried.ids is None else str(len(tried.ids))
         shown.add_row(ids, f"{tried.coverage:.1%}", *_figures(tried))
