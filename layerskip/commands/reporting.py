@@ -1,6 +1,7 @@
 """``layerskip report``: from recorded traffic to tables, a page, and the decision."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
@@ -50,6 +51,7 @@ def run_report(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     from layerskip.files import check_writable
     from layerskip.telemetry.aggregation import acceptance_report
     from layerskip.telemetry.decision import decide
+    from layerskip.telemetry.runs import SAMPLES, read_lines
 
     files = [check_writable(path) for path in (args.policy, args.html) if path is not None]
     if len(set(files)) < len(files):
@@ -64,7 +66,10 @@ def run_report(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         policy = decide(report)
         # Files first: printing ends all where nobody reads stdout.
         if args.html is not None:  # a damaged sample ends it
-            _write_html(report, policy, args)
+            from layerskip.telemetry.html import write_html
+
+            samples = list(read_lines(Path(args.runs) / SAMPLES))
+            write_html(report, policy, samples, args.html)
         if args.policy is not None:
             policy.save(args.policy)
     for table in (_acceptance_table(report), _latency_table(report), _decision_table(policy)):
@@ -75,15 +80,6 @@ def run_report(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         if path is not None:
             console.print(escape(f"written to {path}"), highlight=False, soft_wrap=True)
     return {"report": report.to_dict(), "policy": policy.to_dict()}
-
-
-def _write_html(report: "AcceptanceReport", policy: "Policy", args: argparse.Namespace) -> None:
-    from pathlib import Path
-
-    from layerskip.telemetry.html import write_html
-    from layerskip.telemetry.runs import SAMPLES, read_lines
-
-    write_html(report, policy, list(read_lines(Path(args.runs) / SAMPLES)), args.html)
 
 
 TEXTS = ("task", "bucket", "arm", "drafts", "why")  # columns of words; the others are of numbers

@@ -40,13 +40,8 @@ def write_page(path: str | Path, simulation: Simulation, said: Sequence[str]) ->
     Args:
         said: sentences about what came out and what was assumed.
     """
-    write_text(path, render(simulation, said))
-
-
-def render(simulation: Simulation, said: Sequence[str]) -> str:
-    """The page's text."""
     policies = list(dict.fromkeys(c.policy for c in simulation.cells))
-    return page(
+    text = page(
         "simulation.html",
         num_requests=simulation.num_requests,
         seed=simulation.seed,
@@ -57,6 +52,7 @@ def render(simulation: Simulation, said: Sequence[str]) -> str:
         ],
         tables=[_table(simulation, name, title) for name, title in TIMES],
     )
+    write_text(path, text)
 
 
 def _figure(
