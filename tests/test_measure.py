@@ -26,10 +26,10 @@ from layerskip.outputs import Round
 from layerskip.policy import Policy, Rule
 from layerskip.telemetry import measure as measuring
 from layerskip.telemetry import summary
-from layerskip.telemetry.measure import LeftOut, Measurement, MeasureSettings, measure
+from layerskip.telemetry.measure import Measurement, MeasureSettings, measure
 from layerskip.telemetry.runs import JsonLines, RunsFolder, read_lines
 from layerskip.telemetry.summary import summarize
-from layerskip.telemetry.traffic import Traffic
+from layerskip.telemetry.traffic import LeftOut, Traffic
 
 REPO = Path(__file__).parents[1]
 CURVE = Curve((1, 8), (0,), ((1.0, 1.0),))

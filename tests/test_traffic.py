@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip.telemetry.traffic import MOST_KEPT, BadLine, Request, Traffic
+from layerskip.telemetry.traffic import MOST_KEPT, LeftOut, Request, Traffic
 
 USER = {"role": "user", "content": "why?"}
 ANSWER = {"role": "assistant", "content": "because"}
@@ -94,7 +94,7 @@ def test_only_the_first_bad_lines_are_kept(file: Path) -> None:
     traffic = Traffic.read(write(file, *["?"] * 50, {"prompt": "a"}), bad_lines="skip")
     assert traffic.num_bad_lines == 50
     assert len(traffic.bad_lines) == MOST_KEPT
-    assert traffic.bad_lines[1] == BadLine(2, "an object was expected, got str")
+    assert traffic.bad_lines[1] == LeftOut(2, "an object was expected, got str")
 
 
 def test_labels_come_from_any_field(file: Path) -> None:

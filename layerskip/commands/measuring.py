@@ -25,8 +25,8 @@ from layerskip.params import AUTO
 
 if TYPE_CHECKING:
     from layerskip.params import NumDraftTokens
-    from layerskip.telemetry.measure import LeftOut
     from layerskip.telemetry.summary import Summary
+    from layerskip.telemetry.traffic import LeftOut
 
 
 def add_parsers(commands: Any) -> None:

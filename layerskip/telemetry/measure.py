@@ -30,7 +30,7 @@ from layerskip.params import (
 from layerskip.policy import Policy
 from layerskip.telemetry.runs import RunsFolder
 from layerskip.telemetry.summary import MOST_TASKS, Summary, summarize
-from layerskip.telemetry.traffic import Request, Traffic
+from layerskip.telemetry.traffic import LeftOut, Request, Traffic
 from layerskip.text import TextStream, by_origin
 
 if TYPE_CHECKING:
@@ -84,14 +84,6 @@ class MeasureSettings:
     def sampling_of(self, index: int) -> SamplingParams:
         """Noise of its own for each prompt, the same in every arm."""
         return replace(self.sampling, seed=(self.seed + index) % (MAX_SEED + 1))
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A prompt that was not decoded: the number of its line, from 1, and why."""
-
-    number: int
-    reason: str
 
 
 def measure(

@@ -34,8 +34,8 @@ class Request:
 
 
 @dataclass(frozen=True)
-class BadLine:
-    """A line that is no request: its number, from 1, and why."""
+class LeftOut:
+    """A line that is no request, or one that was not decoded: its number, from 1, and why."""
 
     number: int
     reason: str
@@ -61,7 +61,7 @@ class Traffic:
     source: Callable[[], Iterator[Request]] = field(repr=False)
     labels: tuple[str, ...] = ()
     num_bad_lines: int = 0
-    bad_lines: tuple[BadLine, ...] = ()
+    bad_lines: tuple[LeftOut, ...] = ()
 
     def __iter__(self) -> Iterator[Request]:
         return self.source()
@@ -157,7 +157,7 @@ class _Lines:
         self.path, self.labels, self.bad_lines, self.limit = path, labels, bad_lines, limit
         self.fields: tuple[str, ...] = ()
         self.found: set[str] = set()
-        self.num_bad, self.bad = 0, list[BadLine]()
+        self.num_bad, self.bad = 0, list[LeftOut]()
         self.digest = hashlib.sha256()
 
     def requests(self) -> Iterator[Request]:
@@ -172,7 +172,7 @@ class _Lines:
                 row = _row(line)
                 request = _request(index, row, self.labels)
             except (ValueError, TypeError) as error:
-                self._refuse(BadLine(index + 1, str(error)))
+                self._refuse(LeftOut(index + 1, str(error)))
                 continue
             self.fields = self.fields or tuple(map(str, row))
             self.found.update(request.labels)
@@ -186,7 +186,7 @@ class _Lines:
         except OSError as error:
             raise ValueError(f"{self.path} cannot be read: {error.strerror}") from None
 
-    def _refuse(self, line: BadLine) -> None:
+    def _refuse(self, line: LeftOut) -> None:
         if self.bad_lines == "fail":
             raise ValueError(
                 f"{self.path} line {line.number} is not a prompt ({line.reason}); "
@@ -197,7 +197,7 @@ class _Lines:
             self.bad.append(line)
 
 
-def _said(bad: Sequence[BadLine]) -> str:
+def _said(bad: Sequence[LeftOut]) -> str:
     return f" (line {bad[0].number}: {bad[0].reason})" if bad else ""
 
 
