@@ -15,7 +15,7 @@ or an end. What is said of rounds (rows, drafted tokens, prefills) is of all of 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,8 @@ from layerskip.cost import CostTable
 from layerskip.machine_time import MachineTime
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS, MAX_NUM_DRAFT_TOKENS
 from layerskip.pass_costs import Overhead, PassCosts, prefill_seconds
-from layerskip.simulated_controller import Automatic, Batches, Fixed, Policy
-from layerskip.workload import Stream
+from layerskip.simulated_controller import Automatic, Batches, Fixed
+from layerskip.workload import Stream, Traffic
 
 OFF = "off"
 QUANTILES = (0.5, 0.9, 0.99)
@@ -35,14 +35,6 @@ MOST_CONCURRENCY = 1024
 MOST_REQUESTS = 10_000_000
 
 Floats = NDArray[np.float64]
-
-
-class Traffic(Protocol):
-    """Where requests come from: ``workload.Recorded`` or ``workload.Synthetic``."""
-
-    def stream(self, num_requests: int, seed: int, new_tokens: int | None = None) -> Stream:
-        """So many requests."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -186,7 +178,7 @@ def simulate(
                 passes_per_token=passes_per_token,
             )
             loop = Loop(stream, prefill, costs, number, seed, machine)
-            policy: Policy = Fixed(drafted[name])
+            policy: Automatic | Fixed = Fixed(drafted[name])
             if name == "auto":
                 policy = Automatic(costs, stream, loop.shape, seed)
             loop.run(policy, partial(_report, on_progress, len(cells) * num_requests, total))
@@ -277,7 +269,7 @@ class Loop:
         self._rounds = self._rows = self._drafted = self._round_tokens = 0
         self._prefills = self._steps_with_prefills = 0
 
-    def run(self, policy: Policy, on_progress: Callable[[int], None]) -> None:
+    def run(self, policy: Automatic | Fixed, on_progress: Callable[[int], None]) -> None:
         """To the last counted request."""
         steps = 0
         while self._left.any():
@@ -307,7 +299,7 @@ class Loop:
             self._prefills / max(1, self._steps_with_prefills),
         )
 
-    def _step(self, policy: Policy) -> None:
+    def _step(self, policy: Automatic | Fixed) -> None:
         """One ``Decoder.step`` of every batch that still has counted requests."""
         stream, size = self._stream, len(self._stream)
         running = (self._left > 0)[:, None]

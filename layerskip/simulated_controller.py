@@ -10,7 +10,7 @@ and clocks correct nothing.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,18 +55,6 @@ class Batches:
     right: Ints
 
 
-class Policy(Protocol):
-    """How many tokens rows draft."""
-
-    def lengths(self, batches: Batches) -> Ints:
-        """Of this round, ``(batches, rows)``; 0 where a row does not decode."""
-        ...
-
-    def observe(self, batches: Batches, drafted: Ints) -> None:
-        """The round was run."""
-        ...
-
-
 class Fixed:
     """The same number in every round, as far as there is room; 0: plain decoding."""
 
@@ -74,6 +62,7 @@ class Fixed:
         self.num_draft_tokens = num_draft_tokens
 
     def lengths(self, batches: Batches) -> Ints:
+        """Tokens that rows draft, ``(batches, rows)``; 0 where one does not decode."""
         wanted = np.minimum(self.num_draft_tokens, batches.room)
         return np.where(batches.decoding, wanted, 0)
 
@@ -128,6 +117,7 @@ class Automatic:
         self._prices = Prices(nothing, nothing, nothing, nothing, np.zeros((shape[0], DEPTH)))
 
     def lengths(self, batches: Batches) -> Ints:
+        """Tokens that rows draft, ``(batches, rows)``; 0 where one does not decode."""
         self._begin(batches)
         rows = batches.decoding.sum(1)
         prices = self._priced(batches, np.zeros_like(rows), rows)
@@ -151,6 +141,7 @@ class Automatic:
         return self._grown(batches, wanted, most, acceptance, rate)
 
     def observe(self, batches: Batches, drafted: Ints) -> None:
+        """The round was run."""
         accepted, prices = np.minimum(drafted, batches.right), self._prices
         judged = np.minimum(accepted + (accepted < drafted), DEPTH)
         keep = ROW_DISCOUNT**judged

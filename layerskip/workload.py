@@ -212,6 +212,9 @@ class Synthetic:
         )
 
 
+Traffic = Recorded | Synthetic
+
+
 def run_lengths(right: NDArray[np.bool_], tokens: Ints) -> NDArray[np.uint8]:
     """For each token how many right ones follow in a row, itself the first, in its own request."""
     ends = np.repeat(np.cumsum(tokens), tokens)

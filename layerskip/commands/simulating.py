@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from layerskip.cost import CostTable
     from layerskip.machine_time import MachineTime
     from layerskip.pass_costs import Overhead
-    from layerskip.simulate import Simulation, Traffic
+    from layerskip.simulate import Simulation
+    from layerskip.workload import Traffic
 
 CONCURRENCY = "1,2,4,8,16,32"
 POLICIES = "off,fixed:4,auto"

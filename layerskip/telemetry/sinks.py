@@ -7,14 +7,14 @@ drafts nothing, and is no round here.
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from layerskip.cost import CostTable
 from layerskip.outputs import Round
-from layerskip.telemetry.drift import MOST_BUCKETS, OTHER_BUCKET
+from layerskip.telemetry.drift import MOST_BUCKETS, OTHER_BUCKET, DriftMonitor
 from layerskip.telemetry.gauges import Calibration, Drafts
 from layerskip.telemetry.runs import JsonLines
 
@@ -75,25 +75,6 @@ class JsonlSink:
         self.close()
 
 
-class BucketDrift(Protocol):
-    """How far a bucket has drifted: sums that raise an alarm at 1, and the alarms so far."""
-
-    @property
-    def down(self) -> float: ...
-    @property
-    def up(self) -> float: ...
-    @property
-    def num_down_alarms(self) -> int: ...
-    @property
-    def num_up_alarms(self) -> int: ...
-
-
-class Watch(Protocol):
-    """A ``DriftMonitor``, as far as a sink asks it."""
-
-    def states(self) -> Mapping[str, BucketDrift]: ...
-
-
 class PrometheusSink:
     """Counts rounds for Prometheus, through its client library.
 
@@ -128,7 +109,7 @@ class PrometheusSink:
         prefix: str = "selfspec",
         label: str | None = None,
         cost: CostTable | None = None,
-        drift: Watch | None = None,
+        drift: DriftMonitor | None = None,
     ) -> None:
         try:
             import prometheus_client
@@ -248,7 +229,7 @@ class PrometheusSink:
                 margin.add_metric([label], bucket.margin(self._cost))
         yield from (current, error, c, beta, margin)
 
-    def _drifts(self, drift: Watch) -> Iterator["Metric"]:
+    def _drifts(self, drift: DriftMonitor) -> Iterator["Metric"]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         by = ("bucket", "direction")
