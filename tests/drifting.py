@@ -1,10 +1,12 @@
 """Streams of requests that differ, as drift is told in."""
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
 from layerskip import Round
+from layerskip.telemetry.baseline import Baseline, OpenRequest, Reference
 
 MOST = 4  # tokens a draft
 ACCEPTANCE = 0.79
@@ -40,3 +42,14 @@ def shifted(rng: np.random.Generator, accepted: np.ndarray, deviations: float) -
 
 def requests_of(accepted: np.ndarray, exists: np.ndarray) -> list[list[int]]:
     return [row[there].tolist() for row, there in zip(accepted, exists, strict=True)]
+
+
+def baseline_of(requests: Iterable[Iterable[int]]) -> Baseline:
+    """What is learnt from the accepted tokens of each draft, request by request."""
+    reference = Reference()
+    for drafts in requests:
+        one = OpenRequest()
+        for accepted in drafts:
+            one.add(accepted)
+        reference.add(one)
+    return reference.baseline()

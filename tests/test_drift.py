@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drifting import RECORD, requests_of, traffic
+from drifting import RECORD, baseline_of, requests_of, traffic
 from toys import PLANS, make_model, random_ids
 
 from layerskip import Round, SelfSpeculativeLM
@@ -50,14 +50,14 @@ def test_a_bucket_learns_and_then_alarms(usual: list[list[int]], worse: list[lis
     feed(monitor, usual[:50], "a", labels={"task": "code"})
     feed(monitor, worse[:20], "b", labels={"task": "poems"})  # still learning: nothing is usual
     states = monitor.states()
-    assert states["code"].baseline == Baseline.of(usual[:50])
+    assert states["code"].baseline == baseline_of(usual[:50])
     assert (states["poems"].baseline, states["poems"].num_requests) == (None, 20)
     assert set(monitor.baselines()) == {"code"}
     feed(monitor, worse, "c", labels={"task": "code"})
     first, state = alarms[0], monitor.states()["code"]
     assert (first.bucket, first.watched, first.direction) == ("code", "accepted", "down")
     assert first.since <= first.num_drafts < 150
-    assert first.before == Baseline.of(usual[:50]).mean
+    assert first.before == baseline_of(usual[:50]).mean
     assert first.now < first.before - 0.5
     assert str(first) == (
         f"code: accepted tokens a draft fell from {first.before:.2f} to {first.now:.2f} "
@@ -72,7 +72,7 @@ def test_a_bucket_learns_and_then_alarms(usual: list[list[int]], worse: list[lis
 def test_what_is_now_can_be_made_usual(usual: list[list[int]], worse: list[list[int]]) -> None:
     alarms: list[Alarm] = []
     monitor = DriftMonitor(
-        baselines={"": Baseline.of(usual)}, num_reference_requests=20, on_alarm=alarms.append
+        baselines={"": baseline_of(usual)}, num_reference_requests=20, on_alarm=alarms.append
     )
     feed(monitor, worse[:20], "a")
     assert alarms
@@ -81,13 +81,13 @@ def test_what_is_now_can_be_made_usual(usual: list[list[int]], worse: list[list[
     alarms.clear()
     feed(monitor, worse[20:], "b")
     assert not alarms
-    assert monitor.baselines()[""] == Baseline.of(worse[20:40])
+    assert monitor.baselines()[""] == baseline_of(worse[20:40])
     with pytest.raises(ValueError, match=r"there is no bucket 'code'; seen so far: ''"):
         monitor.relearn("code")
 
 
 def test_rounds_without_a_draft_do_not_count(usual: list[list[int]]) -> None:
-    monitor = DriftMonitor(baselines={"": Baseline.of(usual)})
+    monitor = DriftMonitor(baselines={"": baseline_of(usual)})
     for i in range(1000):
         monitor(replace(RECORD, index=i, num_draft_tokens=0, origin="plain"))
     assert monitor.states()[""].num_drafts == 0
@@ -178,7 +178,7 @@ def test_requests_that_drafted_nothing_take_no_room_while_learning() -> None:
 
 
 def test_what_is_forgotten_leaves_no_path(usual: list[list[int]]) -> None:
-    monitor = DriftMonitor(baselines={"": Baseline.of(usual)})
+    monitor = DriftMonitor(baselines={"": baseline_of(usual)})
     feed(monitor, usual[:3], "a")
     assert monitor.paths()[""]
     monitor.relearn("")
@@ -186,7 +186,7 @@ def test_what_is_forgotten_leaves_no_path(usual: list[list[int]]) -> None:
 
 
 def test_threads_may_share_a_monitor(usual: list[list[int]]) -> None:
-    monitor = DriftMonitor(baselines={"": Baseline.of(usual)})
+    monitor = DriftMonitor(baselines={"": baseline_of(usual)})
     threads = [threading.Thread(target=feed, args=(monitor, usual, name)) for name in "abcd"]
     for thread in threads:
         thread.start()

@@ -117,26 +117,6 @@ class Baseline:
         check_number("drafts_per_request", self.drafts_per_request, 1.0, math.inf)
         check_integer("num_requests", self.num_requests, 0)
 
-    @classmethod
-    def of(cls, requests: Iterable[Iterable[int]]) -> "Baseline":
-        """Learn from the accepted tokens of each draft, request by request.
-
-        Raises:
-            ValueError: fewer than 20 requests drafted.
-        """
-        reference = Reference()
-        for drafts in requests:
-            one = OpenRequest()
-            for accepted in drafts:
-                one.add(accepted)
-            reference.add(one)
-        if reference.num_requests < LEAST_REQUESTS:
-            raise ValueError(
-                f"a baseline needs {LEAST_REQUESTS} requests that drafted, "
-                f"got {reference.num_requests}"
-            )
-        return reference.baseline()
-
     @property
     def deviation(self) -> float:
         """Standard deviation of what is watched of a draft; 0.1 at least."""
