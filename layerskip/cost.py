@@ -14,7 +14,7 @@ from typing import Any
 
 from layerskip.files import read_json, reason_of, write_json
 
-COST_VERSION, READABLE = 6, (2, 3, 4, 5, 6)
+COST_VERSION = 6
 TILE = 8  # positions of a sequence that attention takes at once, at most
 POWERS = (1, 2, 4, TILE)
 NUM_SEQUENCES = 8  # in the pass that is timed for what sequences cost
@@ -321,14 +321,14 @@ class CostTable:
         """The table that ``to_dict`` wrote.
 
         Raises:
-            ValueError: it is none, or of a version that is not read.
+            ValueError: it is none, or of another version.
         """
         got = content.get("version") if isinstance(content, Mapping) else content
-        if not isinstance(content, Mapping) or got not in READABLE:
+        if not isinstance(content, Mapping) or got != COST_VERSION:
             raise ValueError(f"a cost table of version {COST_VERSION} was expected, got {got!r}")
         try:
-            newer = {  # than version 2, than 3, and than 4
-                name: None if content.get(name) is None else float(content[name])
+            optional = {
+                name: None if content[name] is None else float(content[name])
                 for name in (*OF_SAMPLING[1:], *(f"greedy_{name}" for name in OF_SAMPLING))
             }
             return cls(
@@ -342,10 +342,10 @@ class CostTable:
                 float(content["draft_sequence"]),
                 float(content["verify_sequence"]),
                 int(content["pass_rows"]),
-                slot_block=int(content.get("slot_block", 0)),  # older ones have none
-                draft_start=float(content.get("draft_start", 0.0)),
-                verify_tiles=_pairs(content.get("verify_tiles", ())),
-                **newer,
+                slot_block=int(content["slot_block"]),
+                draft_start=float(content["draft_start"]),
+                verify_tiles=_pairs(content["verify_tiles"]),
+                **optional,
             )
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"the cost table is not complete ({reason_of(error)})") from None

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from layerskip.model import DecoderStack
 
 SAMPLES_PER_AXIS = 16
-NO_ADAPTER = "none"
 SMALLEST_NORMAL = 2.0**-14  # of float16: below it, bfloat16 numbers lose bits there
 # What a config says of how and where a model was loaded, not of what it computes.
 NOT_OF_THE_MODEL = {
@@ -115,11 +114,6 @@ def cost_key(
     }
 
 
-def whole_key(key: Mapping[str, str | int], *, exact: bool) -> dict[str, str | int]:
-    """A table's key with what those of older ones lack."""
-    return {"passes": BY_HOST, "exit_adapter": NO_ADAPTER, "exact": exact, **key}
-
-
 def prices_recorded(stack: "DecoderStack", plan: DraftPlan | None) -> bool:
     """Whether a cost table is of recorded passes, as the stack's device runs rounds of drafts by
     itself. Without a plan drafts are looked up, by the host."""
@@ -128,7 +122,7 @@ def prices_recorded(stack: "DecoderStack", plan: DraftPlan | None) -> bool:
 
 def _adapter(stack: "DecoderStack", plan: DraftPlan | None) -> str:
     adapter = None if plan is None else stack.adapter_at(plan)
-    return NO_ADAPTER if adapter is None else adapter.fingerprint()
+    return "none" if adapter is None else adapter.fingerprint()
 
 
 def _described(draft_vocabulary: Sequence[int] | None) -> str:
@@ -146,10 +140,9 @@ def mismatch(
 ) -> str | None:
     """One sentence that says what a table was measured with and is not now; None if it fits."""
     now = cost_key(stack, plan, draft_vocabulary)
-    key = whole_key(table.key, exact=table.pass_rows > 0)
     differing = [
-        f"{SAID.get(name, f'with another {name}')} ({key.get(name, 'unknown')}, now {value})"
+        f"{SAID.get(name, f'with another {name}')} ({table.key.get(name, 'unknown')}, now {value})"
         for name, value in now.items()
-        if key.get(name) != value
+        if table.key.get(name) != value
     ]
     return f"the cost table was measured {', '.join(differing)}" if differing else None

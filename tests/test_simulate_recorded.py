@@ -8,8 +8,7 @@ import pytest
 from simulating import KEY, POLICIES, flat, loop_of, one_cell
 
 from layerskip.cli import main
-from layerskip.cost import BY_HOST, Curve
-from layerskip.fingerprint import NO_ADAPTER
+from layerskip.cost import Curve
 from layerskip.pass_costs import Overhead
 from layerskip.simulated_controller import Fixed
 from layerskip.telemetry.replay import replay
@@ -141,7 +140,6 @@ def test_recorded_rounds_give_the_overhead(tmp_path):
     faster = replay(runs(tmp_path / "r", EXITS), replace(flat(), key=KEY | {"device": "other"}))
     assert faster.overhead == Overhead()
     assert not faster.of_this_table
-    assert not replay(tmp_path / "r", replace(flat(), pass_rows=64)).of_this_table  # exact passes
     assert faster.recorded.texts[0].prefill is None
 
 
@@ -151,9 +149,10 @@ def test_recorded_rounds_give_the_overhead(tmp_path):
         ("exit_adapter", "none", "0123456789abcdef"),
         ("draft_vocabulary", "all", "512 ids, 01234567"),
         ("passes", "by host", "recorded"),
+        ("exact", False, True),
     ],
 )
-def test_recorded_times_are_of_one_adapter_vocabulary_and_way_to_start_passes(
+def test_recorded_times_are_of_one_adapter_vocabulary_exactness_and_way_to_start_passes(
     tmp_path, name, before, other
 ):
     """Drafts take another time with another one."""
@@ -166,12 +165,6 @@ def test_recorded_times_are_of_one_adapter_vocabulary_and_way_to_start_passes(
         for value in (before, other)
     ]
     assert known == [True, False]
-
-
-def test_keys_of_older_tables_are_of_passes_by_the_host_and_without_an_adapter(tmp_path):
-    folder = runs(tmp_path / "r", EXITS)
-    key = KEY | {"passes": BY_HOST, "exit_adapter": NO_ADAPTER, "exact": False}
-    assert replay(folder, replace(flat(), key=key)).of_this_table
 
 
 def test_recorded_rounds_tell_the_price_of_a_token_and_of_each_further_one(tmp_path):

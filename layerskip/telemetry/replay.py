@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from layerskip.cost import CostTable
 from layerskip.files import reason_of
-from layerskip.fingerprint import whole_key
 from layerskip.machine_time import MachineTime
 from layerskip.pass_costs import Overhead
 from layerskip.telemetry.recorded_times import RecordedTimes
@@ -80,10 +79,8 @@ def replay(folder: str | Path, table: CostTable) -> Replay:
 def _replay(folder: str | Path, table: CostTable) -> Replay:
     run = read_run(folder)
     table = table.of(greedy=(run.get("sampling") or {}).get("temperature") == 0.0)
-    cost = run.get("cost") or {}
-    own = whole_key(cost.get("key", {}), exact=bool(cost.get("pass_rows")))
-    now = whole_key(table.key, exact=table.pass_rows > 0)
-    same = bool(cost.get("key")) and all(own.get(name) == now.get(name) for name in SAME_TIMES)
+    key = dict((run.get("cost") or {}).get("key") or {})
+    same = bool(key) and all(key.get(name) == table.key.get(name) for name in SAME_TIMES)
     requests = {
         r["request_id"]: _Request(r) for r in read_lines(Path(folder) / REQUESTS) if _whole(r)
     }
