@@ -12,10 +12,9 @@ from rich.table import Table
 
 from layerskip.commands.options import examples_of, load, model_options, new_table, quiet
 from layerskip.commands.progress import counting
-from layerskip.plan import ranges
+from layerskip.plan import PlanFile, ranges
 
 if TYPE_CHECKING:
-    from layerskip.api import SelfSpeculativeLM
     from layerskip.cost import CostTable
     from layerskip.prediction import Found
     from layerskip.search_result import SearchResult
@@ -151,6 +150,7 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     check_writable(args.out)
     sampling = SamplingParams(temperature=args.temperature, seed=args.seed)
     quiet()
+    from layerskip.api import SelfSpeculativeLM
     from layerskip.prompts import read_texts
     from layerskip.search import SearchSettings, search
 
@@ -163,7 +163,14 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     )
     examples = examples_of(args.prompts, args.limit)
     more = [] if args.vocabulary_texts is None else read_texts(args.vocabulary_texts)
-    lm = _without_plan(args)
+    lm = SelfSpeculativeLM.from_pretrained(
+        args.model,
+        plan=PlanFile(None),
+        num_draft_tokens=0,
+        dtype=args.dtype,
+        device=args.device,
+        exact=args.exact,
+    )
     journal = Path(f"{args.out}.journal")
     try:
         with counting(console) as progress:
@@ -198,16 +205,6 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "draft_vocabulary": None if vocabulary is None else len(vocabulary),
         **result.file.measurements,
     }
-
-
-def _without_plan(args: argparse.Namespace) -> "SelfSpeculativeLM":
-    from layerskip.api import SelfSpeculativeLM
-    from layerskip.plan import PlanFile
-
-    model, tokenizer, known, _ = SelfSpeculativeLM.load_parts(
-        args.model, plan=PlanFile(None), dtype=args.dtype, device=args.device
-    )
-    return SelfSpeculativeLM(model, tokenizer, known, exact=args.exact)
 
 
 def _tried_table(result: "SearchResult") -> Table:
