@@ -64,7 +64,7 @@ def main() -> None:
     )
     context = statistics.fmean(t.start + t.window / 2 for t in texts)
     calibration = Calibration(stack, texts, sampling=sampling)
-    sets = closest_skip_sets(calibration, max_skipped=depth - 1)
+    sets = closest_skip_sets(calibration)
     plans = [DraftPlan.exiting(num_layers=depth, exit_layer=e) for e in args.exits]
     plans = list(dict.fromkeys([*plans, *(sets[n] for n in args.skipped)]))
     shallow, deep = (

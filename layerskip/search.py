@@ -205,7 +205,7 @@ class _Search:
         """Of every size, by similarity; the smallest, which leave most room, first."""
 
         def measure() -> list[list[int]]:
-            sets = closest_skip_sets(self.calibration, max_skipped=self.depth - 1)
+            sets = closest_skip_sets(self.calibration)
             return [list(plan.layers) for plan in sets.values()]
 
         plans = self.journal.once(

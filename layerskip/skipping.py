@@ -23,7 +23,7 @@ class _Path:
 
 
 @Decoding()
-def closest_skip_sets(calibration: Calibration, *, max_skipped: int) -> dict[int, DraftPlan]:
+def closest_skip_sets(calibration: Calibration) -> dict[int, DraftPlan]:
     """For each number of skipped layers from 1 on, a plan that keeps hidden states close.
 
     CLaSp's programme (Chen et al. 2025, arXiv 2505.24196): with ``h_i`` the full model's hidden
@@ -42,7 +42,7 @@ def closest_skip_sets(calibration: Calibration, *, max_skipped: int) -> dict[int
         passed = [_Path(path.hidden, (*path.skipped, layer)) for path in paths]
         both = zip([*reached[1:], None], passed, strict=True)  # with as many layers skipped
         better = [p if r is None or _cosine(p, target) > _cosine(r, target) else r for r, p in both]
-        paths = [reached[0], *better][: max_skipped + 1]
+        paths = [reached[0], *better]
     return {
         count: DraftPlan.skipping(num_layers=depth, skipped=path.skipped)
         for count, path in enumerate(paths)

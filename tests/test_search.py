@@ -157,9 +157,9 @@ def test_plans_leave_the_texts_as_they_were(wrap):
     stack = wrap().stack
     texts = [Text(tuple(random_ids(30, seed=i)), 12, i) for i in range(2)]
     calibration = Calibration(stack, texts, sampling=SAMPLED)
-    sets = closest_skip_sets(calibration, max_skipped=3)
+    sets = closest_skip_sets(calibration)
     first = calibration.chains(PLANS["apart"], 4)
-    assert closest_skip_sets(calibration, max_skipped=3) == sets
+    assert closest_skip_sets(calibration) == sets
     calibration.chains(PLANS["skipping"], 4)
     assert calibration.chains(PLANS["apart"], 4) == first
 
@@ -248,7 +248,7 @@ def test_skip_sets_come_close_to_the_best_of_all_subsets(identity):
     samples = [texts[r].ids[: s + 1] for r, s in calibration.groups[0].samples]
     assert len(samples) == 4
     with torch.inference_mode():
-        found = closest_skip_sets(calibration, max_skipped=NUM_LAYERS - 1)
+        found = closest_skip_sets(calibration)
         assert list(found) == [1, 2, 3, 4, 5]
         similarity = similarities(lm, samples)
         for size, plan in found.items():
