@@ -325,7 +325,10 @@ class CostTable:
         """
         got = content.get("version") if isinstance(content, Mapping) else content
         if not isinstance(content, Mapping) or got != COST_VERSION:
-            raise ValueError(f"a cost table of version {COST_VERSION} was expected, got {got!r}")
+            raise ValueError(
+                f"a cost table of version {COST_VERSION} was expected, got {got!r}; "
+                "layerskip profile writes one"
+            )
         try:
             optional = {
                 name: None if content[name] is None else float(content[name])
