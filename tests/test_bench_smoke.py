@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 from benching import bench_modules
-from toys import NUM_LAYERS, PLANS, make_model, random_ids
+from toys import PLANS, make_model, random_ids
 
-from layerskip import DraftPlan, Round, SamplingParams, SelfSpeculativeLM, api, layout
+from layerskip import Round, SamplingParams, SelfSpeculativeLM, api, layout
 from layerskip.blocks import why_not
 from layerskip.clocks import Clocks
 from layerskip.cost import CostTable, Curve
@@ -43,7 +43,6 @@ SCRIPTS = (
     "drift",
     "paired",
     "ragged",
-    "exit_on_line",
     "figures",
     "guesses",
     "live_drift",
@@ -472,66 +471,6 @@ def test_a_bad_drafter_is_right_as_often_as_told(scripts: SimpleNamespace, accur
     assert out.stats.acceptance_rate == accuracy
     assert all(r.num_draft_passes == r.num_draft_tokens for r in out.rounds)
     assert out.rounds[1].num_draft_passes == 3
-
-
-@pytest.mark.parametrize("exit_layer", [1, 2, 3])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_playing_a_text_through_gives_the_engines_rounds(
-    scripts: SimpleNamespace, exit_layer: int, temperature: float
-) -> None:
-    lm = SelfSpeculativeLM(
-        make_model(),
-        None,
-        DraftPlan.exiting(num_layers=NUM_LAYERS, exit_layer=exit_layer),
-        lookup=False,
-    )
-    prompt, options = random_ids(9), SimpleNamespace(limit=1, tokens=24, max_repeated=1.0)
-    (text,) = scripts.exit_on_line.texts_of(lm, [prompt], (1, 2, 3), options, temperature)
-    sampling = SamplingParams(temperature=temperature, seed=0 if temperature else None)
-    out = lm.generate(prompt, max_new_tokens=24, sampling=sampling, num_draft_tokens=3)
-    assert len(text) == 23
-    at = 0
-    for r in out.rounds[1:]:
-        assert r.num_accepted_tokens == text.accepted(exit_layer, at, r.num_draft_tokens)
-        at += r.num_accepted_tokens + 1
-    prices = scripts.exit_on_line.Prices.of(COST, NUM_LAYERS, 2, (1, 2, 3))
-    seconds = sum(prices.round(exit_layer, r.num_draft_tokens) for r in out.rounds[1:])
-    assert scripts.exit_on_line.fixed(text, prices, exit_layer, 3) == pytest.approx(seconds)
-    best = scripts.exit_on_line.clairvoyant(text, prices, (exit_layer,))
-    assert best <= seconds
-    assert scripts.exit_on_line.clairvoyant(text, prices, (1, 2, 3)) <= best
-
-
-def test_hindsight_is_the_best_of_all_ways(scripts: SimpleNamespace) -> None:
-    exits = (1, 2)
-    prices = scripts.exit_on_line.Prices.of(COST, NUM_LAYERS, 2, exits)
-    text = scripts.exit_on_line.Text(
-        {1: (True, False, True, True, False), 2: (True, True, False, True, True)}
-    )
-    ways = itertools.product(itertools.product(exits, range(5)), repeat=5)
-    found = []
-    for way in ways:
-        at, seconds = 0, 0.0
-        for e, most in way:
-            if at < len(text):
-                k = min(most, len(text) - at - 1)
-                seconds += prices.round(e, k)
-                at += text.accepted(e, at, k) + 1
-        found.append(seconds)
-    assert scripts.exit_on_line.clairvoyant(text, prices, exits) == pytest.approx(min(found))
-
-
-def test_exit_on_line_prints_both_temperatures(
-    scripts: SimpleNamespace,
-    arguments: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    size = ["--limit", "2", "--tokens", "8", "--exits", "1", "2", "--max-repeated", "1"]
-    run(scripts.exit_on_line, [*arguments, *size], monkeypatch)
-    printed = capsys.readouterr().out
-    assert printed.count("2 texts, 14 tokens") == 2
-    assert printed.count("the rule, if looking were free") == 2
 
 
 def record(drafted: int, accepted: int, *, ends: bool = False) -> Round:
