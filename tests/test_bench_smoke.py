@@ -15,12 +15,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from benching import bench_modules
 from toys import PLANS, make_model, random_ids
 
 from layerskip import Round, SamplingParams, SelfSpeculativeLM, api, layout
-from layerskip.blocks import why_not
 from layerskip.clocks import Clocks
 from layerskip.cost import CostTable, Curve
 from layerskip.metrics import acceptance_by_position
@@ -38,14 +36,11 @@ COST = CostTable(curve(*CHEAP), curve(0.1, 0.1, 0.1), curve(*DEAR), 0.0, 1, {})
 SCRIPTS = (
     "bad_drafters",
     "batches",
-    "blocks",
     "deciding",
     "drift",
     "paired",
     "ragged",
     "figures",
-    "guesses",
-    "live_drift",
     "never_slower",
     "recording_cost",
     "replayed",
@@ -267,7 +262,7 @@ def test_tables_are_measured_over_the_plan_s_draft_vocabulary(
     tmp_path: Path,
 ) -> None:
     """As decoders have theirs: a table of another draft would not fit, and be measured again."""
-    _, folder, _, prompts = arguments
+    _, folder, *_ = arguments
     PlanFile(PLANS["exit"], draft_vocabulary=TRIMMED).save(Path(folder) / "layerskip.json")
     asked: list[Any] = []
 
@@ -276,16 +271,13 @@ def test_tables_are_measured_over_the_plan_s_draft_vocabulary(
         asked.append((plan, draft_vocabulary, ids))
         return COST
 
-    for script in (scripts.paired, scripts.workloads, scripts.guesses):
+    for script in (scripts.paired, scripts.workloads):
         monkeypatch.setattr(script, "measure_cost", measured, raising=False)
     given = [*workload_arguments(arguments, tmp_path / "out.json"), "--profile-seconds", "8"]
     given += ["--workloads", "code", "--limit", "3", "--tokens", "2"]
     run(scripts.workloads, given, monkeypatch)
-    size = ["--limit", "1", "--tokens", "2", "--temperatures", "0.8"]
-    out = ["--prompts", prompts, "--out", str(tmp_path / "guesses.json")]
-    run(scripts.guesses, ["--model", folder, *size, *out], monkeypatch)
     whole, trimmed = (None, None, None), (PLANS["exit"], TRIMMED, TRIMMED)
-    assert asked == [trimmed, whole, trimmed, trimmed]  # look-ups draft by no plan
+    assert asked == [trimmed, whole, trimmed]  # look-ups draft by no plan
 
 
 def test_works_take_turns_by_how_far_they_are(scripts: SimpleNamespace) -> None:
@@ -714,95 +706,22 @@ def test_recorded_drafts_are_written_in_one_move(scripts, arguments, tmp_path):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_live_drift_loses_drafts_and_no_text(
-    scripts: SimpleNamespace, tmp_path: Path, temperature: float
+def test_a_losing_drafter_loses_drafts_and_no_text(
+    scripts: SimpleNamespace, temperature: float
 ) -> None:
     lm = SelfSpeculativeLM(make_model(), None, PLANS["exit"], lookup=False)
     sampling = SamplingParams(temperature=temperature, seed=0)
     settings = {"max_new_tokens": 12, "sampling": sampling, "num_draft_tokens": 4}
     plain = lm.generate([5, 6, 7], **settings)
     lm._drafter = drafter = scripts.bad_drafters.Losing(lm)
-    told, records = [], []
+    told = []
     for drafter.lost in (0.0, 1.0):
         rounds: list[Round] = []
         assert lm.generate([5, 6, 7], on_round=rounds.append, **settings).token_ids == (
             plain.token_ids
         )
         told.append(sum(r.num_accepted_tokens for r in rounds))
-        records += rounds
     assert told[0] == plain.stats.num_accepted_tokens > told[1]
-    alarms: list[Any] = []
-    stream = scripts.live_drift.Stream(alarms_of(alarms), alarms)
-    for record in records:
-        stream(record)
-    assert (stream.rounds, stream.told) == (3, True)
-    assert stream.drafts == len(stream.accepted) <= 3
-
-
-def alarms_of(alarms: list[Any]) -> Any:
-    """A monitor that finds more accepted, then the same, then less."""
-    found = iter(["up", None, "down"])
-
-    def monitor(record: Round) -> None:
-        if (direction := next(found)) is not None:
-            alarms.append(SimpleNamespace(direction=direction))
-
-    return monitor
-
-
-def test_guesses_are_held_against_none_on_the_same_texts(
-    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lms = []
-    for width in (0, 3):
-        lms.append(SelfSpeculativeLM(make_model(), None, PLANS["exit"], lookup=True))
-        lms[-1]._controller = scripts.guesses.Told(COST, follows_clock=False)
-        lms[-1]._controller.width = width
-    monkeypatch.setattr("layerskip.controller.STAKE_SHARE", 100.0)
-    batches = [[[5, 6, 7, 8] * 4], [[9, 1] * 8]]
-    found = scripts.guesses.paired(*lms, batches, 0.0, 24)
-    assert found["passes_per_token"][0] == 1.0 >= found["passes_per_token"][1] > 0.0
-    assert found["median"] > 0.0
-
-
-def test_copies_of_weights_are_held_against_none_on_the_same_texts(
-    scripts: SimpleNamespace, tmp_path: Path
-) -> None:
-    make_model().save_pretrained(tmp_path)
-    if why_not([torch.zeros(1, 1)]) is not None:
-        with pytest.raises(SystemExit, match="no copy is made here"):
-            scripts.blocks.both(str(tmp_path))
-        return
-    copied, plain = scripts.blocks.both(str(tmp_path))
-    assert "blocks" in copied.stack.backend
-    assert "blocks" not in plain.stack.backend
-    settings = {"max_new_tokens": 8, "ignore_eos": True}
-    found = scripts.blocks.compared(copied, plain, [[[5, 6, 7]], [[9, 1], [4]]], settings)
-    assert found.keys() == {"0", "4", "auto"}
-    for figures in found.values():
-        assert figures["ci95"][0] <= figures["speedup"] <= figures["ci95"][1]
-        assert figures["speedup"] > 0.0
-        assert 0.0 <= figures["equal_texts"] <= 1.0
-
-
-def test_fewer_prompts_than_batches_make_no_empty_batch(
-    scripts: SimpleNamespace,
-    arguments: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    given: list[Any] = []
-
-    def compared(copied: Any, plain: Any, batches: Any, settings: Any) -> dict[str, Any]:
-        given.extend(batches)
-        return {}
-
-    lm = SelfSpeculativeLM.from_pretrained(arguments[1], num_draft_tokens=0)
-    monkeypatch.setattr(scripts.blocks, "both", lambda *_: (lm, lm))
-    monkeypatch.setattr(scripts.blocks, "compared", compared)
-    size = ["--rows", "3", "--limit", "5", "--out", str(tmp_path / "out.json")]
-    run(scripts.blocks, [*arguments, *size], monkeypatch)
-    assert [len(batch) for batch in given] == [3, 1]
 
 
 def test_batches_are_compared_while_all_of_their_rows_go_on(
