@@ -1,22 +1,17 @@
 """What recording rounds costs: each sink by itself, and decoding with one against without.
 
     OMP_NUM_THREADS=1 python bench/recording_cost.py
-    OMP_NUM_THREADS=1 python bench/recording_cost.py --before PATH_TO_A_CHECKOUT
 
 The clock is the process's CPU time, in which other processes do not count (writing lines is part
 of it; waiting for a disk is not, and no sink waits). A sink by itself: the same rounds again and
 again, the best of several turns, over the quickest round. With against without: the same prompts in
 turn, medians of paired ratios, beside the ratio of without to without, which says what the method
-cannot see. ``--before`` decodes unrecorded with another checkout of layerskip too, each in
-processes of its own, turn by turn.
+cannot see.
 """
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,16 +21,38 @@ from typing import Any
 
 from paired import as_many, as_usual, circumstances, dated, part_of, write
 from prometheus_client import CollectorRegistry
-from unrecorded import DRAFTED, loaded, seconds_per_round
 
 from layerskip import Round, SelfSpeculativeLM
 from layerskip.bootstrap import bootstrap_interval
+from layerskip.checkpoint import held_out_modules
 from layerskip.params import NumDraftTokens
+from layerskip.prompts import held_out_code
 from layerskip.telemetry.drift import DriftMonitor
 from layerskip.telemetry.sinks import JsonlSink, MemorySink, PrometheusSink
 
-REPO = Path(__file__).parents[1]
+DRAFTED: tuple[NumDraftTokens, ...] = (0, 5, "auto")
 Sink = Callable[[Round], None]
+
+
+def loaded(args: argparse.Namespace) -> tuple[SelfSpeculativeLM, list[list[int]]]:
+    lm = SelfSpeculativeLM.from_pretrained(args.model, num_draft_tokens=0)
+    examples = held_out_code(held_out_modules(), args.limit)
+    return lm, [lm.encode(e.prompt)[-args.context :] for e in examples]
+
+
+def seconds_per_round(
+    lm: SelfSpeculativeLM,
+    prompt: list[int],
+    drafted: NumDraftTokens,
+    tokens: int,
+    **recording: Any,
+) -> float:
+    """CPU seconds of a decoding over its rounds, its prefill among both."""
+    began = time.process_time()
+    out = lm.generate(
+        prompt, max_new_tokens=tokens, num_draft_tokens=drafted, ignore_eos=True, **recording
+    )
+    return (time.process_time() - began) / len(out.rounds)
 
 
 @contextmanager
@@ -106,31 +123,6 @@ def interval(ratios: Sequence[float]) -> list[float]:
     return [statistics.median(ratios), *bootstrap_interval(ratios)]
 
 
-def against(args: argparse.Namespace) -> list[float]:
-    """Unrecorded rounds of this checkout over those of the one before, process by process."""
-    ratios: list[float] = []
-    for turn in range(args.turns):
-        order = [REPO, Path(args.before)][:: 1 if turn % 2 else -1]
-        seconds = {path: in_process(path, args) for path in order}
-        pairs = zip(seconds[REPO], seconds[Path(args.before)], strict=True)
-        ratios.append(statistics.median(now / then for now, then in pairs))
-    return interval(ratios)
-
-
-def in_process(checkout: Path, args: argparse.Namespace) -> list[float]:
-    size = ["--model", args.model, "--limit", args.limit, "--tokens", args.tokens]
-    script = Path(__file__).with_name("unrecorded.py")
-    command = [sys.executable, script, *size, "--context", args.context]
-    done = subprocess.run(
-        list(map(str, command)),
-        env=os.environ | {"PYTHONPATH": str(checkout.resolve())},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="builtin")
@@ -138,13 +130,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--context", type=int, default=256, help="most tokens of a prompt")
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--before", metavar="CHECKOUT", help="of layerskip, to compare with")
     parser.add_argument("--out", type=Path, help="default: the day's record, of as many rounds")
     args, record = parser.parse_args(), dated("recording-cost")
-    document: dict[str, Any] = {"num_draft_tokens": measured(args)}
-    if args.before:
-        document["unrecorded_over_before"] = against(args)
-    document |= circumstances()
+    document = {"num_draft_tokens": measured(args), **circumstances()}
     print(json.dumps(document, indent=1))
     usual = as_usual(args, parser, "model", "context")
     whole = usual and as_many(args, parser, "limit", "tokens", "turns")
