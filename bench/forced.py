@@ -8,45 +8,31 @@ counted. The processor runs once for each token drafted and verified, which coun
 """
 
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from bad_drafters import Spoiling
 from modes import Turn, Way, ours
 from tasks import Asked
 from torch import Tensor
 
 from layerskip import SamplingParams, SelfSpeculativeLM
-from layerskip.cache import KVCache
 from layerskip.calibration import Calibration, Text
-from layerskip.draft_head import DraftHead
-from layerskip.drafting import Draft, DraftRequest, EarlyExitDrafter
+from layerskip.drafting import Draft, DraftRequest
 
 
-class Told(EarlyExitDrafter):
+class Told(Spoiling):
     """Drafts as many right tokens as were counted, then a wrong one. One row only.
 
     ``text`` and ``runs`` have to be set before each request: the tokens, prompt included, and for
     each slot from the prompt's end on how many drafted tokens are right in a row.
     """
 
-    def __init__(self, lm: SelfSpeculativeLM) -> None:
-        assert lm.plan is not None
-        super().__init__(lm.stack, lm.plan)
-        self.text: tuple[int, ...] = ()
-        self.runs: tuple[int, ...] = ()
+    text: tuple[int, ...] = ()
+    runs: tuple[int, ...] = ()
 
-    def draft(
-        self,
-        requests: Sequence[DraftRequest],
-        cache: KVCache,
-        head: DraftHead | None = None,
-        going_on: Callable[[Sequence[int]], Collection[int]] | None = None,
-    ) -> list[Draft]:
-        drafts = super().draft(requests, cache, head, going_on)
-        return [self._as_counted(r, d) for r, d in zip(requests, drafts, strict=True)]
-
-    def _as_counted(self, request: DraftRequest, draft: Draft) -> Draft:
+    def spoilt(self, request: DraftRequest, draft: Draft) -> Draft:
         at = request.length - (len(self.text) - 1 - len(self.runs))
         right = self.runs[at] if at < len(self.runs) else 0
         if right >= len(draft.tokens):
