@@ -7,32 +7,24 @@ import json
 import random
 import re
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benching import bench_modules
+from benching import COST, bench_modules, curve, run, toy_arguments
 from toys import PLANS, make_model, random_ids
 
-from layerskip import Round, SamplingParams, SelfSpeculativeLM, api, layout
+from layerskip import Round, SamplingParams, SelfSpeculativeLM, layout
 from layerskip.clocks import Clocks
-from layerskip.cost import CostTable, Curve
+from layerskip.cost import CostTable
 from layerskip.metrics import acceptance_by_position
 from layerskip.plan import PlanFile
 from layerskip.prompts import Example
 from layerskip.telemetry.runs import RUNS_VERSION
 
-
-def curve(*seconds: float) -> Curve:
-    return Curve((1, 8, 64), (0,), (seconds,))
-
-
-DEAR, CHEAP = (0.5, 0.6, 1.5), (0.1, 0.2, 0.4)
-COST = CostTable(curve(*CHEAP), curve(0.1, 0.1, 0.1), curve(*DEAR), 0.0, 1, {})
 SCRIPTS = (
     "bad_drafters",
     "batches",
@@ -65,21 +57,8 @@ def arguments(
     tokenizer: Any,
     scripts: SimpleNamespace,
 ) -> list[str]:
-    """A toy in a folder with its plan, prompts, and a table in place of a measured one."""
-    folder, prompts = tmp_path / "toy", tmp_path / "prompts.jsonl"
-    make_model().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    PlanFile(PLANS["exit"]).save(folder / "layerskip.json")
-    texts = ["one fish two fish", "to be or not", "a stitch in time saves", "as it is in rain"]
-    prompts.write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts), encoding="utf-8")
-    monkeypatch.setattr(api, "fitting_cost", lambda *_, **__: COST)
     monkeypatch.setattr(scripts.workloads, "FIXED", (2, 3))
-    return ["--model", str(folder), "--prompts", str(prompts)]
-
-
-def run(script: ModuleType, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["script", *arguments])
-    script.main()
+    return toy_arguments(tmp_path / "toy", tokenizer, monkeypatch)
 
 
 def workload_arguments(arguments: Sequence[str], out: Path) -> list[str]:

@@ -21,14 +21,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from benching import BENCH, REPO, bench_modules
+from benching import BENCH, COST, REPO, TEXTS, TOLD, bench_modules, toy_checkpoint, toy_lab
 from toys import PLANS, make_model, random_ids
 
-from layerskip import SamplingParams, SelfSpeculativeLM, api
+from layerskip import SamplingParams, SelfSpeculativeLM
 from layerskip.calibration import walk
 from layerskip.cli import main
-from layerskip.cost import CostTable, Curve
-from layerskip.hf_modes import EarlyExitSettings
 from layerskip.journal import Journal
 from layerskip.plan import PlanFile
 from layerskip.prompts import Example
@@ -38,8 +36,6 @@ MODULES = (
     "modes", "never_slower", "paired", "plots", "readme", "recording_cost", "scaling",
     "simulation", "tables", "tasks", "traffic",
 )  # fmt: skip
-TEXTS = ("one fish two fish", "to be or not", "a stitch in time saves", "as it is in rain")
-TOLD = " that is another story to tell"
 FIGURES = {
     "new_tokens", "tokens_per_second", "tokens_per_cpu_second", "seconds_to_first_token",
     "seconds_per_token_p50", "seconds_per_token_p90", "seconds_per_token_p99",
@@ -50,13 +46,6 @@ FIGURES = {
 }  # fmt: skip
 
 
-def curve(*seconds: float) -> Curve:
-    return Curve((1, 8, 64), (0,), (seconds,))
-
-
-COST = CostTable(curve(0.1, 0.2, 0.4), curve(0.1, 0.1, 0.1), curve(0.5, 0.6, 1.5), 0.0, 1, {})
-
-
 @pytest.fixture(scope="module")
 def bench() -> Iterator[SimpleNamespace]:
     with bench_modules(*MODULES) as modules:
@@ -65,35 +54,13 @@ def bench() -> Iterator[SimpleNamespace]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """A toy checkpoint with its plan and cost table, and prompts with what follows them."""
-    folder = tmp_path_factory.mktemp("toy")
-    make_model().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    PlanFile(PLANS["exit"]).save(folder / "layerskip.json")
-    lines = [json.dumps({"prompt": t, "continuation": TOLD}) + "\n" for t in TEXTS]
-    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
-    return folder
+    return toy_checkpoint(tmp_path_factory.mktemp("toy"), tokenizer)
 
 
 @pytest.fixture(scope="module")
 def lab(bench: SimpleNamespace, folder: Path) -> Iterator[Any]:
-    """Passes are not timed, and transformers' modes are tried with one setting only."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "fitting_cost", lambda *_, **__: COST)
-        patch.setattr(bench.paired, "measure_cost", lambda *_, **__: COST)
-        one = [EarlyExitSettings(2, 3, 0.0)]
-        patch.setattr(bench.modes.Theirs, "grid", lambda self, mode: one)
-        yield bench.lab.Lab(
-            bench.lab.Options(
-                model=str(folder),
-                device="cpu",
-                prompts=folder / "prompts.jsonl",
-                draft_model=str(folder),
-                limit=2,
-                tokens=8,
-                max_repeated=1.0,
-            )
-        )
+    with toy_lab(bench, folder) as lab:
+        yield lab
 
 
 def test_a_cell_s_table_is_measured_over_the_plan_s_draft_vocabulary(
