@@ -89,3 +89,8 @@ def run(script: ModuleType, arguments: Sequence[str], monkeypatch: pytest.Monkey
     """The script, as the command line starts it."""
     monkeypatch.setattr(sys, "argv", ["script", *arguments])
     script.main()
+
+
+def refuse() -> None:
+    """As a mode that transformers has not for this model."""
+    raise ValueError("not with this model\nand more")

@@ -1,0 +1,377 @@
+"""What a cell and a run of them tell, and the tables and pictures made of that."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from benching import BENCH, REPO, bench_modules, refuse, toy_checkpoint, toy_lab
+
+from layerskip.journal import Journal
+
+MODULES = (
+    "cells",
+    "figures",
+    "goals",
+    "lab",
+    "measuring",
+    "modes",
+    "paired",
+    "plots",
+    "readme",
+    "tables",
+)
+FIGURES = {
+    "new_tokens", "tokens_per_second", "tokens_per_cpu_second", "seconds_to_first_token",
+    "seconds_per_token_p50", "seconds_per_token_p90", "seconds_per_token_p99",
+    "speedup_vs_autoregressive", "speedup_vs_autoregressive_ci95",
+    "cpu_speedup_vs_autoregressive", "speedup_vs_hf", "speedup_vs_hf_ci95",
+    "cpu_speedup_vs_hf", "identical_to_own_plain", "identical_to_our_plain", "kv_cache_bytes",
+    "peak_memory_bytes", "settings", "seconds_per_token",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[SimpleNamespace]:
+    with bench_modules(*MODULES) as modules:
+        yield modules
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    return toy_checkpoint(tmp_path_factory.mktemp("toy"), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def lab(bench: SimpleNamespace, folder: Path) -> Iterator[Any]:
+    with toy_lab(bench, folder) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def greedy(bench: SimpleNamespace, lab: Any) -> dict[str, Any]:
+    return bench.measuring.measure(lab, bench.cells.Cell("prompts", "greedy"))
+
+
+def test_a_cell_tells_everything_of_every_mode(bench: SimpleNamespace, greedy: Any) -> None:
+    assert set(greedy["modes"]) == set(bench.modes.MODES)
+    assert not greedy["unsupported"]
+    assert (greedy["cell"]["prompts"], greedy["cell"]["tokens"]) == (2, 8)
+    assert {"commit", "machine", "versions", "threads", "load", "dtype"} <= set(greedy["cell"])
+    for mode, found in greedy["modes"].items():
+        assert set(found) >= FIGURES
+        assert found["new_tokens"] == 16
+        assert found["kv_cache_bytes"] > 0 < found["peak_memory_bytes"]
+        assert len(found["seconds_per_token"]) == 2
+        p50, p90, p99 = (found[f"seconds_per_token_p{p}"] for p in (50, 90, 99))
+        assert 0.0 < p50 <= p90 <= p99
+        for base in ("autoregressive", "hf"):
+            low, high = found[f"speedup_vs_{base}_ci95"]
+            assert low <= found[f"speedup_vs_{base}"] <= high
+        if mode in bench.modes.OURS:
+            assert found["identical_to_own_plain"] == found["identical_to_our_plain"] == 1.0
+    assert greedy["modes"]["autoregressive"]["predicted_speedup"] == pytest.approx(1.0)
+    assert greedy["modes"]["autoregressive"]["speedup_vs_autoregressive"] == 1.0
+    assert greedy["modes"]["hf"]["speedup_vs_hf"] == 1.0
+    assert greedy["modes"]["fixed"]["acceptance_rate"] > 0.0
+    assert greedy["modes"]["hf-early-exit"]["settings"]["assistant_early_exit"] == 2
+    for mode in bench.modes.ALONE:  # of eight tokens
+        assert 1.0 <= greedy["modes"][mode]["mean_accepted_length"] <= 8.0
+
+
+def test_a_draft_model_and_an_early_exit_have_caches_of_their_own(greedy: Any) -> None:
+    cache = {mode: found["kv_cache_bytes"] for mode, found in greedy["modes"].items()}
+    assert cache["hf-draft-model"] > cache["hf"]
+    assert cache["hf-early-exit"] > cache["hf"]
+    assert cache["fixed"] == cache["autoregressive"]
+
+
+def test_what_was_measured_before_an_interruption_is_not_measured_again(
+    bench: SimpleNamespace,
+    lab: Any,
+    greedy: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, cell = tmp_path / "journal.jsonl", bench.cells.Cell("prompts", "forced")
+    monkeypatch.setattr(bench.measuring, "measure", lambda *_: greedy)
+    first = bench.measuring.Results(Journal(path, lab.subject()).once).of(lab, cell)
+    assert first == greedy
+    monkeypatch.setattr(bench.measuring, "measure", lambda *_: refuse())
+    again = bench.measuring.Results(Journal(path, lab.subject()).once)
+    assert again.of(lab, cell) == first
+    with pytest.raises(ValueError, match="not with this model"):
+        again.of(lab, bench.cells.Cell("prompts", "greedy"))
+    with pytest.raises(ValueError, match="another"):
+        Journal(path, lab.subject() | {"threads": 99})
+
+
+@pytest.fixture(scope="module")
+def written(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """``pytest bench --smoke`` of one cell on the toy, as it writes its JSON."""
+    path = tmp_path_factory.mktemp("bench") / "bench.json"
+    command = [sys.executable, "-m", "pytest", "bench", "--smoke", "--benchmark-only", "-q"]
+    own = ["--model", str(folder), "--prompts", str(folder / "prompts.jsonl"), "--device", "cpu"]
+    cells = ["--cells", "prompts-forced"]
+    done = subprocess.run(
+        [*command, *own, *cells, f"--benchmark-json={path}", "-p", "no:cacheprovider"],
+        cwd=REPO,
+        # A worker of pytest-xdist would have its benchmarks switched off.
+        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+        | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_every_mode_reports_its_own_times(written: Any) -> None:
+    found = {b["name"]: b for b in written["benchmarks"]}
+    modes = ("autoregressive", "fixed")
+    assert set(found) == {f"test_decoding[prompts-forced:{mode}]" for mode in modes}
+    for b in found.values():
+        info = b["extra_info"]
+        assert info["mode"] in b["name"]
+        assert (b["group"], b["stats"]["rounds"]) == ("prompts-forced", 2)
+        times = b["stats"]["data"]
+        speeds = sorted(1.0 / seconds for seconds in times)
+        assert info["tokens_per_second"] == pytest.approx(sum(speeds) / 2)
+        assert info["tokens"] == 6
+        assert FIGURES - {"seconds_per_token"} - {k for k in FIGURES if "hf" in k} <= set(info)
+    plain, fixed = (found[f"test_decoding[prompts-forced:{m}]"]["extra_info"] for m in modes)
+    assert plain["speedup_vs_autoregressive"] == 1.0
+    assert fixed["acceptance_rate"] is not None
+
+
+def test_its_file_says_where_and_with_what_but_no_names(written: Any) -> None:
+    machine = written["machine_info"]
+    assert {"processor", "threads", "torch", "transformers", "layerskip"} <= set(machine)
+    assert machine["node"] == ""
+    assert "branch" not in written["commit_info"]
+    assert "id" in written["commit_info"]
+
+
+@pytest.mark.parametrize(("matrix", "kept"), [("full", {"mean"}), ("quick", {"mean", "data"})])
+def test_the_whole_matrix_leaves_single_samples_out(
+    bench: Any, matrix: str, kept: set[str]
+) -> None:
+    spec = importlib.util.spec_from_file_location("bench_conftest", BENCH / "conftest.py")
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    document = {"benchmarks": [{"stats": {"mean": 1.0, "data": [1.0]}}]}
+    conftest.pytest_benchmark_update_json(
+        SimpleNamespace(getoption={"--matrix": matrix}.get), document
+    )
+    assert set(document["benchmarks"][0]["stats"]) == kept
+
+
+def results(folder: Path, written: dict[str, Any], greedy: dict[str, Any]) -> Path:
+    """Result files for all tables, made of what was measured on the toy."""
+    quick = written | {"benchmarks": []}
+    for mode, found in greedy["modes"].items():
+        info = {"mode": mode, "cell": "code-sampled", **greedy["cell"], **found}
+        stats = {"data": info.pop("seconds_per_token")}
+        quick["benchmarks"].append({"extra_info": info, "stats": stats})
+    for b in written["benchmarks"]:
+        info = b["extra_info"] | {"cell": "code-forced"}
+        quick["benchmarks"].append({"extra_info": info, "stats": b["stats"]})
+    points = [
+        {"size": n, "seconds": n * 1e-3, "cpu_seconds": n * 1e-3, "copied_bytes": 2**20,
+         "largest_copy_bytes": 2**10, "held_cache_bytes": n * 2**20}
+        for n in (1, 2, 4)
+    ]  # fmt: skip
+    fit = {"start": 0.0, "slope": 1e-3, "r2": 1.0, "exponent": 1.0}
+    contents = {
+        "bench": quick,
+        "bench-full": quick,
+        "exactness": {"dtype": "bfloat16", "modes": {
+            "hf": {"equal": 4, "prompts": 4, "why_not": ""},
+            "hf-static": {"equal": 0, "prompts": 0, "why_not": "not with this model"},
+            "automatic, batch of 8": {"equal": 3, "prompts": 4, "why_not": ""},
+        }},
+        "scaling": {"axes": {"rows": {"points": points, "fits": {"cpu_seconds": fit}}}},
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    for dated in (BENCH / "results").glob("????-??-??-*.json"):
+        shutil.copy(dated, folder)
+    shutil.copytree(BENCH / "results" / "gpu", folder / "gpu")
+    for name, content in contents.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def speed_of(figures: dict[str, Any]) -> float:
+    return figures["speedup_vs_autoregressive"]
+
+
+def test_each_bound_is_held_against_its_own_case(bench: SimpleNamespace) -> None:
+    cases = {"cold": {"wall": 2.9, "bound": 3.0}, "switching": {"wall": 1.4, "bound": 1.0}}
+    assert bench.goals.of_bounds(cases)[1:] == ["all", "1 of 2; switching 1.4 of 1"]
+
+
+def test_a_cell_s_ratio_is_the_median_of_its_prompts_ratios(bench: SimpleNamespace) -> None:
+    """Which is not that of their medians: 1 and 2 times as fast as plain decoding."""
+    plain, fixed, automatic = [1.0, 2.0, 4.0], [4.0, 1.0, 2.0], [2.0, 1.0, 4.0]
+    cells = {
+        "code": {
+            "autoregressive": {"seconds_per_token": plain, "speedup_vs_autoregressive": 1.0},
+            "fixed": {"seconds_per_token": fixed, "speedup_vs_autoregressive": 2.0},
+            "automatic": {"seconds_per_token": automatic, "speedup_vs_autoregressive": 1.0},
+        }
+    }
+    found = [line[-1] for line in bench.goals.of_cells(cells)]
+    assert found == ["1 of 1; worst 1.00, `code`", "1 of 1; worst 1.00, `code`"]
+
+
+def test_a_gpu_s_figures_are_held_against_their_goals(
+    bench: SimpleNamespace, tmp_path: Path
+) -> None:
+    """Those that no time was left for are not."""
+    tables = sys.modules["gpu.tables"]
+    with pytest.raises(SystemExit, match="make gpu-check"):
+        tables.newest(tmp_path, decoding=False)
+    share = {"value": 0.7, "goal": ">= 0.8", "met": False}
+    ratios = [
+        {"value": v, "goal": ">= 0.97", "met": v and v >= 0.97} for v in (1.2, 0.9, 1.5, None)
+    ]
+    sections = {
+        "plain": {"ok": True, "8B": {"share_of_copy": share}},
+        "batches": {"8B": {f"batch {i}": {"auto_over_off": r} for i, r in enumerate(ratios)}},
+        "speedup": {"ok": True, "8B": {
+            f"acceptance {i}": {"auto": {"speedup": v}} for i, v in enumerate((1.4, 0.9, "nan"))
+        }},
+    }  # fmt: skip
+    folder = tmp_path / "gpu"
+    folder.mkdir()
+    for day, gpu in (("01", "old"), ("02", "new")):
+        record = {"machine": {"gpu": gpu}, "sections": sections if gpu == "new" else {}}
+        for suffix in ("", tables.DECODING):
+            (folder / f"2026-01-{day}-G{suffix}.json").write_text(json.dumps(record))
+    found = {title: rest for title, *rest in tables.goals(tmp_path)}
+    assert found[f"new: {tables.GOALS['plain']}"] == [">= 0.8", "0 of 1; 0.70"]
+    assert found[f"new: {tables.GOALS['batches']}"] == [">= 0.97", "2 of 3; 0.90 to 1.50"]
+    assert found["new: automatic over plain, by acceptance"] == [">= 0.97", "1 of 2; 0.90 and 1.40"]
+    assert found[f"new: {tables.GOALS['memory']}"] == ["-", "nothing was measured"]
+    assert tables.by_batch(sections["batches"]["8B"]) == ["0.90", "-", "-"]
+    # What a later run left out is what an earlier one of the same GPU found.
+    record = {"machine": {"gpu": "new"}, "sections": {"plain": {}}}
+    (folder / f"2026-01-03-G{tables.DECODING}.json").write_text(json.dumps(record))
+    found = {title: rest for title, *rest in tables.goals(tmp_path)}
+    assert found[f"new: {tables.GOALS['plain']}"] == ["-", "nothing was measured"]
+    assert found[f"new: {tables.GOALS['batches']}"] == [">= 0.97", "2 of 3; 0.90 to 1.50"]
+
+
+def test_a_mode_is_held_against_the_fastest_number_of_its_kind(bench: SimpleNamespace) -> None:
+    speeds = {"plain": 1.0, "k=2": 1.6, "k=7": 2.0, "k=2, look-up": 2.4, "k=7, look-up": 2.2}
+    modes = {n: {"measured_cpu_speedup": s} for n, s in (speeds | {"automatic": 1.9}).items()}
+    over = bench.figures.over_best
+    assert over(modes, "automatic", looking_up=False) == pytest.approx(1.9 / 2.0)
+    assert over(modes, "automatic", looking_up=True) == pytest.approx(1.9 / 2.4)
+    slow = {
+        n: {"measured_cpu_speedup": min(s["measured_cpu_speedup"], 0.5)} for n, s in modes.items()
+    }
+    assert over(slow | {"plain": modes["plain"]}, "automatic", looking_up=False) == 0.5
+
+
+def marked(name: str, inside: str = "out of date\n") -> str:
+    return f"before\n<!-- bench:{name}:begin -->\n{inside}<!-- bench:{name}:end -->\nafter\n"
+
+
+def test_tables_are_written_between_their_markers(
+    bench: SimpleNamespace,
+    written: Any,
+    greedy: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, page = results(tmp_path / "results", written, greedy), tmp_path / "README.md"
+    page.write_text("".join(map(marked, bench.readme.KNOWN)), encoding="utf-8")
+    arguments = ["readme.py", "--readme", str(page), "--results", str(folder)]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--check"])
+    with pytest.raises(SystemExit, match="is not what"):
+        bench.readme.main()
+    monkeypatch.setattr(sys, "argv", arguments)
+    with page.open(encoding="utf-8") as before:
+        bench.readme.main()
+        assert "out of date" in before.read()  # written in one move, never half
+    text = page.read_text(encoding="utf-8")
+    assert "out of date" not in text
+    assert text.count("before\n") == text.count("after\n") == len(bench.readme.KNOWN)
+    monkeypatch.setattr(sys, "argv", [*arguments, "--check"])
+    bench.readme.main()
+    automatic = greedy["modes"]["automatic"]
+    assert f"**{automatic['speedup_vs_autoregressive']:.2f}**" in text
+    assert f"{1e3 * automatic['seconds_per_token_p99']:.1f}" in text
+    assert "| layerskip, automatic" not in text
+    assert "3 of 4 | 75.0%" in text
+    assert "not with this model | -" in text
+    own = greedy["modes"][max(bench.modes.ALONE, key=lambda m: speed_of(greedy["modes"][m]))]
+    assert f"; {own['identical_to_own_plain']:.0%} as plain |" in text
+    assert "1 to 4 | 1.00 to 4.00 | 1.00 | 1e+03 | 1.00 to 1.00 | 4.00" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (marked("speeds"), "no table is called 'speeds'"),
+        ("<!-- bench:speed:begin -->\n", "has no end"),
+        ("<!-- bench:speed:begin -->\n<!-- bench:cells:end -->\n", "has no end"),
+        (marked("speed"), "`make bench` writes it"),
+    ],
+)
+def test_a_wrong_marker_is_refused(
+    bench: SimpleNamespace, tmp_path: Path, text: str, reason: str
+) -> None:
+    with pytest.raises(SystemExit, match=reason):
+        bench.readme.rewritten(text, bench.tables.Files(tmp_path))
+
+
+def test_the_readmes_tables_are_what_the_result_files_give(bench: SimpleNamespace) -> None:
+    for page in bench.readme.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert bench.readme.rewritten(text, bench.tables.Files(BENCH / "results")) == text
+
+
+def test_pictures_are_drawn_of_the_result_files(
+    bench: SimpleNamespace,
+    written: Any,
+    greedy: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = results(tmp_path / "results", written, greedy)
+    monkeypatch.setattr(sys, "argv", ["plots.py", "--results", str(folder)])
+    bench.plots.main()
+    pictures = {p.name: p.read_bytes() for p in folder.glob("*.png")}
+    assert set(pictures) == {"speed.png", "scaling.png"}
+    bench.plots.main()
+    assert {p.name: p.read_bytes() for p in folder.glob("*.png")} == pictures
+
+
+def test_an_interval_of_too_few_has_no_ends(bench: SimpleNamespace) -> None:
+    ends = {"low": None, "high": None}
+    assert bench.tables.interval_of(ends | {"value": 1.5}) == "1.50 (- to -)"
+    assert bench.tables.interval_of(ends | {"value": None}) == "-"
+    assert (
+        bench.tables.interval_of({"value": 1.0, "low": 0.5, "high": 2.0}) == "1.00 (0.50 to 2.00)"
+    )
+    assert bench.tables.interval_of(None) == "-"
+
+
+@pytest.mark.parametrize(
+    ("most", "said"), [(None, "on"), (0, "off"), (3, "3 at most")], ids=["on", "off", "capped"]
+)
+def test_a_decision_is_said_in_a_word(bench: SimpleNamespace, most: int | None, said: str) -> None:
+    rule = {"requests": 29, "max_draft_tokens": most}
+    assert bench.tables.decision(rule) == said
+    assert bench.tables.decision(rule | {"requests": 28}) == "too few: on"
