@@ -174,10 +174,11 @@ def one_after_another(some: list[Case], backend: Backend) -> list[list[bytes]]:
         for case, own in zip(some, args, strict=True)
     ]
     return [
-        [_bytes(t) for t in (*own, *(out if isinstance(out, tuple) else (out,))) if t is not None]
+        [raw(t) for t in (*own, *(out if isinstance(out, tuple) else (out,))) if t is not None]
         for own, out in zip(args, results, strict=True)
     ]
 
 
-def _bytes(tensor: Tensor) -> bytes:
+def raw(tensor: Tensor) -> bytes:
+    """Its bits."""
     return tensor.cpu().view(torch.uint8).numpy().tobytes()

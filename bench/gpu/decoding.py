@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from gpu.frame import Found
-from gpu.lab import Lab, label
+from gpu.lab import Lab, in_parts, label
 from gpu.models import SYNTHETIC, Loaded, for_auto
 from gpu.moved import round_bytes, speedup_by_bytes
 from gpu.timing import GREEDY, NO_TIME, Decoded, decode, in_turns
@@ -177,14 +177,9 @@ def speedup(lab: Lab, found: Found, until: float) -> None:
             for k in (0, *lab.extent.few_drafts)
         }
         in_turns(fixed, end, repeats=0)
-        start = time.monotonic()
-        for i, acceptance in enumerate(lab.extent.acceptances):
-            if time.monotonic() > end:
-                entry[f"acceptance {acceptance:g}"] = {"left_out": NO_TIME}
-                continue
+        for name, acceptance, part in in_parts(entry, "acceptance", lab.extent.acceptances, end):
             loaded.scale(loaded.eps_for(acceptance))
-            part = start + (end - start) * (i + 1) / len(lab.extent.acceptances)
-            entry[f"acceptance {acceptance:g}"] = by_drafts(lab, loaded, auto, part)
+            entry[name] = by_drafts(lab, loaded, auto, part)
 
     lab.each(found, until, measure)
 

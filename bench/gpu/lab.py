@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from gpu.speed import copy_bandwidth
 from gpu.timing import NO_TIME, REPEATS, decode
 from layerskip.compare import repeated_share
 
+Size = TypeVar("Size", int, float)
 CURVE_PROMPTS = 8
 PEAK_GOAL = 1.1  # of the weights' bytes, at load: one copy, and what is being moved
 
@@ -184,6 +185,22 @@ class Lab:
         eps = loaded.eps_for(self.extent.acceptances[1])
         loaded.scale(eps)
         return eps
+
+
+def in_parts(
+    entry: Found, what: str, sizes: Sequence[Size], until: float
+) -> Iterator[tuple[str, Size, float]]:
+    """Each size with its name and the time by which it has to end: all have the same share.
+
+    One that no time is left for is left out of ``entry``, and says so there.
+    """
+    start = time.monotonic()
+    for i, size in enumerate(sizes):
+        name = f"{what} {size:g}"
+        if time.monotonic() > until:
+            entry[name] = {"left_out": NO_TIME}
+        else:
+            yield name, size, start + (until - start) * (i + 1) / len(sizes)
 
 
 def prompt(model: Synthetic, tokens: int, seed: int) -> list[int]:

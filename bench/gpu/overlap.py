@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor
 
 from gpu.backends import Noise
+from gpu.bits import raw
 from gpu.decoding import kept, same
 from gpu.frame import Found
 from gpu.lab import Lab, label
@@ -75,10 +75,6 @@ def chained(lab: Lab, mode: str) -> bytes:
         for _ in range(CHAIN):
             x, total = lab.backend.ops.add_rms_norm(x, total, weight[0], eps=NORM_EPS)
     return b"".join(raw(t) for t in (x, total))
-
-
-def raw(tensor: Tensor) -> bytes:
-    return tensor.cpu().view(torch.uint8).numpy().tobytes()
 
 
 def one_model(lab: Lab, modes: Sequence[str], loaded: Loaded, entry: Found, end: float) -> None:

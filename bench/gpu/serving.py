@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from gpu.frame import Found, limited
-from gpu.lab import Lab, label
+from gpu.lab import Lab, in_parts, label
 from gpu.models import Loaded, for_auto, with_rounds_of_its_own
 from gpu.moved import kv_bytes, round_bytes
 from gpu.tables import NEVER_SLOWER
-from gpu.timing import NO_TIME, decode, in_turns, peak_of, synchronize
+from gpu.timing import decode, in_turns, peak_of, synchronize
 from layerskip import SelfSpeculativeLM
 from layerskip.params import NumDraftTokens
 
@@ -146,17 +146,12 @@ def batches(lab: Lab, found: Found, until: float) -> None:
     def measure(loaded: Loaded, entry: Found, end: float) -> None:
         lab.usual(loaded)
         auto = for_auto(loaded)
-        start = time.monotonic()
-        for i, batch in enumerate(lab.extent.batches):
-            if time.monotonic() > end:
-                entry[f"batch {batch}"] = {"left_out": NO_TIME}
-                continue
+        for name, batch, part in in_parts(entry, "batch", lab.extent.batches, end):
             prompts = [
                 lab.prompt(loaded, lab.extent.prompt - row % (lab.extent.prompt // 2), row)
                 for row in range(batch)
             ]
-            part = start + (end - start) * (i + 1) / len(lab.extent.batches)
-            entry[f"batch {batch}"] = by_mode(lab, loaded, auto, prompts, tokens, part)
+            entry[name] = by_mode(lab, loaded, auto, prompts, tokens, part)
 
     lab.each(found, until, measure)
 
@@ -206,14 +201,9 @@ def contexts(lab: Lab, found: Found, until: float) -> None:
     def measure(loaded: Loaded, entry: Found, end: float) -> None:
         lab.usual(loaded)
         auto = for_auto(loaded)
-        start = time.monotonic()
-        for i, context in enumerate(lab.extent.contexts):
-            if time.monotonic() > end:
-                entry[f"context {context}"] = {"left_out": NO_TIME}
-                continue
-            part = start + (end - start) * (i + 1) / len(lab.extent.contexts)
+        for name, context, part in in_parts(entry, "context", lab.extent.contexts, end):
             ids = [lab.prompt(loaded, context)]
-            entry[f"context {context}"] = by_mode(lab, loaded, auto, ids, tokens, part)
+            entry[name] = by_mode(lab, loaded, auto, ids, tokens, part)
 
     lab.each(found, until, measure)
 
@@ -253,10 +243,8 @@ def first_tokens(lab: Lab, found: Found, until: float) -> None:
 
     def measure(loaded: Loaded, entry: Found, end: float) -> None:
         with borrowed(lab, loaded) as model:
-            start = time.monotonic()
-            for i, length in enumerate(lab.extent.prefills):
-                part = start + (end - start) * (i + 1) / len(lab.extent.prefills)
-                entry[f"prompt {length}"] = first_token(lab, loaded, model, length, part)
+            for name, length, part in in_parts(entry, "prompt", lab.extent.prefills, end):
+                entry[name] = first_token(lab, loaded, model, length, part)
 
     lab.each(found, until, measure)
 
