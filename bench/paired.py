@@ -162,21 +162,11 @@ def decode(
     lm: SelfSpeculativeLM,
     prompt: Sequence[int],
     num_draft_tokens: NumDraftTokens,
-    *,
-    max_new_tokens: int,
-    sampling: SamplingParams,
-    grammar: Grammar | None = None,
+    **settings: Any,
 ) -> Decoded:
-    """One prompt in one way."""
-    found = decode_together(
-        prompt,
-        {"": (lm, num_draft_tokens)},
-        random.Random(0),
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        grammar=grammar,
-    )
-    return found[""]
+    """One prompt in one way; settings as of ``decode_together``."""
+    ways = {"": (lm, num_draft_tokens)}
+    return decode_together(prompt, ways, random.Random(0), **settings)[""]
 
 
 def sampling_at(temperature: float) -> SamplingParams:
