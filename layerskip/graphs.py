@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,35 +45,13 @@ class HostWorkError(AssertionError):
     """A function that is to be recorded asked the host something, or did not repeat itself."""
 
 
-class Recording(Protocol):
-    """A recorded function."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of device memory: how much more its recorder's recordings keep since it was made."""
-
-    def replay(self) -> None: ...
-
-
-class Recorder(Protocol):
-    """Makes recordings. They share memory: no two of one recorder may run at the same time, and
-    what one leaves there the next overwrites; what is to stay is written outside.
-
-    ``record`` may call the function any number of times, so that what it changes must not matter
-    then; it raises ``RecordingError`` with a reason where a function can't be recorded.
-
-    Attributes:
-        patience: times that a function runs unrecorded before it is worth a recording.
-    """
-
-    patience: int
-
-    def record(self, function: Function) -> Recording: ...
-
-
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A captured CUDA graph, whose pool of memory others may have grown, too."""
+    """A captured CUDA graph, whose pool of memory others may have grown, too.
+
+    Attributes:
+        num_bytes: how much more device memory its recorder's graphs keep since it was made.
+    """
 
     graph: torch.cuda.CUDAGraph
     num_bytes: int
@@ -86,8 +64,14 @@ class GraphRecorder:
     """Captures CUDA graphs that share a pool of memory, which goes when the last of them goes. It
     is about as large as the largest of them needs (not measured yet), however many there are.
 
+    No two of one recorder may run at the same time, and what one leaves in the pool the next
+    overwrites; what is to stay is written outside.
+
     Args:
         device: a CUDA device.
+
+    Attributes:
+        patience: times that a function runs unrecorded before it is worth a recording.
     """
 
     patience = PATIENCE
@@ -99,7 +83,12 @@ class GraphRecorder:
         self._sharing: weakref.WeakSet[Graph] = weakref.WeakSet()  # the pool of the next graph
 
     def record(self, function: Function) -> Graph:
-        """Capture ``function``, which has run before; see ``Recorder``."""
+        """Capture ``function``, which has run before. It may be called any number of times, so that
+        what it changes must not matter then.
+
+        Raises:
+            RecordingError: it cannot be recorded; the message is the reason.
+        """
         try:
             with ONE_CAPTURE, torch.cuda.device(self._device):
                 if not self._warm:  # the stream; a function's own first use was where it ran
@@ -167,15 +156,19 @@ class RepeatingRecorder:
     """The recorder of a CPU: proves that a graph could hold what it records.
 
     Args:
-        patience: as of ``Recorder``; here nothing is won by waiting.
+        patience: as of ``GraphRecorder``; here nothing is won by waiting.
     """
 
     def __init__(self, patience: int = 0) -> None:
         self.patience = patience
 
     def record(self, function: Function) -> Repetition:
-        """Call ``function`` under the watch; see ``Recorder``."""
+        """Call ``function`` under the watch."""
         return Repetition(function, taped(function))
+
+
+Recording = Graph | Repetition
+Recorder = GraphRecorder | RepeatingRecorder
 
 
 class Allowance:

@@ -7,7 +7,7 @@ may use one stack.
 
 import threading
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +16,35 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from layerskip.draft_head import Projection
+from layerskip.layout import Layout
 
 NAME = "layerskip"
 RUN = "layerskip_run"  # the attribute of a twin's modules that holds their ``Run``
 
 
-class Places(Protocol):
-    """Where a pass writes and what it may read: a layout of ``cache``, or a ``Lesson``."""
+class Lesson:
+    """Places of the first call of a model: they note the shapes that its attention comes with.
 
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_visible(self) -> int: ...
-    @property
-    def start(self) -> int | None: ...
-    @property
-    def padded(self) -> bool: ...
+    Attributes:
+        num_heads, num_kv_heads, head_dim: of layer 0.
+        asked: whether the layer asked for our attention; some families have their own.
+    """
 
-    def append(self, key: Tensor, value: Tensor, layer: int) -> None: ...
-    def seen(self, layer: int) -> tuple[Tensor, Tensor]: ...
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = self.num_visible = num_tokens
+        self.start, self.padded = 0, False
+        self.num_heads = self.num_kv_heads = self.head_dim = 0
+        self.softcap: float | None = None
+        self.sinks: Tensor | None = None
+        self.asked = False
+
+    def append(self, key: Tensor, value: Tensor, layer: int) -> None:
+        _, self.num_kv_heads, self.head_dim = key.shape
+        self._seen = key, value
+
+    def seen(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._seen
+
     def attend(
         self,
         query: Tensor,
@@ -42,7 +52,13 @@ class Places(Protocol):
         softmax_scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        self.asked, self.num_heads = True, query.shape[1]
+        self.softcap, self.sinks = softcap, sinks
+        return torch.zeros_like(query)
+
+
+Places = Layout | Lesson  # where a pass writes and what it may read
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,39 +210,3 @@ class CacheGuest:
 
     def get_mask_sizes(self, *_: object) -> tuple[int, int]:
         return self.places.num_visible, 0
-
-
-class Lesson:
-    """Places of the first call of a model: they note the shapes that its attention comes with.
-
-    Attributes:
-        num_heads, num_kv_heads, head_dim: of layer 0.
-        asked: whether the layer asked for our attention; some families have their own.
-    """
-
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = self.num_visible = num_tokens
-        self.start, self.padded = 0, False
-        self.num_heads = self.num_kv_heads = self.head_dim = 0
-        self.softcap: float | None = None
-        self.sinks: Tensor | None = None
-        self.asked = False
-
-    def append(self, key: Tensor, value: Tensor, layer: int) -> None:
-        _, self.num_kv_heads, self.head_dim = key.shape
-        self._seen = key, value
-
-    def seen(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._seen
-
-    def attend(
-        self,
-        query: Tensor,
-        layer: int,
-        softmax_scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        self.asked, self.num_heads = True, query.shape[1]
-        self.softcap, self.sinks = softcap, sinks
-        return torch.zeros_like(query)

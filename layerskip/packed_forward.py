@@ -12,7 +12,7 @@ tables stay in float32, and OLMo 2's norm rounds before its weight as the others
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,33 +31,9 @@ Attend = Callable[[LayerWeights, Tensor, Tensor, Tensor], Tensor]
 ``(tokens, heads * head_dim)``."""
 
 
-class Products(Protocol):
-    """What multiplies: ``layerskip.ops`` for few rows, ``TorchProducts`` for a prompt's many."""
-
-    def linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        *,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        norm_weight: Tensor | None = None,
-        eps: float = 1e-6,
-    ) -> Tensor: ...
-
-    def swiglu(
-        self,
-        x: Tensor,
-        gate_weight: Tensor,
-        up_weight: Tensor,
-        *,
-        norm_weight: Tensor | None = None,
-        eps: float = 1e-6,
-    ) -> Tensor: ...
-
-
 class TorchProducts:
-    """Products by torch's own library, which is made for many rows; norms by the operation."""
+    """``linear`` and ``swiglu`` as ``layerskip.ops`` has them for few rows, of a prompt's many: by
+    torch's own library, which is made for those. Norms by the operation."""
 
     def __init__(self, ops: Any) -> None:
         self._ops = ops
@@ -136,8 +112,12 @@ class PackedModel:
         hidden = self._body.embed_tokens(ids)
         return hidden if self.embedding_scale == 1.0 else hidden * self.embedding_scale
 
-    def layer(self, index: int, hidden: Tensor, products: Products, attend: Attend) -> Tensor:
-        """``(tokens, width)`` -> the same, through one layer."""
+    def layer(self, index: int, hidden: Tensor, products: Any, attend: Attend) -> Tensor:
+        """``(tokens, width)`` -> the same, through one layer.
+
+        Args:
+            products: what multiplies: ``ops``, or ``TorchProducts``.
+        """
         w = self.layers[index]
         first, second = w.before
         qkv = products.linear(hidden, w.qkv, bias=w.qkv_bias, norm_weight=first, eps=w.eps)
@@ -167,7 +147,7 @@ class PackedModel:
 
     def _added(
         self,
-        products: Products,
+        products: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,

@@ -1,30 +1,21 @@
 """Token ids to text, piece by piece."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import Any
 
 # Where transformers has its fast tokenizers' ``decode``, and what that calls.
 FAST = ("transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers")
 
 
-class Tokenizer(Protocol):
-    """What we ask of a transformers tokenizer."""
-
-    def decode(
-        self,
-        token_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool,
-        clean_up_tokenization_spaces: bool,
-    ) -> str: ...
-
-
-def decoder_of(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     """The tokenizer's ``decode``, without special tokens and as it is.
 
     Of transformers' fast tokenizers it is that of the library beneath, which theirs calls: each
     token of a batch is decoded twice, and to see first what it was given takes theirs four times
     as long (bench/LOG.md, 2026-11-27). One that decodes in its own way does so.
+
+    Args:
+        tokenizer: of transformers, or what has a ``decode`` that takes the arguments below.
     """
     beneath = getattr(tokenizer, "backend_tokenizer", None)
     steps = [getattr(tokenizer, name, None) for name in ("decode", "_decode")]
@@ -46,7 +37,7 @@ class TextStream:
     pieces joined are the whole text, whatever rounds the tokens came in.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self._decode = decoder_of(tokenizer)
         self.stopped = False

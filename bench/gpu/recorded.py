@@ -32,7 +32,7 @@ class Clocked:
 
     Args:
         recorder: makes them.
-        patience: as of ``Recorder``; None: the recorder's own.
+        patience: as of ``GraphRecorder``; None: the recorder's own.
 
     Attributes:
         seconds: of each recording.
