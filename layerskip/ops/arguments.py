@@ -14,7 +14,7 @@ Shaped = tuple[Tensor | None, str]
 
 
 def _sizes_of(op: str, **tensors: Shaped) -> dict[str, int]:
-    """Match tensors with shapes given as names of sizes, such as ``"m k"``.
+    """Match tensors with shapes given as names of sizes, such as ``"m k"``; all on one device.
 
     Returns:
         The size behind each name.
@@ -36,19 +36,12 @@ def _sizes_of(op: str, **tensors: Shaped) -> dict[str, int]:
                     f"with {axis} = {sizes[axis]} as in {origin[axis]}"
                 )
             origin.setdefault(axis, name)
+    present = [(name, tensor) for name, (tensor, _) in tensors.items() if tensor is not None]
+    first, device = present[0][0], present[0][1].device
+    for name, tensor in present:
+        if tensor.device != device:
+            raise ValueError(f"{op}: {name} is on {tensor.device}, expected {device} as {first} is")
     return sizes
-
-
-def _same_device(op: str, **tensors: Tensor | None) -> None:
-    """All on the first one's device."""
-    present = {name: t for name, t in tensors.items() if t is not None}
-    first = next(iter(present))
-    for name, tensor in present.items():
-        if tensor.device != present[first].device:
-            raise ValueError(
-                f"{op}: {name} is on {tensor.device}, expected {present[first].device} "
-                f"as {first} is"
-            )
 
 
 def _of_dtype(op: str, dtype: torch.dtype, **tensors: Tensor | None) -> None:
@@ -76,7 +69,6 @@ def _at_least_one(op: str, sizes: dict[str, int], names: Sequence[str]) -> None:
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     _sizes_of("rms_norm", x=(x, "m width"), weight=(weight, "width"))
     _floating("rms_norm", x=x, weight=weight)
-    _same_device("rms_norm", x=x, weight=weight)
     return x.new_empty(x.shape)
 
 
@@ -86,7 +78,6 @@ def add_rms_norm(
     op = "add_rms_norm"
     _sizes_of(op, x=(x, "m width"), residual=(residual, "m width"), weight=(weight, "width"))
     _floating(op, x=x, residual=residual, weight=weight)
-    _same_device(op, x=x, residual=residual, weight=weight)
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
@@ -108,10 +99,7 @@ def linear(
         residual=(residual, "m n"),
         norm_weight=(norm_weight, "k"),
     )
-    tensors = {"x": x, "weight": weight, "bias": bias}
-    tensors |= {"residual": residual, "norm_weight": norm_weight}
-    _floating(op, **tensors)
-    _same_device(op, **tensors)
+    _floating(op, x=x, weight=weight, bias=bias, residual=residual, norm_weight=norm_weight)
     _at_least_one(op, sizes, ("n", "k"))
     return x.new_empty(sizes["m"], sizes["n"])
 
@@ -132,9 +120,7 @@ def swiglu(
         up_weight=(up_weight, "n k"),
         norm_weight=(norm_weight, "k"),
     )
-    tensors = {"x": x, "gate_weight": gate_weight, "up_weight": up_weight}
-    _floating(op, **tensors, norm_weight=norm_weight)
-    _same_device(op, **tensors, norm_weight=norm_weight)
+    _floating(op, x=x, gate_weight=gate_weight, up_weight=up_weight, norm_weight=norm_weight)
     _at_least_one(op, sizes, ("n", "k"))
     return x.new_empty(sizes["m"], sizes["n"])
 
@@ -166,8 +152,6 @@ def rope_append_kv(
     _floating(op, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     _of_dtype(op, torch.float32, cosine=cosine, sine=sine)
     _of_dtype(op, torch.int32, cache_seqlens=cache_seqlens)
-    tensors = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
-    _same_device(op, **tensors, cosine=cosine, sine=sine, cache_seqlens=cache_seqlens)
     if 2 * sizes["rotary_dim/2"] > sizes["headdim"]:
         raise ValueError(
             f"{op}: cosine has shape {tuple(cosine.shape)}, which rotates "
@@ -198,8 +182,6 @@ def decode_attention(
     _floating(op, q=q, k_cache=k_cache, v_cache=v_cache)
     _of_dtype(op, torch.int32, cache_seqlens=cache_seqlens)
     _of_dtype(op, torch.float32, sinks=sinks)
-    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
-    _same_device(op, **tensors, sinks=sinks)
     _at_least_one(op, sizes, ("batch", "seqlen", "seqlen_cache", "nheads_k"))
     if sizes["nheads"] % sizes["nheads_k"] != 0:
         raise ValueError(
@@ -224,7 +206,6 @@ def gumbel_noise(
     op = "gumbel_noise"
     _sizes_of(op, seeds=(seeds, "rows"), positions=(positions, "rows"), starts=(starts, "rows"))
     _of_dtype(op, torch.int64, seeds=seeds, positions=positions, starts=starts)
-    _same_device(op, seeds=seeds, positions=positions, starts=starts)
     if vocab_size < 1:
         raise ValueError(f"{op}: vocab_size is at least 1, got {vocab_size}")
     return seeds.new_empty(seeds.shape[0], vocab_size, dtype=torch.float32)
@@ -263,10 +244,7 @@ def lm_head_argmax(
     _floating(op, x=x, weight=weight, norm_weight=norm_weight)
     _of_dtype(op, torch.int32, vocab_ids=vocab_ids)
     _of_dtype(op, torch.float32, temperature=temperature)
-    numbers = {"seeds": seeds, "positions": positions, "starts": starts}
-    _of_dtype(op, torch.int64, **numbers)
-    tensors = {"x": x, "weight": weight, "vocab_ids": vocab_ids, "norm_weight": norm_weight}
-    _same_device(op, **tensors, temperature=temperature, **numbers)
+    _of_dtype(op, torch.int64, seeds=seeds, positions=positions, starts=starts)
     if len({t is None for t in (temperature, seeds, positions)}) > 1:
         raise ValueError(f"{op}: temperature, seeds and positions are given together or not at all")
     if starts is not None and temperature is None:
@@ -293,14 +271,13 @@ def accept_tokens(
         num_left=(num_left, "batch"),
         eos_ids=(eos_ids, "any"),
     )
-    tokens = {"draft_token_ids": draft_token_ids, "target_token_ids": target_token_ids}
-    _of_dtype(op, torch.int64, **tokens)
+    _of_dtype(op, torch.int64, draft_token_ids=draft_token_ids, target_token_ids=target_token_ids)
     if target_token_ids.shape[1] != draft_token_ids.shape[1] + 1:
         raise ValueError(
             f"{op}: target_token_ids has {target_token_ids.shape[1]} tokens a sequence, expected "
             f"one more than the {draft_token_ids.shape[1]} of draft_token_ids"
         )
-    return _emission(op, tokens, cache_seqlens, num_left, eos_ids)
+    return _emission(op, draft_token_ids, cache_seqlens, num_left, eos_ids)
 
 
 def accept_block(
@@ -331,25 +308,16 @@ def accept_block(
             f"than the {draft_probs.shape[1]} of draft_probs"
         )
     _of_dtype(op, torch.float32, draft_probs=draft_probs, target_probs=target_probs)
-    numbers = {"draft_token_ids": draft_token_ids, "seeds": seeds, "positions": positions}
-    _of_dtype(op, torch.int64, **numbers)
-    numbers |= {"draft_probs": draft_probs, "target_probs": target_probs}
-    return _emission(op, numbers, cache_seqlens, num_left, eos_ids)
+    _of_dtype(op, torch.int64, draft_token_ids=draft_token_ids, seeds=seeds, positions=positions)
+    return _emission(op, draft_token_ids, cache_seqlens, num_left, eos_ids)
 
 
 def _emission(
-    op: str,
-    inputs: dict[str, Tensor],
-    cache_seqlens: Tensor,
-    num_left: Tensor,
-    eos_ids: Tensor,
+    op: str, draft_token_ids: Tensor, cache_seqlens: Tensor, num_left: Tensor, eos_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What both acceptances check alike, and return."""
     _of_dtype(op, torch.int32, cache_seqlens=cache_seqlens, num_left=num_left)
     _of_dtype(op, torch.int64, eos_ids=eos_ids)
-    state = {"cache_seqlens": cache_seqlens, "num_left": num_left, "eos_ids": eos_ids}
-    _same_device(op, **inputs, **state)
-    draft_token_ids = inputs["draft_token_ids"]
     batch, k = draft_token_ids.shape
     tokens = draft_token_ids.new_empty(batch, k + 1)
     num_accepted = draft_token_ids.new_empty(batch, dtype=torch.int32)
