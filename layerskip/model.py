@@ -53,7 +53,18 @@ class DecoderStack:
         exact: False gives up that a row's bits do not depend on the other rows of a pass.
         adapter: of one exit of this model; drafts that leave there run it, as if its bridge or
             block were layer ``num_layers``.
+
+    Attributes:
+        prefill_chunk: most tokens of a prompt that go through the layers at once; chunks end at
+            multiples.
+        one_row: whether a pass holds tokens of one row only.
+        divides_products: whether its linear maps can take fewer rows at once than a pass has.
+        probed_layers: one layer of each kind.
+        widths: of the arrays that activations run over.
+        score_changes: cap and sinks of attention scores, where the model has them.
     """
+
+    prefill_chunk = PREFILL_CHUNK
 
     def __init__(
         self, model: object, *, exact: bool = True, adapter: ExitAdapter | None = None
@@ -70,12 +81,15 @@ class DecoderStack:
         self.num_layers: int = config.num_hidden_layers
         self.num_kv_heads, self.head_dim = forward.num_kv_heads, forward.head_dim
         self.group = forward.group
-        self.windows = forward.windows
+        self.windows, self.widths = forward.windows, forward.widths
+        self.one_row, self.divides_products = forward.one_row, forward.divides_products
+        self.probed_layers: tuple[int, ...] = forward.probed
+        self.score_changes: tuple[float | None, Tensor | None] = forward.softcap, forward.sinks
         self.vocab_size: int = config.vocab_size
         self.max_positions = position_limit(config)
         self.dtype, self.device = self.twin.dtype, self.twin.device
         self._positions = torch.zeros(1, 0, dtype=torch.int64, device=self.device)
-        self.pass_sizes = PassSizes(self, divides_products=forward.divides_products)
+        self.pass_sizes = PassSizes(self)
         self.adapter: ExitAdapter | None = None
         self.exactness: Exactness
         with Decoding():
@@ -145,11 +159,6 @@ class DecoderStack:
         return elements * torch.finfo(self.dtype).bits // 8
 
     @property
-    def one_row(self) -> bool:
-        """Whether a pass holds tokens of one row only."""
-        return self._forward.one_row
-
-    @property
     def product_rows(self) -> int:
         """Most rows of a decode pass that a linear map takes at once, with this thread's cores."""
         return self.pass_sizes.product_rows
@@ -163,31 +172,6 @@ class DecoderStack:
     def runs_rounds(self) -> bool:
         """Whether its device runs whole rounds, recorded, without the host."""
         return False
-
-    @property
-    def divides_products(self) -> bool:
-        """Whether its linear maps can take fewer rows at once than a pass has."""
-        return self._forward.divides_products
-
-    @property
-    def prefill_chunk(self) -> int:
-        """Most tokens of a prompt that go through the layers at once; chunks end at multiples."""
-        return PREFILL_CHUNK
-
-    @property
-    def probed_layers(self) -> tuple[int, ...]:
-        """One layer of each kind."""
-        return self._forward.probed
-
-    @property
-    def widths(self) -> set[int]:
-        """Widths of the arrays that activations run over."""
-        return self._forward.widths
-
-    @property
-    def score_changes(self) -> tuple[float | None, Tensor | None]:
-        """Cap and sinks of attention scores, where the model has them."""
-        return self._forward.softcap, self._forward.sinks
 
     def new_cache(self, *, num_rows: int, num_slots: int) -> KVCache:
         """An empty cache; ``num_slots`` is rounded up to whole attention blocks."""

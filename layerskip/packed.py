@@ -59,6 +59,7 @@ class PackedStack(DecoderStack):
         ops: where the operations come from; None: from ``ops_on`` the model's device.
     """
 
+    prefill_chunk = PREFILL_CHUNK
     _forward: PackedModel
 
     def __init__(self, model: object, *, ops: Any = None) -> None:
@@ -77,10 +78,6 @@ class PackedStack(DecoderStack):
     def free_rows(self) -> int:
         """Rows of one tile: the kernels multiply all of it."""
         return TILE
-
-    @property
-    def prefill_chunk(self) -> int:
-        return PREFILL_CHUNK
 
     def embed_ids(self, token_ids: Tensor) -> Tensor:
         """``(n,)`` int64 on the device -> ``(n, width)``; a placeholder (-1) is as good as id 0."""

@@ -23,16 +23,14 @@ class PassSizes:
 
     Args:
         stack: its ``exactness`` says what is wanted, and holds at the smallest size.
-        divides_products: whether its linear maps can take fewer rows at once than a pass has.
 
     Attributes:
         num_proofs: so far; each takes as long as several passes.
     """
 
-    def __init__(self, stack: "DecoderStack", *, divides_products: bool) -> None:
+    def __init__(self, stack: "DecoderStack") -> None:
         # Weak, so that a stack that nobody holds is freed at once.
         self._stack: DecoderStack = weakref.proxy(stack)
-        self._divides_products = divides_products
         self._proven: dict[tuple[int, int], bool] = {}
         self._product_rows: dict[int, int] = {}
         self.num_proofs = 0
@@ -143,7 +141,7 @@ class PassSizes:
             return False
         fewer = [q for q in ROW_QUANTA if quantum <= q < min(now, size)][::-1]
         reference = self._reference(size) if size > quantum else 1
-        for rows in (now, *(fewer if self._divides_products else ())):
+        for rows in (now, *(fewer if stack.divides_products else ())):
             if rows_agree(stack, size, reference, rows):
                 if rows != now:
                     # Larger passes were proven with other products: they are proven again.

@@ -171,7 +171,7 @@ def test_windows_are_those_of_the_layers(wrap, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_in_chunks_gives_the_logits_of_transformers(monkeypatch, toy, wrap, family):
-    monkeypatch.setattr(model_module, "PREFILL_CHUNK", 48)
+    monkeypatch.setattr(DecoderStack, "prefill_chunk", 48)
     stack, ids = wrap("exit", family).stack, random_ids(130)
     cache = stack.new_cache(num_rows=2, num_slots=130)
     with torch.inference_mode():

@@ -95,7 +95,7 @@ def test_tokens_are_those_of_the_general_stack_and_of_transformers(family):
 @torch.inference_mode()
 def test_logits_are_those_of_transformers(monkeypatch, family):
     """By chunks of prompt, and by ragged passes over a cache, tight at its end."""
-    monkeypatch.setattr(packed, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(PackedStack, "prefill_chunk", 16)
     stack, expected = stack_of(family), toy(family)(torch.tensor([TEXT])).logits[0]
     scale = expected.abs().max()
     close = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-4)

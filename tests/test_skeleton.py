@@ -111,7 +111,7 @@ def test_a_twin_is_a_whole_model_and_can_be_wrapped_again(family):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "bloom"])
 def test_a_prompt_goes_on_from_where_its_prefix_ends(monkeypatch, family):
-    monkeypatch.setattr("layerskip.model.PREFILL_CHUNK", 8)
+    monkeypatch.setattr(DecoderStack, "prefill_chunk", 8)
     stack, ids = DecoderStack(make_toy(family)), random_ids(45)
     whole, pieces = (stack.new_cache(num_rows=2, num_slots=45) for _ in range(2))
     with torch.inference_mode():

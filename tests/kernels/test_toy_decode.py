@@ -6,10 +6,11 @@ import pytest
 import torch
 from stack import NUM_LAYERS, VOCAB_SIZE, make_llama, make_stack
 
-from layerskip import DraftPlan, SamplingParams, packed
+from layerskip import DraftPlan, SamplingParams
 from layerskip.cache import Segment
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
+from layerskip.packed import PackedStack
 from layerskip.row import RowSpec
 from layerskip.sampling import Sampler
 
@@ -101,7 +102,7 @@ def test_a_ragged_batch_changes_no_bit(kernels, plain):
 
 def test_the_kernels_compute_the_checkpoint(monkeypatch, backend):
     """Against transformers in float64: four layers' roundings in bfloat16."""
-    monkeypatch.setattr(packed, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(PackedStack, "prefill_chunk", 16)
     stack = make_stack(backend)
     cache = stack.new_cache(num_rows=2, num_slots=64)
     ids = list(range(40, 77))
