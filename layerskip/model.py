@@ -305,12 +305,7 @@ class DecoderStack:
             states: ``(tokens, hidden)`` after the adapter's exit.
             start: slot of the first one.
         """
-        layout = PrefillLayout(
-            cache,
-            Segment(row, start, len(states)),
-            windows=self.windows,
-            all_positions=self._positions_below(start + len(states)),
-        )
+        layout = self._chunk_at(cache, Segment(row, start, len(states)))
         self._drive(states, (self.num_layers,), layout)
 
     def all_exit_logits(self, token_ids: Sequence[int], exits: Sequence[int]) -> dict[int, Tensor]:
@@ -344,14 +339,13 @@ class DecoderStack:
         ids, chunk = torch.tensor(token_ids, device=self.device), self.prefill_chunk
         while start < len(token_ids):
             end = min(len(token_ids), (start // chunk + 1) * chunk)
-            layout = PrefillLayout(
-                cache,
-                Segment(row, start, end - start),
-                windows=self.windows,
-                all_positions=self._positions_below(end),
-            )
+            layout = self._chunk_at(cache, Segment(row, start, end - start))
             yield self._forward.embed(ids[start:end]), layout
             start = end
+
+    def _chunk_at(self, cache: KVCache, segment: Segment) -> PrefillLayout:
+        positions = self._positions_below(segment.start + segment.count)
+        return PrefillLayout(cache, segment, windows=self.windows, all_positions=positions)
 
     def run_pass(
         self,
