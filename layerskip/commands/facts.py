@@ -123,8 +123,10 @@ def _vocabulary(lm: "SelfSpeculativeLM") -> str:
         return f"all {vocab_size} ids"
     if lm.draft_head is None or lm.coverage_meter is None:
         return f"all {vocab_size} ids: {lm.stack.why_whole_head}"
+    # A round that the device runs by itself has one head for all rows.
+    beside = ", in rounds that the host drives also" if lm.stack.runs_rounds else " and"
     return (
-        f"{len(ids)} of {vocab_size} ids and those of a row's own text; "
+        f"{len(ids)} of {vocab_size} ids{beside} those of a row's own text; "
         f"{lm.coverage_meter.least_coverage:.1%} of what is emitted is promised to be among them"
     )
 
