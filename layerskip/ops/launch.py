@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -258,30 +257,17 @@ def _stream_of(index: int) -> Callable[[], int]:
     return lambda: torch.cuda.current_stream().cuda_stream
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """How arguments of some types lie in memory.
-
-    Attributes:
-        codes: see ``argument_codes``.
-        pack: ``pack(buffer, offset, *values)``.
-        reads: places of arguments that are no values themselves, and what gives those.
-    """
-
-    codes: str
-    pack: Callable[..., None]
-    reads: list[tuple[int, Callable[[Any], int]]]
-
-
 @functools.lru_cache(KEPT_LAYOUTS)
-def _layout(*types: type) -> _Layout:
-    codes = "".join(map(_code, types))
-    packer = struct.Struct("=" + "".join(_CELLS[code] for code in codes))
+def _layout(*types: type) -> tuple[Callable[..., None], list[tuple[int, Callable[[Any], int]]]]:
+    """How arguments of some types get into their cells: ``pack(buffer, offset, *values)``, and the
+    places of those that are no values themselves, with what gives these."""
+    packer = struct.Struct("=" + "".join(_CELLS[_code(kind)] for kind in types))
     readings = enumerate(map(_reading, types))
-    return _Layout(codes, packer.pack_into, [(i, read) for i, read in readings if read])
+    return packer.pack_into, [(i, read) for i, read in readings if read]
 
 
 def _code(kind: type) -> str:
+    """P pointer, i int, f float; q, Q, I, ? the ctypes scalars."""
     if issubclass(kind, Tensor | None):
         return "P"
     if issubclass(kind, bool):
@@ -305,35 +291,19 @@ def _reading(kind: type) -> Callable[[Any], int] | None:
     return None if issubclass(kind, int | float) else operator.attrgetter("value")
 
 
-def argument_codes(args: Sequence[Argument]) -> str:
-    """One letter for each argument: P pointer, i int, f float; q, Q, I, ? the ctypes scalars.
-
-    Raises:
-        TypeError: an argument is of no type that a kernel can take.
-    """
-    return _layout(*map(type, args)).codes
-
-
-def pack_arguments(args: Sequence[Argument]) -> Any:
-    """The ``void **`` that a launch takes: a ctypes array, which also owns what it points to.
+def _write_arguments(cells: Any, args: Sequence[Argument]) -> None:
+    """Each argument into its cell.
 
     Raises:
         TypeError: an argument is of no type that a kernel can take.
         ValueError: an integer does not fit its parameter.
     """
-    cells = ctypes.create_string_buffer(8 * len(args) + 8)
-    _write_arguments(cells, args)
-    return _pointers_to(cells, len(args))
-
-
-def _write_arguments(cells: Any, args: Sequence[Argument]) -> None:
-    """Each argument into its cell."""
-    layout = _layout(*map(type, args))
+    pack, reads = _layout(*map(type, args))
     values: list[Any] = [*args]
-    for place, read in layout.reads:
+    for place, read in reads:
         values[place] = read(values[place])
     try:
-        layout.pack(cells, 0, *values)
+        pack(cells, 0, *values)
     except struct.error as error:
         raise ValueError(
             f"a kernel's argument does not fit its parameter ({error}): "
@@ -364,7 +334,7 @@ class _Cells(threading.local):
         """Write a launch's arguments; returns the address of the pointers to them.
 
         Raises:
-            TypeError, ValueError: as of ``pack_arguments``.
+            TypeError, ValueError: as of ``_write_arguments``; or there are too many.
         """
         if len(args) > MOST_ARGUMENTS:
             raise ValueError(f"a kernel takes {MOST_ARGUMENTS} arguments at most, got {len(args)}")

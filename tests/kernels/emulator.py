@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from layerskip.ops.launch import Argument, Dim3, argument_codes, pack_arguments
+from layerskip.ops import launch
+from layerskip.ops.launch import Argument, Dim3
 
 HERE = Path(__file__).parent
 RUNTIME = HERE / "emulator"
@@ -294,6 +295,18 @@ def _check_sizes(kernel: str, grid: Dim3, block: Dim3, smem: int) -> None:
         raise EmulatorError(f"{kernel}: no device starts grid {grid} of blocks {block}")
     if not 0 <= smem <= MAX_SMEM:
         raise EmulatorError(f"{kernel}: {smem} bytes of shared memory, more than {MAX_SMEM}")
+
+
+def argument_codes(args: Sequence[Argument]) -> str:
+    """One letter for each argument, as ``layerskip.ops.launch`` has them."""
+    return "".join(launch._code(type(arg)) for arg in args)
+
+
+def pack_arguments(args: Sequence[Argument]) -> ctypes.Array[ctypes.c_void_p]:
+    """The ``void **`` that a launch takes, which also owns what it points to."""
+    cells = ctypes.create_string_buffer(8 * len(args) + 8)
+    launch._write_arguments(cells, args)
+    return launch._pointers_to(cells, len(args))
 
 
 def _check_arguments(kernel: str, expected: str, args: Sequence[Argument]) -> None:

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from emulator import argument_codes, pack_arguments
 from needs import need
 
 from layerskip.ops import launch
 from layerskip.ops.build import Cubin, KernelBuildError
-from layerskip.ops.launch import DriverLauncher, argument_codes, pack_arguments
+from layerskip.ops.launch import DriverLauncher
 
 STREAM = 77
 CONTEXT = "context"
