@@ -14,7 +14,6 @@ from torch import Tensor
 from layerskip.ambient import Decoding
 from layerskip.attempt import Attempt
 from layerskip.cache import CachedText
-from layerskip.controller import Controller
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.lookup import LookupStore
@@ -44,7 +43,6 @@ class Decoder:
         drafter: EarlyExitDrafter | None,
         plan: DraftPlan | None,
         *,
-        controller: Controller | None = None,
         looks_up: bool = False,
         store: LookupStore | None = None,
         head: DraftHead | None = None,
@@ -55,12 +53,7 @@ class Decoder:
     ) -> None:
         self.stack = stack
         self.speculator = Speculator(
-            drafter,
-            controller,
-            looks_up=looks_up,
-            store=store,
-            free_rows=stack.free_rows,
-            head=head,
+            drafter, looks_up=looks_up, store=store, free_rows=stack.free_rows, head=head
         )
         self.plan = plan
         self._has_block = drafter is not None and stack.has_block_at(plan)

@@ -74,7 +74,7 @@ class Rounds:
         cache: that nobody else decodes with.
         seats: that were recorded with it; None makes new ones.
         vocab_ids: ids that drafts may have, ``(kept,)`` int32 ascending on the device; None: all.
-        allowance: of seconds that recordings may take; None: its own.
+        allowance: of seconds that recordings may take.
 
     Attributes:
         reason: why the last round asked for ran by the host; "" if it did not.
@@ -90,11 +90,11 @@ class Rounds:
         recordings: Recordings,
         *,
         cache: KVCache,
-        seats: Seats | None = None,
-        vocab_ids: Tensor | None = None,
-        allowance: Allowance | None = None,
+        seats: Seats | None,
+        vocab_ids: Tensor | None,
+        allowance: Allowance,
     ) -> None:
-        self._allowance = allowance or Allowance()
+        self._allowance = allowance
         self._function = DeviceRound(stack, plan, vocab_ids)
         self.recordings, self.reason = recordings, ""
         self.usual = True

@@ -25,25 +25,27 @@ class Speculator:
 
     Args:
         drafter: early exit; None looks up or decodes plainly.
-        controller: decides for rows that ask for "auto"; without one, they decode plainly. Rounds
-            that the host drives have its ``by_host``, if there is one.
         looks_up: whether tokens are looked up in a row's own prompt and output.
         store: and in what earlier requests left there.
         free_rows: rows of a pass that cost no more than one, where no controller knows.
         head: over the draft vocabulary; None: drafts know every token.
+
+    Attributes:
+        controller: decides for rows that ask for "auto"; None: they decode plainly. Rounds that the
+            host drives have its ``by_host``, if there is one.
     """
 
     def __init__(
         self,
         drafter: EarlyExitDrafter | None,
-        controller: Controller | None = None,
         *,
         looks_up: bool = False,
         store: LookupStore | None = None,
         free_rows: int = 1,
         head: DraftHead | None = None,
     ) -> None:
-        self.drafter, self.controller = drafter, controller
+        self.drafter = drafter
+        self.controller: Controller | None = None
         self.looks_up, self.store, self.free_rows = looks_up, store, free_rows
         self._plain = Attempt(PLAIN, NO_DRAFT, NO_GUESS, None)
         self._exits: dict[int, Choice] = {}  # by number of drafted tokens

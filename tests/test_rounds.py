@@ -80,10 +80,12 @@ def spec(prompt, params=GREEDY, *, seed=5, limit=16, k=3, **more):
     return RowSpec(tuple(prompt), Sampler(params, seed, VOCAB_SIZE), limit, k, **more)
 
 
-def decoder_of(stack, bench=None, plan=EXIT, **more):
+def decoder_of(stack, bench=None, plan=EXIT, *, controller=None, **more):
     drafter = EarlyExitDrafter(stack, plan) if plan is not None else None
     given = {"num_rows": 4, "num_slots": 64} | more
-    return CountingDecoder(stack, drafter, plan, bench=bench, **given)
+    decoder = CountingDecoder(stack, drafter, plan, bench=bench, **given)
+    decoder.speculator.controller = controller
+    return decoder
 
 
 def idle_of(bench):

@@ -371,10 +371,10 @@ def test_a_cap_on_drafts_holds_for_what_is_looked_up_behind_them(toy, plain):
             stack,
             EarlyExitDrafter(stack, PLANS["exit"]),
             PLANS["exit"],
-            controller=Scripted(exits(1)),
             looks_up=True,
             store=store_of([*REPEATING, *text]),
         )
+        decoder.speculator.controller = Scripted(exits(1))
         row = decode(
             decoder, prompt=REPEATING, limit=NEW, num_draft_tokens="auto", max_draft_tokens=most
         )
