@@ -163,24 +163,6 @@ def test_the_smallest_settings_leave_the_likeliest_token(talking):
 
 
 @pytest.mark.parametrize(
-    ("exit_layer", "error"),
-    [(0, ValueError), (-1, ValueError), (99, ValueError), ([2], TypeError), ("2", TypeError)],
-)
-def test_exit_layers(monkeypatch, exit_layer, error):
-    """Before any weight is read."""
-    monkeypatch.setattr(
-        "layerskip.checkpoint.AutoModelForCausalLM.from_pretrained",
-        lambda *_, **__: pytest.fail("read"),
-    )
-    rule = "an int, got" if error is TypeError else "between 1 and"
-    check_sentence(
-        lambda: SelfSpeculativeLM.from_pretrained("builtin", exit_layer=exit_layer),
-        error,
-        f"exit_layer must be {rule}",
-    )
-
-
-@pytest.mark.parametrize(
     ("settings", "sentence"),
     [
         ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32 or None, got 'int8'"),
