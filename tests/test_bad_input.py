@@ -162,26 +162,6 @@ def test_the_smallest_settings_leave_the_likeliest_token(talking):
         assert sampled.token_ids == greedy
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32 or None, got 'int8'"),
-        (
-            {"dtype": torch.float64},
-            "dtype must be one of bfloat16, float16, float32 or None, got t",
-        ),
-        ({"device": "mps"}, "device must be 'cpu', 'cuda' or 'auto', got 'mps'"),
-        ({"device": 0}, "device must be 'cpu', 'cuda' or 'auto', got 0"),
-        ({"exit_layer": 1, "plan": PLANS["exit"]}, "give exit_layer or plan, not both"),
-        ({"plan": PLANS["exit"]}, "the plan is for a model of 6 layers; this one has"),
-    ],
-)
-def test_loading(settings, sentence):
-    check_sentence(
-        lambda: SelfSpeculativeLM.from_pretrained("builtin", **settings), ValueError, sentence
-    )
-
-
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")
 def test_a_checkpoint_that_needs_another_package(tmp_path, toy):
     toy().save_pretrained(tmp_path)

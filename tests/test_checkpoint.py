@@ -82,6 +82,8 @@ def test_who_asked_for_plain_decoding_is_not_told_that_nothing_drafts(saved, cap
     assert "no draft plan is known" not in caplog.text
 
 
+DTYPES = "dtype must be one of bfloat16, float16, float32 or None"
+DEVICES = "device must be 'cpu', 'cuda' or 'auto'"
 BAD_ARGUMENTS = [
     ({"exit_layer": 0}, ValueError, "exit_layer must be between 1 and 5, got 0"),
     ({"exit_layer": -2}, ValueError, "exit_layer must be between 1 and 5, got -2"),
@@ -89,9 +91,13 @@ BAD_ARGUMENTS = [
     ({"exit_layer": [1, 2]}, TypeError, r"exit_layer must be an int, got \[1, 2\]"),
     ({"exit_layer": "2"}, TypeError, "exit_layer must be an int, got '2'"),
     ({"plan": DraftPlan(16, (0,))}, ValueError, "the plan is for a model of 16 layers; this one h"),
+    ({"plan": DraftPlan(5, (0,))}, ValueError, "the plan is for a model of 5 layers; this one ha"),
     ({"plan": DraftPlan(6, (0,)), "exit_layer": 2}, ValueError, "give exit_layer or plan, not bo"),
-    ({"dtype": "int8"}, ValueError, "dtype must be one of bfloat16, float16, float32 or None"),
-    ({"device": "tpu"}, ValueError, "device must be 'cpu', 'cuda' or 'auto', got 'tpu'"),
+    ({"dtype": "int8"}, ValueError, f"{DTYPES}, got 'int8'"),
+    ({"dtype": torch.float64}, ValueError, rf"{DTYPES}, got torch\.float64"),
+    ({"device": "tpu"}, ValueError, f"{DEVICES}, got 'tpu'"),
+    ({"device": "mps"}, ValueError, f"{DEVICES}, got 'mps'"),
+    ({"device": 0}, ValueError, f"{DEVICES}, got 0"),
     ({"num_draft_tokens": 99, "exit_layer": 2}, ValueError, "num_draft_tokens must be between"),
 ]
 
