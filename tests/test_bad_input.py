@@ -25,7 +25,7 @@ PROMPTS = [
         ValueError,
         "the prompt has 600 tokens; the model has 600 positions, and at least one must be left to",
     ),
-    ([VOCAB_SIZE], ValueError, "a token id must be between 0 and 330, got 331"),
+    ([1, VOCAB_SIZE], ValueError, "a token id must be between 0 and 330, got 331"),
     ([True], TypeError, "a token id must be an int, got True (bool)"),
     (
         torch.tensor([[1, 2], [3, 4]]),
