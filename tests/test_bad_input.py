@@ -58,7 +58,10 @@ CHATS = [
 ]
 FILES = [
     ('{"version": 2, "draft_depth": 3}', "is not a plan file (it has no 'draft_layers')"),
-    ('{"version": 3}', "has plan version 3; this layerskip reads versions 1 and 2"),
+    (
+        '{"version": 3, "num_layers": 6, "draft_layers": [0]}',
+        "has plan version 3; this layerskip reads versions 1 and 2",
+    ),
     ('{"version": "x"}', "has plan version x; this layerskip reads versions 1 and 2"),
     ('{"version": true, "num_layers": 6, "draft_layers": [0]}', "has plan version True; this lay"),
     ('{"num_layers": 6, "draft_layers": [0]}', "is not a plan file (it has no version)"),

@@ -114,14 +114,6 @@ def test_a_missing_plan_file_is_named(tmp_path):
         DraftPlan.load(tmp_path / "none.json")
 
 
-def test_a_plan_of_a_later_version_is_refused(tmp_path):
-    path = tmp_path / "plan.json"
-    path.write_text('{"version": 3, "num_layers": 6, "draft_layers": [0]}')
-    for kind in (DraftPlan, PlanFile):
-        with pytest.raises(ValueError, match="plan version 3; this layerskip reads versions 1 and"):
-            kind.load(path)
-
-
 CURVE = Curve((1, 8), (0,), ((1.0, 2.0),))
 FILE = PlanFile(
     DraftPlan(6, (0, 2)),
@@ -142,18 +134,15 @@ def test_a_saved_plan_file_is_read_back(tmp_path, file):
     assert [f.name for f in tmp_path.iterdir()] == ["plan.json"]  # nothing temporary is left
 
 
-@pytest.mark.parametrize(
-    ("stop", "raised"), [(KeyboardInterrupt, KeyboardInterrupt), (OSError, ValueError)]
-)
-def test_a_stopped_save_leaves_the_older_file_alone(tmp_path, monkeypatch, stop, raised):
+def test_a_stopped_save_leaves_the_older_file_alone(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
     path.write_text("older", encoding="utf-8")
 
     def stopped(*_):
-        raise stop
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "replace", stopped)
-    with pytest.raises(raised):
+    with pytest.raises(KeyboardInterrupt):
         FILE.save(path)
     assert [f.name for f in tmp_path.iterdir()] == ["plan.json"]
     assert path.read_text(encoding="utf-8") == "older"
