@@ -60,13 +60,9 @@ def test_a_config_that_is_no_json(bad: Path) -> None:
 @pytest.mark.parametrize("exit_layer", ["0", "-1", "6", "99", "two", "2,3", "1.5"])
 def test_an_exit_layer_that_does_not_exist(folder: Path, exit_layer: str) -> None:
     result = run("generate", folder, f"--exit-layer={exit_layer}", "--prompt", "x")
-    assert_refused(result, exit_layer)
-
-
-@pytest.mark.parametrize("exit_layer", [0, 16])
-def test_an_exit_layer_the_builtin_checkpoint_lacks(exit_layer: int) -> None:
-    result = run("generate", f"--exit-layer={exit_layer}", "--prompt", "x")
-    assert_refused(result, f"exit_layer must be between 1 and 15, got {exit_layer}")
+    number = exit_layer.removeprefix("-").isdigit()
+    said = f"exit_layer must be between 1 and 5, got {exit_layer}" if number else exit_layer
+    assert_refused(result, said)
 
 
 def test_an_empty_prompt(folder: Path, bad: Path) -> None:
@@ -136,15 +132,12 @@ def test_cuda_where_there_is_none(folder: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--max-new-tokens", 0),
         ("--max-new-tokens", "many"),
         ("--num-draft-tokens", -1),
-        ("--num-draft-tokens", 33),
         ("--temperature", -1),
         ("--temperature", "nan"),
         ("--top-p", 0),
         ("--min-p", 2),
-        ("--stop", ""),
         ("--dtype", "float64"),
         ("--device", "tpu"),
         ("--exit-layer", 2, "--plan", "plan.json"),
