@@ -118,14 +118,7 @@ class Trainer:
             self.trained, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
         self.module, self.optimiser = accelerator.prepare(self.loss, optimiser)
-        self.batches = Batches(
-            packed,
-            settings.batch_size,
-            settings.gradient_accumulation,
-            settings.seed,
-            accelerator.num_processes,
-            accelerator.process_index,
-        )
+        self.batches = Batches.of(packed, settings, accelerator)
         self._identity = identity(settings, packed) | {"exit_layer": exit_layer}
         self.steps, self.seconds = 0, 0.0
 

@@ -47,14 +47,7 @@ class Trainer:
         self.settings, self.accelerator = settings, accelerator
         self.depth = model.config.num_hidden_layers
         settings.check_depth(self.depth)
-        self.batches = Batches(
-            packed,
-            settings.batch_size,
-            settings.gradient_accumulation,
-            settings.seed,
-            accelerator.num_processes,
-            accelerator.process_index,
-        )
+        self.batches = Batches.of(packed, settings, accelerator)
         self.peft = add_lora(model, rank=settings.rank, alpha=settings.alpha, seed=settings.seed)
         if settings.gradient_checkpointing:
             checkpoint_layers(model)

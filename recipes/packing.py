@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from accelerate import Accelerator
+from settings import RunSettings
 from tokens import UNTRAINED, Sample
 from torch import Tensor, nn
 
@@ -181,6 +183,18 @@ class Batches:
             raise ValueError(
                 f"process_index must be 0 to {self.num_processes - 1}, got {self.process_index}"
             )
+
+    @classmethod
+    def of(cls, packed: Packed, settings: RunSettings, accelerator: Accelerator) -> "Batches":
+        """Those of a run, on this process."""
+        return cls(
+            packed,
+            settings.batch_size,
+            settings.gradient_accumulation,
+            settings.seed,
+            accelerator.num_processes,
+            accelerator.process_index,
+        )
 
     def at(self, step: int) -> Step:
         """This process's part of a step, from 0."""
