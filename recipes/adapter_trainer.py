@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from adapter_settings import OF_THE_WEIGHTS, Settings
 from checkpoints import read_run, step_of, write_by_one, write_run
 from draft_training import Backbone, DraftLoss, acceptance, roll_out
-from packing import Batch, Batches, Packed, document_mask
+from packing import Batch, Batches, Packed, document_mask, micro_batches
 from torch import Tensor, nn
 
 from layerskip.admission import decoder_layers
@@ -132,13 +132,8 @@ class Trainer:
             group["lr"] = rate
         work = self.batches.at(step)
         totals = torch.zeros(2, device=self.accelerator.device)
-        for i, batch in enumerate(work.batches):
-            last = i == len(work.batches) - 1
-            if last:
-                totals += self._backward(batch, len(work.batches))
-            else:
-                with self.accelerator.no_sync(self.module):
-                    totals += self._backward(batch, len(work.batches))
+        for batch in micro_batches(work, self.module, self.accelerator):
+            totals += self._backward(batch, len(work.batches))
         norm = self.accelerator.clip_grad_norm_(self.trained, settings.clip)
         self.optimiser.step()
         self.optimiser.zero_grad()
@@ -162,7 +157,6 @@ class Trainer:
 
     def _backward(self, batch: Batch, parts: int) -> Tensor:
         """Loss and acceptance of a micro-batch, as its share of the step's."""
-        batch = batch.to(self.accelerator.device)
         every = self.settings.rollout_every
         rollout = self.settings.rollout if every and self.steps % every == 0 else None
         with self.accelerator.autocast():

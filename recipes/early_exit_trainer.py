@@ -7,7 +7,7 @@ exits count and the learning rate. What a checkpoint has to hold is weights and 
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from checkpoints import read_run, step_of, write_by_one, write_run
 from early_exit_model import EarlyExitModel, ExitLosses, add_lora, weighted
 from early_exit_settings import NOT_OF_THE_WEIGHTS, Settings
-from packing import Batch, Batches, Packed
+from packing import Batch, Batches, Packed, micro_batches
 from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
@@ -88,10 +88,8 @@ class Trainer:
         self.module.train()
         work = self.batches.at(step)
         totals = torch.zeros(len(exits), device=self.accelerator.device)
-        for i, batch in enumerate(work.batches):
-            last = i == len(work.batches) - 1
-            with self._alone(last):
-                losses = self._backward(batch, scales, work.num_labels, step)
+        for batch in micro_batches(work, self.module, self.accelerator):
+            losses = self._backward(batch, scales, work.num_labels, step)
             totals += torch.stack([losses[e].detach() for e in exits])
         norm = self.accelerator.clip_grad_norm_(self.trained, settings.clip)
         self.optimiser.step()
@@ -101,15 +99,10 @@ class Trainer:
         self.seconds += time.perf_counter() - began
         return self._record(by_exit, scales, rate, float(norm))
 
-    def _alone(self, last: bool) -> AbstractContextManager[Any]:
-        """Gradients are exchanged in the backward pass of the last micro-batch."""
-        return nullcontext() if last else self.accelerator.no_sync(self.module)
-
     def _backward(
         self, batch: Batch, scales: Any, num_labels: int, step: int
     ) -> dict[int, torch.Tensor]:
         dropped = self.dropout.dropped(step, batch.num_documents, first_sample=batch.first_document)
-        batch = batch.to(self.accelerator.device)
         # The backward pass within it, too: layers that are run again have to drop the same.
         with dropping(self.layers, dropped, batch.documents):
             losses = self.module(

@@ -236,6 +236,20 @@ class Batches:
         )
 
 
+def micro_batches(step: Step, module: nn.Module, accelerator: Accelerator) -> Iterator[Batch]:
+    """A step's, on their device. Each goes backward before the next one is asked for: gradients
+    are exchanged in the backward pass of the last.
+
+    Args:
+        module: that they go through, as ``accelerator.prepare`` gave it.
+    """
+    *others, last = step.batches
+    for batch in others:
+        with accelerator.no_sync(module):
+            yield batch.to(accelerator.device)
+    yield last.to(accelerator.device)
+
+
 def document_mask(documents: Tensor) -> Tensor:
     """``(rows, 1, seq_len, seq_len)`` bool, True where a token attends: itself and earlier ones of
     its document. For attention that is not transformers'."""
