@@ -13,7 +13,14 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from adapter_settings import OF_THE_WEIGHTS, Settings
-from checkpoints import read_run, step_of, write_by_one, write_run
+from checkpoints import (
+    optimiser_state,
+    read_run,
+    restore_optimiser,
+    step_of,
+    write_by_one,
+    write_run,
+)
 from draft_training import Backbone, DraftLoss, acceptance, roll_out
 from packing import Batch, Batches, Packed, document_mask, micro_batches
 from torch import Tensor, nn
@@ -206,12 +213,8 @@ class Trainer:
 
     def _write(self, folder: Path) -> None:
         self.adapter.save(folder)  # so that a checkpoint can be decoded with, too
-        scaler = self.accelerator.scaler
-        state = {
-            "adapter": self.adapter.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
-            "scaler": None if scaler is None else scaler.state_dict(),
-        }
+        state = {"adapter": self.adapter.state_dict()}
+        state |= optimiser_state(self.accelerator, self.optimiser)
         torch.save(state, folder / STATE)
         write_run(folder, self.seconds, self._identity)
 
@@ -224,9 +227,7 @@ class Trainer:
         seconds = read_run(checkpoint, self._identity)
         state = torch.load(checkpoint / STATE, weights_only=True, map_location="cpu")
         self.adapter.load_state_dict(state["adapter"])
-        self.optimiser.load_state_dict(state["optimiser"])
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
+        restore_optimiser(self.accelerator, self.optimiser, state)
         self.steps, self.seconds = step_of(checkpoint), seconds
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 from layerskip.files import read_json, write_json
@@ -67,6 +68,24 @@ def step_of(checkpoint: Path) -> int:
 def write_run(folder: Path, seconds: float, identity: Mapping[str, Any]) -> None:
     """Note in a checkpoint how long its run took so far, and what its weights follow from."""
     write_json(folder / RUN, {"seconds": seconds, "identity": dict(identity)})
+
+
+def optimiser_state(accelerator: Accelerator, optimiser: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a checkpoint holds of the optimiser, and of the scale of fp16 losses."""
+    scaler = accelerator.scaler
+    return {
+        "optimiser": optimiser.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+    }
+
+
+def restore_optimiser(
+    accelerator: Accelerator, optimiser: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Give both back what ``optimiser_state`` said."""
+    optimiser.load_state_dict(state["optimiser"])
+    if accelerator.scaler is not None:
+        accelerator.scaler.load_state_dict(state["scaler"])
 
 
 def read_run(checkpoint: Path, identity: Mapping[str, Any]) -> float:

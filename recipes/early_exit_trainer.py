@@ -14,7 +14,14 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from checkpoints import read_run, step_of, write_by_one, write_run
+from checkpoints import (
+    optimiser_state,
+    read_run,
+    restore_optimiser,
+    step_of,
+    write_by_one,
+    write_run,
+)
 from early_exit_model import EarlyExitModel, ExitLosses, add_lora, weighted
 from early_exit_settings import NOT_OF_THE_WEIGHTS, Settings
 from packing import Batch, Batches, Packed, micro_batches
@@ -142,12 +149,7 @@ class Trainer:
 
     def _write(self, folder: Path) -> None:
         self.peft.save_pretrained(folder, save_embedding_layers=False)
-        scaler = self.accelerator.scaler
-        state = {
-            "optimiser": self.optimiser.state_dict(),
-            "scaler": None if scaler is None else scaler.state_dict(),
-        }
-        torch.save(state, folder / OPTIMISER)
+        torch.save(optimiser_state(self.accelerator, self.optimiser), folder / OPTIMISER)
         write_run(folder, self.seconds, self._identity())
 
     def load(self, checkpoint: Path) -> None:
@@ -159,9 +161,7 @@ class Trainer:
         seconds = read_run(checkpoint, self._identity())
         set_peft_model_state_dict(self.peft, load_file(checkpoint / ADAPTER))
         state = torch.load(checkpoint / OPTIMISER, weights_only=True, map_location="cpu")
-        self.optimiser.load_state_dict(state["optimiser"])
-        if self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
+        restore_optimiser(self.accelerator, self.optimiser, state)
         self.steps, self.seconds = step_of(checkpoint), seconds
 
     def _identity(self) -> dict[str, Any]:
