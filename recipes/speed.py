@@ -16,6 +16,7 @@ from layerskip.metrics import acceptance_by_position
 from layerskip.params import NumDraftTokens
 
 NAN = math.nan
+MAX_REPEATED = 0.2  # prompts whose plain output repeats more of its 8-grams are left out
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,6 @@ def measure_speeds(
     max_new_tokens: int,
     temperature: float,
     seed: int = 0,
-    repeats: int = 1,
-    max_repeated: float = 0.2,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[SpeedReport, ...]:
     """Decode each prompt plainly and self-speculatively, in random order; all give the same tokens.
 
@@ -81,9 +79,6 @@ def measure_speeds(
         prompts: token ids, such as ``data.prompts`` gives.
         numbers: of draft tokens: each gets a report.
         max_new_tokens: of each prompt; ends of sequence are passed over.
-        repeats: of each prompt; its ratio is their median.
-        max_repeated: prompts whose plain output repeats more of its 8-grams are left out.
-        on_progress: called with (prompts done, prompts).
 
     Raises:
         ValueError: there are no prompts, or a number is 0 or there twice.
@@ -96,20 +91,15 @@ def measure_speeds(
     sampling = SamplingParams(temperature=temperature, seed=seed if temperature else None)
     order, modes = random.Random(seed), [0, *numbers]
     decode = partial(_decode, lm, max_new_tokens=max_new_tokens, sampling=sampling)
-    runs: dict[NumDraftTokens, list[list[_Decoded]]] = {mode: [] for mode in modes}
-    for done, prompt in enumerate(prompts):
-        on_progress(done, len(prompts))
+    runs: dict[NumDraftTokens, list[_Decoded]] = {mode: [] for mode in modes}
+    for prompt in prompts:
         plain = decode(prompt, 0)
-        if len(plain.token_ids) < 3 or repeated_share([plain.token_ids]) > max_repeated:
+        if len(plain.token_ids) < 3 or repeated_share([plain.token_ids]) > MAX_REPEATED:
             continue
         for mode in numbers if not runs[0] else ():
             decode(prompt, mode)  # a mode's first call allocates
-        for mode in modes:
-            runs[mode].append([])
-        for _ in range(repeats):
-            for mode in order.sample(modes, len(modes)):
-                runs[mode][-1].append(_same(decode(prompt, mode), plain))
-    on_progress(len(prompts), len(prompts))
+        for mode in order.sample(modes, len(modes)):
+            runs[mode].append(_same(decode(prompt, mode), plain))
     left_out = len(prompts) - len(runs[0])
     return tuple(_report(temperature, n, runs[n], runs[0], left_out) for n in numbers)
 
@@ -158,13 +148,13 @@ def _same(decoded: _Decoded, plain: _Decoded) -> _Decoded:
 def _report(
     temperature: float,
     num_draft_tokens: NumDraftTokens,
-    runs: Sequence[Sequence[_Decoded]],
-    plain: Sequence[Sequence[_Decoded]],
+    runs: Sequence[_Decoded],
+    plain: Sequence[_Decoded],
     left_out: int,
 ) -> SpeedReport:
-    rounds = [r for prompt in runs for run in prompt for r in run.rounds]
+    rounds = [r for run in runs for r in run.rounds]
     stats = DecodeStats.from_rounds(rounds, prompt_tokens=0, kv_cache_bytes=0)
-    outputs = [prompt[0].token_ids for prompt in plain]
+    outputs = [run.token_ids for run in plain]
     wall, wall_interval = _ratio(runs, plain, lambda run: run.wall)
     cpu, cpu_interval = _ratio(runs, plain, lambda run: run.cpu)
     return SpeedReport(
@@ -185,15 +175,10 @@ def _report(
 
 
 def _ratio(
-    runs: Sequence[Sequence[_Decoded]],
-    plain: Sequence[Sequence[_Decoded]],
-    clock: Callable[[_Decoded], float],
+    runs: Sequence[_Decoded], plain: Sequence[_Decoded], clock: Callable[[_Decoded], float]
 ) -> tuple[float, tuple[float, float]]:
-    """Median speed-up and its interval, of one ratio a prompt: repeats are not independent."""
-    ratios = [
-        statistics.median(clock(base) / clock(run) for run, base in zip(*pair, strict=True))
-        for pair in zip(runs, plain, strict=True)
-    ]
+    """Median over prompts of the speed-up, and its interval."""
+    ratios = [clock(base) / clock(run) for run, base in zip(runs, plain, strict=True)]
     if not ratios:
         return NAN, (NAN, NAN)
     low, high = bootstrap_interval(ratios)

@@ -253,15 +253,13 @@ def clock(recipes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> FakeCloc
 def test_speed_is_the_paired_ratio_after_the_first_token(
     recipes: SimpleNamespace, clock: FakeClock, temperature: float
 ) -> None:
-    lm, done = FakeLM(clock), []
+    lm = FakeLM(clock)
     two, auto = recipes.speed.measure_speeds(
         lm,
         [[1, 2], [0, 3], [5], [6, 7]],
         (2, "auto"),
         max_new_tokens=20,
         temperature=temperature,
-        repeats=3,
-        on_progress=lambda *progress: done.append(progress),
     )
     assert (two.speedup, two.cpu_speedup) == pytest.approx((2.0, 2.0))
     assert (auto.speedup, *auto.interval) == pytest.approx((4.0, 4.0, 4.0))
@@ -271,7 +269,6 @@ def test_speed_is_the_paired_ratio_after_the_first_token(
     # Accepted tokens go 1, 2, 0, 1, 2, 0, ... in the 18 rounds before the last.
     assert two.by_position == pytest.approx((12 / 18, 6 / 12))
     assert two.mean_accepted_length == pytest.approx(1 + 19 / 19)
-    assert done == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
     seeds = {sampling.seed for _, _, sampling in lm.calls}
     assert seeds == ({0} if temperature else {None})
     assert sum(prompt == (0, 3) for prompt, _, _ in lm.calls) == 1  # it loops
