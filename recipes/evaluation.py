@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from exits import ExitReport, evaluate_exits
+from settings import RunSettings
 from speed import SpeedReport, measure_speeds
 from tokens import Sample
 
@@ -83,40 +84,37 @@ def exit_costs(
 
 
 def measure(
+    settings: RunSettings,
     model: Any,
     tokenizer: Any,
     samples: Sequence[Sample],
     prompts: Sequence[Sequence[int]],
     exits: Sequence[int],
     *,
-    temperature: float,
-    max_new_tokens: int,
-    seed: int = 0,
     cost_seconds: float = 6.0,
-    max_tokens: int = 20_000,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Measurement:
     """All of a table's column for a plain model (without an exit adapter): exits teacher-forced,
-    the best of them by prediction at ``temperature``, and its speed, greedy and at ``temperature``,
+    the best of them by prediction at the temperature, and its speed, greedy and at the temperature,
     with the number of draft tokens predicted best and with "auto", which drafts none where none
     pays.
 
     Args:
+        settings: of the final measurement.
         model: a transformers causal LM, or one inside PEFT.
-        samples, exits, max_tokens: as of ``evaluate_exits``.
-        prompts, max_new_tokens, seed: as of ``measure_speeds``.
+        samples, exits: as of ``evaluate_exits``.
+        prompts: as of ``measure_speeds``.
         cost_seconds: as of ``exit_costs``.
         on_progress: called with what is done next.
     """
     bare = SelfSpeculativeLM(model, tokenizer, num_draft_tokens=0)
-    temperatures, reports, speeds = (0.0, temperature), [], []
+    temperatures, reports, speeds = (0.0, settings.temperature), [], []
+    new, tokens = settings.max_new_tokens, settings.final_tokens
     for t in temperatures:
         on_progress(f"acceptance along held-out text, {named(t)}")
-        reports.append(
-            evaluate_exits(bare.stack, samples, exits, temperature=t, max_tokens=max_tokens)
-        )
+        reports.append(evaluate_exits(bare.stack, samples, exits, temperature=t, max_tokens=tokens))
     on_progress("costs of passes")
-    context = statistics.fmean(map(len, prompts)) + max_new_tokens / 2
+    context = statistics.fmean(map(len, prompts)) + new / 2
     costs = exit_costs(bare.stack, exits, seconds=cost_seconds)
     layer, k, _ = best_exit(reports[-1], costs, context)
     plan = DraftPlan.exiting(num_layers=bare.stack.num_layers, exit_layer=layer)
@@ -125,7 +123,7 @@ def measure(
     for t in temperatures:
         on_progress(f"speed of exit {layer}, {named(t)}")
         speeds += measure_speeds(
-            lm, prompts, (k, AUTO), max_new_tokens=max_new_tokens, temperature=t, seed=seed
+            lm, prompts, (k, AUTO), max_new_tokens=new, temperature=t, seed=settings.seed
         )
     plain = table.verify_pass(1, context)
     c, v = table.draft_pass(1, context) / plain, table.verify_pass(k + 1, context) / plain

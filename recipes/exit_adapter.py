@@ -270,15 +270,12 @@ def conclude(
     adapter = ExitAdapter.load(out, model)
     depth = model.config.num_hidden_layers
     before = measure(
+        settings,
         model,
         tokenizer,
         corpus.held_out,
         begun,
         sorted({adapter.shape.exit_layer, *settings.exits, *range(1, depth, max(1, depth // 8))}),
-        temperature=settings.temperature,
-        max_new_tokens=settings.max_new_tokens,
-        max_tokens=settings.final_tokens,
-        seed=settings.seed,
         cost_seconds=adapter_measure.COST_SECONDS,
         on_progress=lambda what: console.print(f"before: {what}"),
     )

@@ -172,15 +172,12 @@ def compare(
             seed=settings.seed,
         )
         found = measure(
+            settings,
             model,
             tokenizer,
             corpus.held_out,
             begun,
             sorted({*settings.exits, *some}),
-            temperature=settings.temperature,
-            max_new_tokens=settings.max_new_tokens,
-            seed=settings.seed,
-            max_tokens=settings.final_tokens,
             cost_seconds=settings.cost_seconds,
             on_progress=lambda what, name=name: console.print(f"{name}: {what}"),
         )

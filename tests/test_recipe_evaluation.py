@@ -28,7 +28,7 @@ VOCAB, DEPTH = 5, 3
 
 @pytest.fixture(scope="module")
 def recipes() -> Iterator[SimpleNamespace]:
-    with imported(["tokens", "exits", "speed", "evaluation", "table"]) as modules:
+    with imported(["tokens", "exits", "settings", "speed", "evaluation", "table"]) as modules:
         yield modules
 
 
@@ -358,13 +358,12 @@ def measured(recipes: SimpleNamespace) -> Any:
     samples = [recipes.tokens.Sample(tuple(random_ids(30, seed=i)), 10) for i in range(4)]
     told: list[str] = []
     measurement = recipes.evaluation.measure(
+        recipes.settings.RunSettings(data="none", out="nowhere", max_new_tokens=8),
         make_model(),
         make_tokenizer(),
         samples,
         [s.ids[:10] for s in samples],
         [1, 2],
-        temperature=0.8,
-        max_new_tokens=8,
         cost_seconds=0.1,
         on_progress=told.append,
     )
