@@ -71,6 +71,7 @@ def check_untouched(model: nn.Module, before: dict[str, Any]) -> None:
 def hf_text(model: PreTrainedModel, prompt: list[int], count: int = 8) -> list[int]:
     """What transformers' own greedy ``generate`` appends to ``prompt``."""
     ids = torch.tensor([prompt])
+    # Without a mask, generate takes every token that equals the padding id for padding.
     everything = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": -1}
     out = model.generate(input_ids=ids, max_new_tokens=count, do_sample=False, **everything)
     return out[0, len(prompt) :].tolist()

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from snapshots import hf_text
 from toys import DTYPES, random_ids
 from transformers import PreTrainedModel
 from zoo import NUM_LAYERS, SHAPE, VARIANTS, WINDOW, ZOO, make_config, make_toy
@@ -47,14 +48,6 @@ def wrap(family: str, dtype: str, plan: str) -> SelfSpeculativeLM:
     return SelfSpeculativeLM(toy(family, dtype), None, PLANS[plan], num_draft_tokens=4)
 
 
-def generated(model: PreTrainedModel, prompt: list[int], count: int = COUNT) -> list[int]:
-    ids = torch.tensor([prompt])
-    # Without a mask, generate takes every token that equals the padding id for padding.
-    everything = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-    out = model.generate(ids, max_new_tokens=count, do_sample=False, **everything)
-    return out[0, len(prompt) :].tolist()
-
-
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel, text: list[int]) -> torch.Tensor:
     ids = torch.tensor([text])
@@ -83,7 +76,7 @@ def test_the_table_and_the_zoo_hold_the_same_families():
 def test_greedy_tokens_are_those_of_generate(family):
     """In fp32, from a ragged batch and alone; and the model is as it was."""
     model = toy(family, "float32")
-    expected, before = generated(model, PROMPTS[-1]), places(model)
+    expected, before = hf_text(model, PROMPTS[-1], COUNT), places(model)
     lm = wrap(family, "float32", "exit")
     outputs = lm.generate(PROMPTS, max_new_tokens=COUNT, num_draft_tokens=3)
     assert list(outputs[-1].token_ids) == expected
@@ -93,7 +86,7 @@ def test_greedy_tokens_are_those_of_generate(family):
     alone = lm.generate(PROMPTS[1], max_new_tokens=COUNT, num_draft_tokens=2)
     assert alone.token_ids == outputs[1].token_ids
     assert places(model) == before
-    assert generated(model, PROMPTS[-1]) == expected
+    assert hf_text(model, PROMPTS[-1], COUNT) == expected
     places_of_twin = {t.data_ptr() for t in lm.stack.twin.parameters()}
     assert places_of_twin == {t.data_ptr() for t in model.parameters()}
 
@@ -223,7 +216,7 @@ def test_every_plan_with_every_family(family, plan, dtype):
         settings = {"max_new_tokens": 12, "sampling": sampling}
         plain = tokens([lm.generate(p, num_draft_tokens=0, **settings) for p in PROMPTS])
         if dtype == "float32" and sampling is not SAMPLED:
-            assert plain == [generated(toy(family, dtype), p, 12) for p in PROMPTS]
+            assert plain == [hf_text(toy(family, dtype), p, 12) for p in PROMPTS]
         for k in (1, 3, 6):
             assert tokens(lm.generate(PROMPTS, num_draft_tokens=k, **settings)) == plain
             alone = [lm.generate(p, num_draft_tokens=k, **settings) for p in PROMPTS]
@@ -325,14 +318,15 @@ def make_refused(name: str) -> PreTrainedModel:
 def test_others_are_refused_before_anything_is_touched(monkeypatch, name):
     monkeypatch.setattr(model_module, "share_twin", lambda _: pytest.fail("a twin was built"))
     model, reason = make_refused(name), REFUSED[name][-1]
-    text, before = hf_text(model), places(model)
+    text, before = whole_text(model), places(model)
     with pytest.raises(UnsupportedModelError, match=re.escape(reason)):
         SelfSpeculativeLM(model)
     assert places(model) == before
-    assert hf_text(model) == text
+    assert whole_text(model) == text
 
 
-def hf_text(model: PreTrainedModel) -> list[int]:
+def whole_text(model: PreTrainedModel) -> list[int]:
+    """With its beginning: some have a decoder apart, which does not repeat the prompt."""
     ids = torch.tensor([PROMPTS[1]])
     everything = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
     return model.generate(ids, max_new_tokens=6, do_sample=False, **everything)[0].tolist()
@@ -402,7 +396,7 @@ def test_passes_are_measured_where_embeddings_are_narrower_than_layers():
     model = make_toy("opt")
     lm = SelfSpeculativeLM(model, None, PLANS["exit"])
     out = lm.generate(PROMPTS[0], max_new_tokens=COUNT)  # drafts "auto"
-    assert list(out.token_ids) == generated(model, PROMPTS[0])
+    assert list(out.token_ids) == hf_text(model, PROMPTS[0], COUNT)
 
 
 if __name__ == "__main__":

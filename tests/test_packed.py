@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from snapshots import hf_text
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import VOCAB_SIZE, random_ids
@@ -85,10 +86,7 @@ def test_tokens_are_those_of_the_general_stack_and_of_transformers(family):
         assert sum(out.stats.num_accepted_tokens for out in outputs) > 0
         again = lm.generate(PROMPTS[1], max_new_tokens=count, sampling=SAMPLED)
         assert again.token_ids == sampled.token_ids
-    ids = torch.tensor([PROMPTS[-1]])
-    everything = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-    out = toy(family).generate(ids, max_new_tokens=count, do_sample=False, **everything)
-    assert tuple(out[0, len(PROMPTS[-1]) :].tolist()) == expected[-1]
+    assert tuple(hf_text(toy(family), PROMPTS[-1], count)) == expected[-1]
 
 
 @pytest.mark.parametrize("family", CASES)

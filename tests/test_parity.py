@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from snapshots import hf_text
 from toys import DTYPES, FAMILIES, PLANS, SHAPES, VOCAB_SIZE, random_ids
 
 from layerskip import GenerationOutput, SamplingParams, SelfSpeculativeLM
@@ -75,11 +76,7 @@ def test_drafting_never_changes_a_token(wrap: Callable, family, dtype, sampling)
 def test_fp32_tokens_are_those_of_transformers(toy: Callable, wrap: Callable, family, shape):
     model, lm = toy(family, "float32", shape), wrap("exit", family, "float32", shape)
     for prompt, tokens in zip(PROMPTS, plain(lm, SamplingParams(), 24), strict=True):
-        ids = torch.tensor([prompt])
-        # Without a mask, generate takes every token that equals the padding id for padding.
-        everything = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-        out = model.generate(ids, max_new_tokens=24, do_sample=False, **everything)
-        assert out[0, len(prompt) :].tolist() == list(tokens)
+        assert hf_text(model, prompt, 24) == list(tokens)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
