@@ -12,13 +12,15 @@ import pytest
 import torch
 import transformers
 from hypothesis import settings
-from toys import PLANS, make_model, make_tokenizer
+from optional import needed
+from toys import PLANS, VOCAB_SIZE, make_model, make_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import layerskip.exactness
 import layerskip.model
 from layerskip import SelfSpeculativeLM
 from layerskip.exactness import Exactness, probe
+from layerskip.grammar_xgrammar import XGrammarBackend
 from layerskip.model import DecoderStack
 
 transformers.logging.set_verbosity_error()
@@ -137,6 +139,20 @@ def talking(
 ) -> SelfSpeculativeLM:
     """A wrapper with a tokenizer: text in, text out."""
     return SelfSpeculativeLM(toy(), tokenizer, PLANS["exit"], num_draft_tokens=4)
+
+
+@pytest.fixture(scope="session")
+def ending(tokenizer: PreTrainedTokenizerFast) -> SelfSpeculativeLM:
+    """A toy whose end of sequence is the tokenizer's ``</s>``, id 1."""
+    model = make_model(eos_token_id=1)
+    return SelfSpeculativeLM(model, tokenizer, PLANS["exit"], num_draft_tokens=3)
+
+
+@pytest.fixture(scope="session")
+def backend(tokenizer: PreTrainedTokenizerFast) -> XGrammarBackend:
+    """Grammars over the tokenizer's vocabulary."""
+    needed("xgrammar")
+    return XGrammarBackend(tokenizer, VOCAB_SIZE)
 
 
 @pytest.fixture(scope="session")

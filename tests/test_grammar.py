@@ -82,18 +82,6 @@ PERSON_SCHEMA = {
 PERSON = Grammar.json_schema(PERSON_SCHEMA)
 
 
-@pytest.fixture(scope="module")
-def ending(toy, tokenizer) -> SelfSpeculativeLM:
-    """A toy whose end of sequence is ``</s>``, id 1."""
-    model = make_model(eos_token_id=1)
-    return SelfSpeculativeLM(model, tokenizer, PLANS["exit"], num_draft_tokens=3)
-
-
-@pytest.fixture(scope="module")
-def backend(tokenizer) -> XGrammarBackend:
-    return XGrammarBackend(tokenizer, VOCAB_SIZE)
-
-
 def valid(text: str, schema: object) -> bool:
     checker = jsonschema.Draft202012Validator(
         schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER

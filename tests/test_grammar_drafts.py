@@ -9,12 +9,12 @@ import pytest
 import torch
 from enumeration import Game, assert_same_law
 from optional import needed
-from toys import PLANS, VOCAB_SIZE, make_model
+from toys import VOCAB_SIZE
 
 from layerskip import Grammar, SamplingParams, SelfSpeculativeLM
 from layerskip.constraint import Constraint
 from layerskip.drafting import Draft, EarlyExitDrafter
-from layerskip.grammar_xgrammar import XGrammarBackend, XGrammarMatcher
+from layerskip.grammar_xgrammar import XGrammarMatcher
 from layerskip.sampling import Sampler
 
 needed("xgrammar")
@@ -23,19 +23,6 @@ PROMPT = "an object: "
 EOS = 1
 SAMPLED = SamplingParams(temperature=0.8, seed=5)
 OBJECT = Grammar.json_schema({"enum": [{"a": 1}, {"a": 20}, {"a": [2]}]})
-
-
-@pytest.fixture(scope="module")
-def ending(tokenizer) -> SelfSpeculativeLM:
-    """A toy whose end of sequence is ``</s>``, id 1."""
-    return SelfSpeculativeLM(
-        make_model(eos_token_id=EOS), tokenizer, PLANS["exit"], num_draft_tokens=3
-    )
-
-
-@pytest.fixture(scope="module")
-def backend(tokenizer) -> XGrammarBackend:
-    return XGrammarBackend(tokenizer, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])

@@ -208,12 +208,6 @@ HELD = {
 HELD |= {f"format-{name}": {"type": "string", "format": name} for name in FORMATS}
 
 
-@pytest.fixture(scope="module")
-def backend() -> XGrammarBackend:
-    needed("xgrammar")
-    return XGrammarBackend(make_tokenizer(), VOCAB_SIZE)
-
-
 @pytest.mark.parametrize(("schema", "keyword", "pointer"), REFUSED, ids=lambda v: str(v)[:30])
 def test_what_can_t_be_held_to_is_named_with_its_place(schema, keyword, pointer):
     with pytest.raises(ValueError, match="allow invalid output with strict=False") as caught:

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from grammars import random_tokens
 from optional import needed
-from toys import VOCAB_SIZE, make_tokenizer
+from toys import VOCAB_SIZE
 
 from layerskip.grammar import Grammar
-from layerskip.grammar_xgrammar import XGrammarBackend
 from layerskip.schema_automata import any_but, apart
 from layerskip.schema_check import checked_schema
 
@@ -156,12 +155,6 @@ REWRITES: dict[str, Any] = {
     },
 }  # fmt: skip
 ATOMS = [None, True, False, -1, 0, 1, 1.0, 2, 2.5, 3, "", "a", "b", "x", "y", "ab", "xx", "abc"]
-
-
-@pytest.fixture(scope="module")
-def backend() -> XGrammarBackend:
-    needed("xgrammar")
-    return XGrammarBackend(make_tokenizer(), VOCAB_SIZE)
 
 
 def random_value(rng: random.Random) -> Any:
