@@ -1,8 +1,11 @@
 """The recipes' modules as tests get at them: scripts import each other by bare names."""
 
 import importlib
+import os
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +14,8 @@ from typing import Any
 from torch import Tensor
 from toys import random_ids
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+REPO = Path(__file__).parents[1]
+RECIPES = REPO / "recipes"
 
 
 @contextmanager
@@ -26,6 +30,37 @@ def imported(names: Sequence[str]) -> Iterator[SimpleNamespace]:
         for name in set(sys.modules) - known:
             if (RECIPES / f"{name}.py").is_file():
                 del sys.modules[name]
+
+
+def environment() -> dict[str, str]:
+    """Of a process of its own."""
+    return os.environ | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+
+
+def launched(script: str, argv: Sequence[str]) -> None:
+    """Run a recipe with ``accelerate launch``, on two processes."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu"]
+    two = ["--num_processes", "2", "--num_machines", "1"]
+    as_usual = ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    done = subprocess.run(
+        [*launch, *two, *as_usual, str(RECIPES / script), *argv],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def killed(script: str, argv: Sequence[str], checkpoints: Callable[[], list[Path]]) -> None:
+    """Run a recipe in a process of its own, and kill it when it has left a checkpoint."""
+    command = [sys.executable, str(RECIPES / script), *argv]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and not checkpoints():
+            time.sleep(0.01)
+        process.kill()
+    assert checkpoints()
 
 
 def packed_rows(recipes: SimpleNamespace) -> Any:

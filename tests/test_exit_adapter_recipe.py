@@ -2,12 +2,9 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from recipe_modules import imported, packed_rows, take, weights
+from recipe_modules import imported, killed, launched, packed_rows, take, weights
 from rich.console import Console
 from torch import Tensor
 from toys import NUM_LAYERS, make_model, make_tokenizer, random_ids
@@ -27,7 +24,6 @@ from layerskip.plan import PlanFile
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
 EXIT = 2
-REPO = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -690,24 +686,10 @@ def test_other_labels_are_another_run(recipe: SimpleNamespace, packed: Any) -> N
     assert identity(settings, packed) != identity(settings, other)
 
 
-ENVIRONMENT = {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
-SCRIPT = str(REPO / "recipes" / "exit_adapter.py")
-
-
 @pytest.mark.slow
 def test_two_launched_processes_have_the_loss_curve_of_one(finished: Path, folder: Path) -> None:
     """Within 1e-4 of the loss: gradients of the two are added up in another order."""
-    cpu = ("--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", *cpu, "--dynamo_backend", "no"]
-    done = subprocess.run(
-        [*launch, SCRIPT, *command_line(folder, "two")],
-        env=os.environ | ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    launched("exit_adapter.py", command_line(folder, "two"))
     one, two = (
         [json.loads(line) for line in (o / "metrics.jsonl").read_text("utf-8").splitlines()]
         for o in (finished, folder / "two")
@@ -720,16 +702,13 @@ def test_two_launched_processes_have_the_loss_curve_of_one(finished: Path, folde
 def test_a_killed_run_goes_on_from_its_last_checkpoint(
     recipe: SimpleNamespace, finished: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints, argv = folder / "killed" / "checkpoints", command_line(folder, "killed")
-    with subprocess.Popen([sys.executable, SCRIPT, *argv], env=os.environ | ENVIRONMENT) as process:
-        while process.poll() is None and not recipe.checkpoints.checkpoints(checkpoints):
-            time.sleep(0.01)
-        process.kill()
-    assert recipe.checkpoints.checkpoints(checkpoints)
+    argv = command_line(folder, "killed")
+    kept = partial(recipe.checkpoints.checkpoints, folder / "killed" / "checkpoints")
+    killed("exit_adapter.py", argv, kept)
     monkeypatch.setattr(recipe.exit_adapter, "conclude", lambda *args: None)
     recipe.exit_adapter.main(argv)
-    killed, whole = (
+    resumed, whole = (
         torch.load(o / "checkpoints" / "step-3" / "state.pt", weights_only=True)["adapter"]
         for o in (folder / "killed", finished)
     )
-    assert same(list(killed.values()), list(whole.values()))
+    assert same(list(resumed.values()), list(whole.values()))

@@ -6,13 +6,11 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import PeftModel
-from recipe_modules import imported, packed_rows, take, weights
+from recipe_modules import RECIPES, imported, killed, launched, packed_rows, take, weights
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -31,8 +29,6 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 
 from layerskip import SelfSpeculativeLM
 
-REPO = Path(__file__).parents[1]
-RECIPES = REPO / "recipes"
 MODULES = (
     *("checkpoints", "data", "early_exit_model", "early_exit_settings", "early_exit_trainer"),
     *("evaluation", "lora_early_exit", "memory", "packing", "run_log", "running"),
@@ -637,28 +633,13 @@ def test_a_run_begun_is_not_overwritten(
         run(recipe, arguments(sources, runs.merged, "rank=5"))
 
 
-def launched(argv: list[str], *options: str) -> None:
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch", *options]
-    environment = os.environ | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
-    done = subprocess.run(
-        [*accelerate, str(RECIPES / "lora_early_exit.py"), *argv],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.slow
 def test_two_launched_processes_have_the_loss_curve_of_one(
     recipe: SimpleNamespace, sources: SimpleNamespace, runs: SimpleNamespace, tmp_path: Path
 ) -> None:
     """Within 1e-4 of the loss: gradients of the two are added up in another order."""
     out = tmp_path / "two"
-    cpu = ("--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no")
-    launched(arguments(sources, out, "merge=false"), *cpu, "--dynamo_backend", "no")
+    launched("lora_early_exit.py", arguments(sources, out, "merge=false"))
     one, two = (
         [r["loss"] for r in recipe.run_log.read_records(o / "metrics.jsonl") if "loss" in r]
         for o in (runs.kept, out)
@@ -673,16 +654,11 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(
 ) -> None:
     out = tmp_path / "killed"
     argv = arguments(sources, out, "merge=false")
-    script = [sys.executable, str(RECIPES / "lora_early_exit.py"), *argv]
-    environment = os.environ | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(script, env=environment, stdout=subprocess.DEVNULL) as process:
-        while process.poll() is None and not recipe.checkpoints.checkpoints(out / "checkpoints"):
-            time.sleep(0.01)
-        process.kill()
-    assert recipe.checkpoints.checkpoints(out / "checkpoints")
+    kept = partial(recipe.checkpoints.checkpoints, out / "checkpoints")
+    killed("lora_early_exit.py", argv, kept)
     run(recipe, argv)
-    killed, whole = (
+    resumed, whole = (
         load_file(o / "checkpoints" / "step-6" / "adapter_model.safetensors")
         for o in (out, runs.kept)
     )
-    assert all(torch.equal(killed[name], whole[name]) for name in whole)
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)

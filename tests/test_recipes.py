@@ -1,9 +1,7 @@
 """The pretraining recipe at smoke size: stop, go on, export, decode."""
 
-import importlib
 import io
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,13 +10,14 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from recipe_modules import RECIPES, environment, imported
 from rich.console import Console
 from torch.nn import functional as F
 
@@ -27,22 +26,14 @@ from layerskip.params import SHARPNESS
 from layerskip.plan import PlanFile
 from layerskip.prompts import Example
 
-REPO = Path(__file__).parents[1]
-RECIPES = REPO / "recipes"
 MODULES = ("checkpoints", "corpus", "trainer", "export", "pretrain_small")
 WORDS = ("def", "return", "if", "else", "for", "in", "x", "y", "value", "=", "+", "(", ")", ":")
 
 
 @pytest.fixture(scope="module")
-def recipes() -> Iterator[dict[str, ModuleType]]:
-    """The recipe's modules, which import each other by bare names."""
-    sys.path.insert(0, str(RECIPES))
-    try:
-        yield {name: importlib.import_module(name) for name in MODULES}
-    finally:
-        sys.path.remove(str(RECIPES))
-        for name in MODULES:
-            del sys.modules[name]
+def recipes() -> Iterator[SimpleNamespace]:
+    with imported(MODULES) as modules:
+        yield modules
 
 
 def write_texts(folder: Path, count: int) -> Path:
@@ -61,10 +52,6 @@ def command(out: Path, *options: object) -> list[str]:
     ]
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
-
-
 def read_log(out: Path) -> list[dict[str, Any]]:
     path = out / "log.jsonl"
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
@@ -79,17 +66,17 @@ def run(argv: list[str]) -> str:
     return done.stdout
 
 
-def in_process(recipes: dict[str, ModuleType], argv: list[str]) -> str:
+def in_process(recipes: SimpleNamespace, argv: list[str]) -> str:
     """What the recipe prints."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
         patch.setenv("COLUMNS", "120")
-        recipes["pretrain_small"].main(argv[2:])
+        recipes.pretrain_small.main(argv[2:])
     return printed.getvalue()
 
 
-def terminated(recipes: dict[str, ModuleType], argv: list[str], *, step: int) -> str:
+def terminated(recipes: SimpleNamespace, argv: list[str], *, step: int) -> str:
     """The same, of a run that gets SIGTERM in this step."""
-    trainer, before = recipes["trainer"].Trainer, signal.getsignal(signal.SIGTERM)
+    trainer, before = recipes.trainer.Trainer, signal.getsignal(signal.SIGTERM)
     right = trainer.step
 
     def terminating(self: Any, corpus: Any) -> dict[str, Any]:
@@ -108,9 +95,7 @@ def terminated(recipes: dict[str, ModuleType], argv: list[str], *, step: int) ->
 
 
 @pytest.fixture(scope="module")
-def trained(
-    recipes: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def trained(recipes: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run on the user's own text and questions: terminated midway, then finished."""
     base = tmp_path_factory.mktemp("recipe")
     out, text = base / "run", write_texts(base / "text", 6)
@@ -158,11 +143,11 @@ def test_it_writes_curves_and_an_ordinary_folder(trained: dict[str, Any]) -> Non
 
 def test_a_plan_gets_the_calibration_of_its_drafts(
     trained: dict[str, Any],
-    recipes: dict[str, ModuleType],
+    recipes: SimpleNamespace,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder, export = tmp_path / "checkpoint", recipes["export"]
+    folder, export = tmp_path / "checkpoint", recipes.export
     shutil.copytree(trained["out"] / "checkpoint", folder)
     path = folder / "layerskip.json"
     before = json.loads(path.read_text(encoding="utf-8"))
@@ -213,11 +198,11 @@ def test_its_checkpoint_decodes_identically_with_and_without_drafts(
 
 
 def test_a_text_folder_without_text_is_refused_in_one_sentence(
-    recipes: dict[str, ModuleType], tmp_path: Path
+    recipes: SimpleNamespace, tmp_path: Path
 ) -> None:
     (tmp_path / "image.bin").write_bytes(b"\x00")
     with pytest.raises(SystemExit, match=r"^pretrain_small: .* holds no .* text to train on$"):
-        recipes["pretrain_small"].main(["--smoke", f"--out={tmp_path}/run", f"--text={tmp_path}"])
+        recipes.pretrain_small.main(["--smoke", f"--out={tmp_path}/run", f"--text={tmp_path}"])
 
 
 @pytest.mark.slow
@@ -244,22 +229,22 @@ def test_the_smoke_run_on_the_standard_library(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_held_out_stays_held_out(
-    recipes: dict[str, ModuleType], name: str, held_out: bool
+    recipes: SimpleNamespace, name: str, held_out: bool
 ) -> None:
-    assert recipes["corpus"].is_held_out(name) == held_out
+    assert recipes.corpus.is_held_out(name) == held_out
 
 
-def test_about_one_path_in_forty_is_held_out(recipes: dict[str, ModuleType]) -> None:
+def test_about_one_path_in_forty_is_held_out(recipes: SimpleNamespace) -> None:
     names = [f"package/module{i}.py" for i in range(8000)]
-    held_out = sum(map(recipes["corpus"].is_held_out, names))
+    held_out = sum(map(recipes.corpus.is_held_out, names))
     assert 160 <= held_out <= 240  # 200 expected, 3 standard deviations
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 80])
 def test_something_is_held_out_of_any_text(
-    recipes: dict[str, ModuleType], tmp_path: Path, count: int
+    recipes: SimpleNamespace, tmp_path: Path, count: int
 ) -> None:
-    corpus = recipes["corpus"]
+    corpus = recipes.corpus
     files = list(corpus.text_files(write_texts(tmp_path / "text", count)))
     train, held_out = corpus.read_documents(files)
     assert all(train.values())
@@ -273,24 +258,24 @@ def test_something_is_held_out_of_any_text(
         assert not train.keys() & held_out.keys()
 
 
-def test_what_is_no_text_is_left_out(recipes: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_what_is_no_text_is_left_out(recipes: SimpleNamespace, tmp_path: Path) -> None:
     folder = write_texts(tmp_path / "text", 3)
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     (folder / "data.bin").write_bytes(b"\x00")
-    train, held_out = recipes["corpus"].read_documents(recipes["corpus"].text_files(folder))
+    train, held_out = recipes.corpus.read_documents(recipes.corpus.text_files(folder))
     assert set(train) | set(held_out) == {"text0.py", "text1.py", "text2.py"}
 
 
 @given(text=st.text())
-def test_a_small_tokenizer_loses_nothing(recipes: dict[str, ModuleType], text: str) -> None:
-    tokenizer = recipes["corpus"].train_tokenizer(["def f():\n    return 12\n"], 300)
+def test_a_small_tokenizer_loses_nothing(recipes: SimpleNamespace, text: str) -> None:
+    tokenizer = recipes.corpus.train_tokenizer(["def f():\n    return 12\n"], 300)
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
 @pytest.mark.parametrize("length", [1, 7, 128, 129, 300])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_chunked_attention_is_causal_attention(
-    recipes: dict[str, ModuleType], length: int, kv_heads: int
+    recipes: SimpleNamespace, length: int, kv_heads: int
 ) -> None:
     generator = torch.Generator().manual_seed(length)
 
@@ -298,7 +283,7 @@ def test_chunked_attention_is_causal_attention(
         return torch.randn(2, heads, length, 16, generator=generator)
 
     query, key, value = random(4), random(kv_heads), random(kv_heads)
-    got, _ = recipes["trainer"].chunked_attention(
+    got, _ = recipes.trainer.chunked_attention(
         torch.nn.Identity(), query, key, value, None, scaling=0.25
     )
     expected = F.scaled_dot_product_attention(
@@ -308,17 +293,17 @@ def test_chunked_attention_is_causal_attention(
 
 
 @pytest.fixture
-def make_trainer(recipes: dict[str, ModuleType]) -> Any:
-    settings = recipes["trainer"].Settings(
-        **recipes["pretrain_small"].SMOKE | {"minutes": 1e6, "max_steps": 40, "layer_dropout": 0.3}
+def make_trainer(recipes: SimpleNamespace) -> Any:
+    settings = recipes.trainer.Settings(
+        **recipes.pretrain_small.SMOKE | {"minutes": 1e6, "max_steps": 40, "layer_dropout": 0.3}
     )
-    return lambda: recipes["trainer"].Trainer(settings, "cpu")
+    return lambda: recipes.trainer.Trainer(settings, "cpu")
 
 
 @pytest.fixture
-def corpus(recipes: dict[str, ModuleType], tmp_path: Path) -> Any:
+def corpus(recipes: SimpleNamespace, tmp_path: Path) -> Any:
     text = write_texts(tmp_path / "text", 4)
-    return recipes["corpus"].Corpus(tmp_path, vocab_size=300, seed=0, text=text)
+    return recipes.corpus.Corpus(tmp_path, vocab_size=300, seed=0, text=text)
 
 
 def test_going_on_gives_what_never_stopping_gives(
@@ -349,14 +334,14 @@ def test_going_on_gives_what_never_stopping_gives(
     ],
 )
 def test_another_run_is_not_gone_on_with(
-    recipes: dict[str, ModuleType],
+    recipes: SimpleNamespace,
     make_trainer: Any,
     tmp_path: Path,
     changes: Any,
     data: str,
     said: Any,
 ) -> None:
-    make, base = recipes["trainer"].Trainer, make_trainer().settings
+    make, base = recipes.trainer.Trainer, make_trainer().settings
     first, state = make(base, "cpu", "some"), tmp_path / "state.pt"
     first.steps = 3
     first.save(state)
@@ -370,19 +355,17 @@ def test_another_run_is_not_gone_on_with(
         assert second.steps == 0
 
 
-def test_other_text_has_another_digest(recipes: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_other_text_has_another_digest(recipes: SimpleNamespace, tmp_path: Path) -> None:
     text = write_texts(tmp_path / "text", 4)
-    one, same = (
-        recipes["corpus"].Corpus(tmp_path, vocab_size=300, seed=0, text=text) for _ in "ab"
-    )
+    one, same = (recipes.corpus.Corpus(tmp_path, vocab_size=300, seed=0, text=text) for _ in "ab")
     (text / "text9.py").write_text("x = 1\n")
-    other = recipes["corpus"].Corpus(tmp_path, vocab_size=300, seed=0, text=text)
+    other = recipes.corpus.Corpus(tmp_path, vocab_size=300, seed=0, text=text)
     assert one.digest == same.digest != other.digest
 
 
 @pytest.mark.parametrize("signalled", [False, True])
 def test_signals_are_noted_in_training_alone(
-    recipes: dict[str, ModuleType], tmp_path: Path, signalled: bool
+    recipes: SimpleNamespace, tmp_path: Path, signalled: bool
 ) -> None:
     """One that comes in the last step, too, ends the command before it measures."""
     done: list[int] = []
@@ -394,7 +377,7 @@ def test_signals_are_noted_in_training_alone(
         return {"step": 1, "loss": 1.0}
 
     trainer = SimpleNamespace(
-        settings=recipes["trainer"].Settings(),
+        settings=recipes.trainer.Settings(),
         seconds=0.0,
         progress=lambda: float(len(done)),
         step=step,
@@ -403,7 +386,7 @@ def test_signals_are_noted_in_training_alone(
     )
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     console, state = Console(quiet=True), tmp_path / "state.pt"
-    assert recipes["pretrain_small"].train(trainer, None, state, console) == signalled
+    assert recipes.pretrain_small.train(trainer, None, state, console) == signalled
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
 
 
