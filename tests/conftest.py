@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from device_rounds import EXIT, FIRST_SLOTS, PROMPTS, decode, decoder_of, spec
 from hypothesis import settings
 from optional import needed
 from toys import PLANS, VOCAB_SIZE, make_model, make_tokenizer
@@ -21,7 +22,10 @@ import layerskip.model
 from layerskip import SelfSpeculativeLM
 from layerskip.exactness import Exactness, probe
 from layerskip.grammar_xgrammar import XGrammarBackend
-from layerskip.model import DecoderStack
+from layerskip.graphs import RepeatingRecorder
+from layerskip.model import DecoderStack, pack_model
+from layerskip.packed import PackedStack
+from layerskip.workbench import Workbench
 
 transformers.logging.set_verbosity_error()
 # Examples are the same in every run: a test that fails here fails at the next desk too.
@@ -165,3 +169,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     content = json.loads((path / "layerskip.json").read_text("utf-8")) | {"num_draft_tokens": 3}
     (path / "layerskip.json").write_text(json.dumps(content), encoding="utf-8")
     return path
+
+
+# Of the tests of rounds that the device runs (device_rounds.py).
+
+
+@pytest.fixture(scope="session")
+def stack() -> PackedStack:
+    model = make_model()
+    pack_model(model)
+    return PackedStack(model)
+
+
+@pytest.fixture(scope="session")
+def bench(stack: PackedStack) -> Workbench:
+    """Shared, so that few rounds are recorded, and each decoder finds what others left."""
+    return Workbench(stack, EXIT, RepeatingRecorder)
+
+
+@pytest.fixture(scope="session")
+def text(stack: PackedStack) -> tuple[int, ...]:
+    """Plain greedy tokens after the first prompt."""
+    return decode(decoder_of(stack), spec(PROMPTS[0], k=0))[0].token_ids
+
+
+@pytest.fixture
+def short_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few slots, which a toy's texts can outgrow."""
+    monkeypatch.setattr("layerskip.seats.FIRST_SLOTS", FIRST_SLOTS)
