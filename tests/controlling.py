@@ -35,6 +35,14 @@ def table(
     return CostTable(curve(c), free, curve(1.0), 0.0, quantum, {}, draft_start=start)
 
 
+COSTS = {
+    "padded": table(),
+    "flat": table(slope=0.0),
+    "sloping": table(0.15, quantum=1, slope=0.01),
+    "falling": table(0.2, start=0.1),
+}
+
+
 @dataclass
 class Request:
     """A request that emits ``tokens`` tokens.
@@ -213,3 +221,11 @@ def paper(
 
 def steady(acceptance: float, *, count: int, tokens: int = 128, **how) -> list[Request]:
     return [Request(tokens, lambda _: acceptance, **how) for _ in range(count)]
+
+
+def plain_rate(cost) -> float:
+    return 1.0 / cost.verify_pass(1, CONTEXT)
+
+
+def against_plain(run: Paper) -> float:
+    return run.rate / plain_rate(run.controller.cost)
