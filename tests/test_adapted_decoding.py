@@ -8,8 +8,8 @@ import pytest
 import torch
 from adapters import EXIT, KINDS, make_adapter
 from decoding import Interruption
+from speculating import Scripted
 from test_cached_text import assert_same, next_prompt
-from test_speculation import Scripted
 from torch import Tensor
 from toys import DTYPES, NUM_LAYERS, PLANS, make_model, random_ids, without_times
 
