@@ -21,7 +21,6 @@ from layerskip.cli import main
 from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
-from layerskip.journal import Journal
 from layerskip.model import pack_model
 from layerskip.packed import PackedStack
 from layerskip.params import MAX_SEED
@@ -521,82 +520,6 @@ def test_an_interrupted_search_goes_on_and_measures_nothing_twice(given, monkeyp
     monkeypatch.setattr(search, "Calibration", None)
     assert search.search(lm, EXAMPLES, settings=SETTINGS, journal=journal) == whole
     assert made == []
-
-
-SUBJECT = {"fingerprint": "abc", "threads": 2}
-
-
-def test_a_journal_keeps_what_was_measured(tmp_path):
-    path = tmp_path / "journal"
-    journal = Journal(path, SUBJECT)
-    assert journal.once("a", lambda: [1, 2], tuple) == (1, 2)
-    again = Journal(path, SUBJECT)
-    assert again.once("a", lambda: 1 / 0, tuple) == (1, 2)
-    assert path.read_bytes().count(b"\n") == 2
-    with pytest.raises(ValueError, match=r"not a whole journal \(the entry 'a'\)"):
-        again.once("a", list, lambda entry: entry["x"])
-    assert Journal(None, SUBJECT).once("a", lambda: [3], tuple) == (3,)
-
-
-HEADER = json.dumps({"journal": 1, **SUBJECT}) + "\n"
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("no journal\n", r"not a whole journal \(line 1\)"),
-        ("no journal", r"not a whole journal \(line 1\)"),
-        ('{"my": "notes"}', r"not a whole journal \(line 1\)"),
-        ('{"my": "notes"}\n', "not a journal of this layerskip"),
-        ("[1]\n", r"not a whole journal \(line 1\)"),
-        ("\udcff\n", r"not a whole journal \(line 1\)"),
-        ("[" * 100_000 + "\n", r"not a whole journal \(line 1\)"),
-        (HEADER + "\n" + HEADER, r"not a whole journal \(line 2\)"),
-        (HEADER + '{"what": "a"}\n', r"not a whole journal \(line 2\)"),
-        (HEADER + '{"what": 3, "result": 3}\n', r"not a whole journal \(line 2\)"),
-        (HEADER + '{"what": "a", "result": 3}\n{"wh\n', r"not a whole journal \(line 3\)"),
-        (
-            HEADER.replace("abc", "xyz"),
-            r"another measurement \(fingerprint xyz, now abc\); delete it",
-        ),
-        (HEADER.replace("2", "4"), r"another measurement \(threads 4, now 2\); delete it"),
-        (HEADER.replace('"journal": 1', '"journal": 2'), "not a journal of this layerskip"),
-    ],
-)
-def test_another_file_is_refused_and_left_alone(tmp_path, content, message):
-    path = tmp_path / "journal"
-    path.write_bytes(content.encode("utf-8", "surrogateescape"))
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match=message):
-        Journal(path, SUBJECT)
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("cut", [0, 1, 20, len(HEADER) - 1])
-def test_a_journal_that_was_killed_at_its_first_line_starts_again(tmp_path, cut):
-    path = tmp_path / "journal"
-    path.write_text(HEADER[:cut])
-    Journal(path, SUBJECT).once("a", lambda: 1, int)
-    assert path.read_text() == HEADER + '{"what": "a", "result": 1}\n'
-
-
-def test_a_journal_that_cannot_be_written_is_named(tmp_path):
-    with pytest.raises(ValueError, match="cannot be written: Is a directory"):
-        Journal(tmp_path, SUBJECT)
-    with pytest.raises(ValueError, match="cannot be written: No such file"):
-        Journal(tmp_path / "none" / "journal", SUBJECT)
-
-
-def test_work_that_fails_before_its_first_measurement_leaves_no_journal(tmp_path):
-    path = tmp_path / "journal"
-    with pytest.raises(ZeroDivisionError):
-        Journal(path, SUBJECT).once("a", lambda: 1 // 0, int)
-    assert not path.exists()
-    journal = Journal(path, SUBJECT | {"threads": 4})
-    assert [journal.once(what, lambda: 1, int) for what in "ab"] == [1, 1]
-    first = json.loads(path.read_text().splitlines()[0])
-    assert first == {"journal": 1, **SUBJECT, "threads": 4}
-    assert path.read_text().count("journal") == 1
 
 
 @pytest.mark.parametrize(
