@@ -18,6 +18,8 @@ from layerskip.draft_head import Projection
 from layerskip.layout import Layout
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+ONE_WINDOW = ("Mistral", "Phi3")  # of all layers
+BY_LAYER = ("Qwen2", "Qwen3", "SmolLM3")  # as layer_types says; families of neither have no windows
 COPIES = "layerskip_copies"  # attribute of a model that we loaded
 CAPTURING = "transformers.utils.output_capturing"
 ROPE_CHUNK = 1024
@@ -211,7 +213,7 @@ class DenseModel:
         self.num_kv_heads, self.head_dim = first.num_kv_heads, first.head_dim
         self.group = first.num_heads // first.num_kv_heads
         self.widths = {model.config.intermediate_size}
-        self.windows = windows_of(model.config)
+        self.windows = windows_of(model)
         self._copies: Copies | None = getattr(model, COPIES, None)
         plain = type(self._lm_head) is nn.Linear and unhooked(self._lm_head)
         heads = [Projections(self._lm_head)] if plain and self._copies is not None else []
@@ -277,10 +279,13 @@ class DenseModel:
         return rope
 
 
-def windows_of(config: Any) -> tuple[int | None, ...]:
-    """Each layer's sliding window, None where it sees everything."""
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return (window,) * config.num_hidden_layers
-    return tuple(window if t == "sliding_attention" else None for t in types)
+def windows_of(model: Any) -> tuple[int | None, ...]:
+    """Each layer's sliding window, None where it sees everything. A config may have more to say of
+    windows than its family reads: that of a Llama that was made of another family's weights."""
+    layers = model.model.layers
+    family = type(layers[0]).__name__.removesuffix("DecoderLayer")
+    window = getattr(model.config, "sliding_window", None)
+    if family in BY_LAYER:
+        types = model.config.layer_types
+        return tuple(window if t == "sliding_attention" else None for t in types)
+    return (window if family in ONE_WINDOW else None,) * len(layers)

@@ -85,7 +85,7 @@ class PackedModel:
         self.ops, self._torch = ops, TorchProducts(ops)
         config = model.config
         self._body = model.model
-        self.windows = windows_of(config)
+        self.windows = windows_of(model)
         self.layers = [
             LayerWeights.of(layer, i, window)
             for i, (layer, window) in enumerate(zip(self._body.layers, self.windows, strict=True))

@@ -74,6 +74,30 @@ def test_every_family_is_tried():
     assert [name.lower() for name in FAMILIES] == list(CASES)
 
 
+@pytest.mark.parametrize(
+    ("family", "more", "window"),
+    [
+        ("llama", {}, None),
+        ("llama", {"layer_types": ["sliding_attention"] * NUM_LAYERS}, None),
+        ("olmo2", {}, None),
+        ("granite", {}, None),
+        ("mistral", {"layer_types": ["full_attention"] * NUM_LAYERS}, 8),
+    ],
+)
+def test_a_config_may_speak_of_windows_that_its_family_does_not_have(family, more, window):
+    model = make_toy(family, **CASES[family], sliding_window=8, **more)
+    pack_model(model)
+    with torch.no_grad():
+        expected = model(torch.tensor([TEXT]), use_cache=False).logits[0, -1]
+    for packed in (False, True):
+        lm = SelfSpeculativeLM(model, None, PLANS["exit"], lookup=False, packed=packed)
+        assert lm.stack.windows == (window,) * NUM_LAYERS
+        cache = lm.stack.new_cache(num_rows=1, num_slots=len(TEXT))
+        with torch.inference_mode():
+            got = lm.stack.prefill(TEXT, cache, 0)
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("family", CASES)
 def test_tokens_are_those_of_the_general_stack_and_of_transformers(family):
     general, count = wrap(family, "exit", packed=False), 12
