@@ -111,13 +111,23 @@ def check_model(model: object) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no language-model head; load it as a causal LM"
         )
-    for inspect in (_places, _kinds, _dtypes, _code_of_layers, _code_around_layers):
+    for inspect in (_head_size, _places, _kinds, _dtypes, _code_of_layers, _code_around_layers):
         reason = inspect(model)
         if reason is not None:
             raise UnsupportedModelError(reason)
     for name, parameter in model.named_parameters():
         if not _is_finite(parameter):
             raise ValueError(f"weight {name} holds NaN or infinite values; the file is damaged")
+
+
+def _head_size(model: PreTrainedModel) -> str | None:
+    weight, ids = getattr(model.get_output_embeddings(), "weight", None), model.config.vocab_size
+    if weight is None or len(weight) == ids:
+        return None
+    return (
+        f"the head gives {len(weight)} scores, and the config says vocab_size={ids}; "
+        "resize_token_embeddings changes both"
+    )
 
 
 def _quantisation(config: object) -> str | None:

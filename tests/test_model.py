@@ -118,11 +118,18 @@ def quantised() -> torch.nn.Module:
     return model
 
 
+def wide_head() -> torch.nn.Module:
+    model = make_model()
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, VOCAB_SIZE + 5, bias=False)
+    return model
+
+
 REFUSALS = [
     (gpt1, r"architecture 'openai-gpt' is not supported: it is not among the tested families"),
     (t5, r"architecture 't5' is not supported: it is an encoder-decoder"),
     (headless, r"LlamaModel has no language-model head; load it as a causal LM"),
     (classifier, r"LlamaForSequenceClassification has no language-model head"),
+    (wide_head, rf"the head gives {VOCAB_SIZE + 5} scores, .* says vocab_size={VOCAB_SIZE}; re"),
     (dynamic_rope, r"rope type 'dynamic' changes with the length of the text"),
     (quantised, r"quantised weights are not supported"),
     (cut, r"num_hidden_layers=\d+, and no list of modules in LlamaForCausalLM has as many"),
