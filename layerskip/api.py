@@ -69,7 +69,9 @@ class SelfSpeculativeLM:
     The twin is made now. Of what is done to the model later it sees new values of its weights: an
     optimiser's steps, a loaded state dict, adapters trained on or merged. It does not see new
     modules or settings: adapters added, switched or disabled, hooks, ``train()``, the config. A
-    model that was moved, cast or resized has to be wrapped again; decoding says so.
+    model that was moved, cast or resized has to be wrapped again, and so has one with other tensors
+    where its weights were (``load_state_dict`` with ``assign=True``, ``set_input_embeddings``);
+    decoding says so.
 
     Passes run in the model's own dtype: while one decodes, ``torch.autocast`` is off, for logits
     processors, too.

@@ -26,6 +26,7 @@ from layerskip.layout import Layout, PassLayout, PrefillLayout
 from layerskip.packing import FAMILIES, pack
 from layerskip.pass_sizes import PassSizes
 from layerskip.plan import DraftPlan
+from layerskip.shared import SharedWeights
 from layerskip.skeleton import Skeleton, share_twin
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class DecoderStack:
         probed_layers: one layer of each kind.
         widths: of the arrays that activations run over.
         score_changes: cap and sinks of attention scores, where the model has them.
+        shared: the weights; it tells whether the model has others by now.
     """
 
     prefill_chunk = PREFILL_CHUNK
@@ -73,8 +75,7 @@ class DecoderStack:
         check_model(inner)
         owner = cast(PreTrainedModel, inner)
         self.twin = share_twin(owner)
-        self._weights = list(self.twin.parameters())
-        self._places = _places(self._weights)
+        self.shared = SharedWeights(owner, self.twin)
         self._forward = forward = self._make_forward(owner)
         config = self.twin.config
         self.backend = forward.backend
@@ -175,10 +176,7 @@ class DecoderStack:
 
     def new_cache(self, *, num_rows: int, num_slots: int) -> KVCache:
         """An empty cache; ``num_slots`` is rounded up to whole attention blocks."""
-        if _places(self._weights) != self._places:
-            raise ValueError(
-                "the model was moved, cast or resized after it was wrapped; wrap it again"
-            )
+        self.shared.check()
         return KVCache(
             num_layers=self.num_layers,
             num_rows=num_rows,
@@ -395,8 +393,3 @@ class DecoderStack:
             positions = torch.arange(num_positions, device=self.device)[None]
             self._positions = positions = positions.clamp(max=self.max_positions - 1)
         return positions
-
-
-def _places(weights: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size]]:
-    """What a weight may not lose while a twin shares it; its values may change."""
-    return [(w.dtype, w.device, w.shape) for w in weights]

@@ -3,8 +3,10 @@ by name. What is done to it later is seen as far as it is done to its tensors.""
 
 import copy
 import functools
+import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -461,6 +463,62 @@ def test_a_model_cast_or_resized_later_has_to_be_wrapped_again(change):
     if change != "half cast":
         again = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
         check_exact(model, again, "float32" if change == "resized" else "bfloat16")
+
+
+def assign(model: nn.Module) -> None:
+    state = {name: 0.6 * tensor + 0.01 for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def replace_head(model: nn.Module) -> None:
+    model.lm_head.weight = nn.Parameter(-model.lm_head.weight.detach())
+
+
+def replace_embeddings(model: nn.Module) -> None:
+    model.set_input_embeddings(nn.Embedding(*model.get_input_embeddings().weight.shape))
+
+
+REPLACED = {
+    assign: r"model\.embed_tokens\.weight",
+    replace_head: r"lm_head\.weight",
+    replace_embeddings: r"model\.embed_tokens\.weight",
+}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("kind", ["own", "tied", "compiled", "adapted"])
+@pytest.mark.parametrize("change", REPLACED)
+def test_a_model_given_other_tensors_later_has_to_be_wrapped_again(change, kind):
+    """Its weights would be two texts' worth: the twin's, and those that its owner sees."""
+    model = adapted() if kind == "adapted" else make_model(tie_word_embeddings=kind == "tied")
+    inner = model.get_base_model() if kind == "adapted" else model
+    held = torch.compile(model, backend="eager") if kind == "compiled" else model
+    lm = SelfSpeculativeLM(held, None, PLANS["exit"], num_draft_tokens=4)
+    change(inner)
+    message = f"^weight {REPLACED[change]} of the model is another tensor .*; wrap it again$"
+    with pytest.raises(ValueError, match=message):
+        decode(lm)
+    check_exact(model, SelfSpeculativeLM(held, None, PLANS["exit"], num_draft_tokens=4))
+
+
+def test_an_adapter_whose_merging_swaps_tensors_has_to_be_wrapped_again():
+    model = adapted(METHODS["norms"])
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
+    expected = decode(lm)
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"layernorm\..* is another tensor .*; wrap it again"):
+        decode(lm)
+    model.unmerge_adapter()
+    assert decode(lm) == expected
+
+
+def test_a_model_that_was_let_go_decodes_on(plain_text):
+    model = make_model()
+    lm, gone = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4), weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert decode(lm) == plain_text
 
 
 # Refused by name

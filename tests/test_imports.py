@@ -50,7 +50,7 @@ ENGINE = [
     {"grammar_xgrammar", "layout", "sampling", "stopping"},
     {"asks", "draft_head"},
     {"exactness", "dense", "admission", "guest", "verification", "processors", "row", "controller"},
-    {"exit_block", "guessing", "packing", "pass_sizes", "skeleton"},
+    {"exit_block", "guessing", "packing", "pass_sizes", "shared", "skeleton"},
     {"exit_adapter", "packed_forward"},
     {"model"},
     {"drafting", "packed"},

@@ -1,0 +1,93 @@
+"""What a twin shares with its model: the weights, and how to see that the model has others."""
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Place(NamedTuple):
+    """A module of a model, and what it had itself when the model was wrapped.
+
+    Attributes:
+        above: number of the module that it is in, in the order of places; of the model itself 0.
+        name: that it has in there; of the model itself "".
+        weights: names and tensors.
+        path: dotted, from the model.
+    """
+
+    above: int
+    name: str
+    weights: tuple[tuple[str, Tensor], ...]
+    path: str
+
+
+class SharedWeights:
+    """The tensors of a twin, and where its model has them.
+
+    The model is not kept: whoever let it go cannot change it, and there is less to see.
+
+    Args:
+        owner: the model.
+        twin: over the same tensors.
+    """
+
+    def __init__(self, owner: nn.Module, twin: nn.Module) -> None:
+        self._weights = list(twin.parameters())
+        self._kinds = _kinds(self._weights)
+        self._owner, self._places = weakref.ref(owner), _places(owner)
+
+    def check(self) -> None:
+        """Raise if the model's weights are not those that decoding reads, or not of their kind.
+
+        Raises:
+            ValueError: a weight was cast, moved or resized in its place, or another tensor is where
+                one was. Weights whose module is gone are no concern: new modules are not seen.
+        """
+        if _kinds(self._weights) != self._kinds:
+            raise ValueError(
+                "the model was moved, cast or resized after it was wrapped; wrap it again"
+            )
+        if (path := self._replaced()) is not None:
+            raise ValueError(
+                f"weight {path} of the model is another tensor than when it was wrapped (as after "
+                "load_state_dict with assign=True); wrap it again"
+            )
+
+    def _replaced(self) -> str | None:
+        """Where the model has another tensor than when it was wrapped; None: nowhere."""
+        module = self._owner()
+        found: list[nn.Module | None] = []
+        for above, name, weights, path in self._places:
+            if name:
+                holder = found[above]
+                module = None if holder is None else holder._modules.get(name)  # noqa: SLF001
+            found.append(module)
+            if module is None:
+                continue
+            for own, weight in weights:
+                now = module._parameters.get(own)  # noqa: SLF001
+                if now is not weight and now is not None:
+                    return f"{path}.{own}".removeprefix(".")
+        return None
+
+
+def _places(model: nn.Module) -> list[Place]:
+    """Of a model's modules that have weights or lead to some, each behind the one it is in."""
+    places: list[Place] = []
+    numbers: dict[str, int] = {}
+    for path, module in model.named_modules():
+        if path and next(module.parameters(), None) is None:
+            continue
+        above, _, name = path.rpartition(".")
+        weights = tuple((n, w) for n, w in module._parameters.items() if w is not None)  # noqa: SLF001
+        places.append(Place(numbers.get(above, 0), name, weights, path))
+        numbers[path] = len(numbers)
+    return places
+
+
+def _kinds(weights: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size]]:
+    """What a weight may not lose while a twin shares it; its values may change."""
+    return [(w.dtype, w.device, w.shape) for w in weights]
