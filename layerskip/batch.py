@@ -144,8 +144,14 @@ class Batch:
                 contradict each other. After ``remove`` of that row the others go on.
             RuntimeError: an earlier step was interrupted (Ctrl-C) while its tokens were added to
                 the rows, which can only be taken out then.
+            ValueError: a pass failed, and the model was moved, cast or resized since it was
+                wrapped, or given other weights.
         """
-        records = self._rows.step() if self._rows is not None else []
+        try:
+            records = self._rows.step() if self._rows is not None else []
+        except RuntimeError:
+            self._stack.shared.check()  # torch does not say what was done to the model
+            raise
         if self._meter is not None:
             self._watch_coverage(self._meter, records)
         if self._on_round is not None:

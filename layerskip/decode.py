@@ -75,7 +75,12 @@ class Decoder:
 
         Args:
             cached: of an earlier row; what the prompt shares with it is not prefilled again.
+
+        Raises:
+            ValueError: the model was moved, cast or resized, or given other weights.
         """
+        if self._next_id or self._bench is not None:  # else the cache was made, and it checked
+            self.stack.shared.check()
         self._empty_left()
         used = {row.slot_row for row in self.rows.values()}
         slot_row = next(i for i in range(len(used) + 1) if i not in used)

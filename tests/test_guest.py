@@ -23,6 +23,7 @@ from toys import DTYPES, PLANS, make_model, random_ids, without_times
 
 from layerskip import GenerationOutput, SamplingParams, SelfSpeculativeLM, UnsupportedModelError
 from layerskip import model as model_module
+from layerskip.model import pack_model
 
 PROMPTS = [random_ids(n) for n in (3, 70, 20)]
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
@@ -463,6 +464,46 @@ def test_a_model_cast_or_resized_later_has_to_be_wrapped_again(change):
     if change != "half cast":
         again = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
         check_exact(model, again, "float32" if change == "resized" else "bfloat16")
+
+
+def test_a_model_cast_during_a_batch_takes_no_rows_and_says_why():
+    model = make_model()
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
+    expected = lm.generate(PROMPTS[0], max_new_tokens=COUNT).token_ids
+    batch = lm.open_batch(max_new_tokens=COUNT)
+    row = batch.add(PROMPTS[0])
+    batch.step()
+    model.half()
+    message = "the model was moved, cast or resized after it was wrapped; wrap it again"
+    with pytest.raises(ValueError, match=message):
+        batch.add(PROMPTS[1])
+    with pytest.raises(ValueError, match=message) as caught:
+        batch.step()
+    assert isinstance(caught.value.__context__, RuntimeError)  # torch's own
+    assert batch.unfinished == [row]
+    early = batch.remove(row).token_ids
+    assert early == expected[: len(early)]
+
+
+def test_a_packed_model_cast_between_texts_has_to_be_wrapped_again():
+    """The cache of the earlier text, which is kept, has room for the next one."""
+    model = make_model()
+    pack_model(model)
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4, packed=True)
+    lm.generate(PROMPTS[0], max_new_tokens=COUNT)
+    model.half()
+    with pytest.raises(ValueError, match="the model was moved, cast or resized after it was wra"):
+        lm.generate(PROMPTS[0], max_new_tokens=COUNT)
+
+
+def test_what_fails_in_a_model_left_alone_fails_as_it_is(monkeypatch):
+    lm = SelfSpeculativeLM(make_model(), None, PLANS["exit"], num_draft_tokens=4)
+    batch = lm.open_batch()
+    batch.add(PROMPTS[0])
+    error = RuntimeError("out of memory")
+    monkeypatch.setattr(lm.stack, "prefill", Interruption(lm.stack.prefill, 0, error))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        batch.step()
 
 
 def assign(model: nn.Module) -> None:
