@@ -90,7 +90,7 @@ class KVCache:
         """The committed keys and values of ``row``, which hold ``token_ids`` in every layer."""
         held = slice(0, len(token_ids))
         keys, values = self.keys[:, row, held].clone(), self.values[:, row, held].clone()
-        return CachedText(token_ids, keys, values, weakref.ref(source))
+        return CachedText(token_ids, keys, values, Source(source))
 
     def restore(self, row: int, text: "CachedText", num_tokens: int) -> None:
         """Make the first ``num_tokens`` of ``text`` the committed slots of ``row``."""
@@ -162,21 +162,42 @@ def _doubled(have: int, wanted: int) -> int:
     return have if wanted <= have else max(wanted, 2 * have)
 
 
+class Source:
+    """Called, it gives the stack that made a cache, or None if that is gone.
+
+    Held weakly, so that neither keeping nor copying a cache keeps or copies a model. A copy has the
+    same source; what comes out of a pickle has none.
+    """
+
+    def __init__(self, stack: object | None = None) -> None:
+        self._stack = None if stack is None else weakref.ref(stack)
+
+    def __call__(self) -> object | None:
+        return None if self._stack is None else self._stack()
+
+    def __deepcopy__(self, memo: object) -> "Source":
+        return self
+
+    def __reduce__(self) -> "tuple[type[Source], tuple[()]]":
+        return Source, ()
+
+
 @dataclass(frozen=True, eq=False)
 class CachedText:
     """Keys and values of a row that is over, for another row that begins with the same tokens.
 
+    It can be pickled, to look at: out of a pickle it is of no model, and decoding refuses it.
+
     Attributes:
         token_ids: what the slots hold.
         keys, values: ``(layer, token, kv_head, head_dim)``.
-        source: the stack that made them; no other can use them. Weak, so that neither keeping
-            nor copying a cache keeps or copies a model.
+        source: the stack that made them; no other can use them.
     """
 
     token_ids: tuple[int, ...]
     keys: Tensor = field(repr=False)
     values: Tensor = field(repr=False)
-    source: weakref.ref[object] = field(repr=False)
+    source: Source = field(repr=False)
 
     def shared_with(self, prompt: Sequence[int]) -> int:
         """Leading tokens of ``prompt`` that need no prefill; the last one always does."""

@@ -253,7 +253,8 @@ class GenerationOutput:
         seed: of the sampling noise; the same seed gives the same text. None when greedy.
         stats: counts and times.
         rounds: the records that ``stats`` sums up.
-        cache: keys and values of prompt and output, if asked for, to go on from.
+        cache: keys and values of prompt and output, if asked for, to go on from; not once the
+            output has been pickled, which leaves them of no model.
     """
 
     text: str

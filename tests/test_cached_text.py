@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -301,6 +302,17 @@ def test_an_output_with_a_cache_is_a_value_like_others(wrap):
     prompt = next_prompt(out, 1)
     assert_same(run(lm, prompt, cache=again.cache), run(lm, prompt, cache=out.cache))
     assert dataclasses.asdict(out)["cache"]["token_ids"] == out.cache.token_ids
+
+
+def test_an_output_with_a_cache_can_be_pickled_but_not_gone_on_from(wrap):
+    lm = wrap("exit")
+    out = run(lm)
+    again = pickle.loads(pickle.dumps(out))
+    assert again == out
+    assert_same_bits(again.cache, out.cache)
+    with pytest.raises(ValueError, match="cache was made by another SelfSpeculativeLM"):
+        run(lm, cache=again.cache)
+    assert run(lm, cache=out.cache).token_ids == out.token_ids  # which is as it was
 
 
 def test_a_cache_keeps_no_model_alive():
