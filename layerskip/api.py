@@ -431,7 +431,9 @@ class SelfSpeculativeLM:
             logprobs: report each emitted token's log-probability, and of this many likeliest.
             cache: ``cache`` of an earlier output of this object. What a prompt shares with it, from
                 the first token on, is not prefilled again. Rounding may then differ from that
-                of a whole prefill, and is the same with drafts and without.
+                of a whole prefill, and is the same with drafts and without. One from before the
+                weights changed is refused, as far as torch counts their changes: not those made
+                through ``.data`` or in inference mode.
             return_cache: keep prompt and output as ``cache`` of the output.
             grammar: a ``Grammar`` that the text has to follow, or a pydantic model class, whose
                 JSON it is then. The row ends ("stop") where nothing more may follow; "length"

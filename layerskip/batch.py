@@ -262,13 +262,22 @@ class Batch:
             raise ValueError(
                 f"sampling names token id {min(bad)}; the model's vocabulary ends at {vocab - 1}"
             )
-        if settings.cache is not None and settings.cache.source() is not self._stack:
-            raise ValueError(
-                "cache was made by another SelfSpeculativeLM; use the one that returned it"
-            )
+        if settings.cache is not None:
+            self._check_cache(settings.cache)
         if settings.stop and self._encoder.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none")
         self._constraint(settings, 0)
+
+    def _check_cache(self, cache: CachedText) -> None:
+        if cache.source() is not self._stack:
+            raise ValueError(
+                "cache was made by another SelfSpeculativeLM; use the one that returned it"
+            )
+        if cache.source.weights != self._stack.shared.stamp():
+            raise ValueError(
+                "cache was made before the model's weights changed; leave it out, and the whole "
+                "prompt is prefilled"
+            )
 
     def _constraint(self, settings: RowSettings, prompt_length: int) -> Constraint | None:
         if settings.grammar is None:

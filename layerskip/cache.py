@@ -86,11 +86,14 @@ class KVCache:
         """
         self._both[:, layers, row, start:end] = 0.0
 
-    def copied(self, row: int, token_ids: tuple[int, ...], source: object) -> "CachedText":
-        """The committed keys and values of ``row``, which hold ``token_ids`` in every layer."""
+    def copied(
+        self, row: int, token_ids: tuple[int, ...], source: object, weights: object = None
+    ) -> "CachedText":
+        """The committed keys and values of ``row``, which hold ``token_ids`` in every layer;
+        ``source`` and ``weights`` as for ``Source``."""
         held = slice(0, len(token_ids))
         keys, values = self.keys[:, row, held].clone(), self.values[:, row, held].clone()
-        return CachedText(token_ids, keys, values, Source(source))
+        return CachedText(token_ids, keys, values, Source(source, weights))
 
     def restore(self, row: int, text: "CachedText", num_tokens: int) -> None:
         """Make the first ``num_tokens`` of ``text`` the committed slots of ``row``."""
@@ -167,9 +170,14 @@ class Source:
 
     Held weakly, so that neither keeping nor copying a cache keeps or copies a model. A copy has the
     same source; what comes out of a pickle has none.
+
+    Args:
+        stack: None is one that is gone.
+        weights: what they were when the row joined: ``SharedWeights.stamp``.
     """
 
-    def __init__(self, stack: object | None = None) -> None:
+    def __init__(self, stack: object | None = None, weights: object = None) -> None:
+        self.weights = weights
         self._stack = None if stack is None else weakref.ref(stack)
 
     def __call__(self) -> object | None:
@@ -191,7 +199,8 @@ class CachedText:
     Attributes:
         token_ids: what the slots hold.
         keys, values: ``(layer, token, kv_head, head_dim)``.
-        source: the stack that made them; no other can use them.
+        source: the stack that made them, and its weights then; no other can use them, nor the same
+            with weights that torch has seen change since.
     """
 
     token_ids: tuple[int, ...]

@@ -90,6 +90,8 @@ class Decoder:
         row = Row(self._next_id, slot_row, spec, spec.stream)
         if self._has_block and (spec.may_draft or spec.returns_cache):
             row.exit_states = ExitStates()
+        if spec.returns_cache:
+            row.weights = self.stack.shared.stamp()
         self._next_id += 1
         self.rows[row.id] = row  # before its slots hold anything: or nobody would empty them
         try:
@@ -150,7 +152,8 @@ class Decoder:
                 drafter.catch_up(states, self.cache, row.slot_row, row.length)
             self.cache.adapter_lengths[row.slot_row] = row.length
             states.clear()
-        return self.cache.copied(row.slot_row, row.context[: row.length], self.stack)
+        held = row.context[: row.length]
+        return self.cache.copied(row.slot_row, held, self.stack, row.weights)
 
     @Decoding()
     def step(self) -> list[Round]:

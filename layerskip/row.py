@@ -108,6 +108,7 @@ class Row:
         index: of prompt and output, for look-ups; made in the first round that looks up.
         own_ids: tokens of prompt and output that the draft vocabulary lacks, if there is one.
         exit_states: what an adapter's block has yet to see; None: this row never runs it.
+        weights: stamp of the model's when it joined, of a row whose cache is wanted.
         joined: when, by ``time.perf_counter``.
     """
 
@@ -124,6 +125,7 @@ class Row:
     index: TokenIndex | None = None
     own_ids: frozenset[int] = frozenset()
     exit_states: ExitStates | None = None
+    weights: object = None
     joined: float = field(default_factory=time.perf_counter)
 
     @property

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from layerskip.blocks import Stamp, stamp
+
 
 class Place(NamedTuple):
     """A module of a model, and what it had itself when the model was wrapped.
@@ -55,6 +57,10 @@ class SharedWeights:
                 f"weight {path} of the model is another tensor than when it was wrapped (as after "
                 "load_state_dict with assign=True); wrap it again"
             )
+
+    def stamp(self) -> Stamp:
+        """Changes whenever torch sees the weights change: see ``blocks.stamp``."""
+        return stamp(self._weights)
 
     def _replaced(self) -> str | None:
         """Where the model has another tensor than when it was wrapped; None: nowhere."""

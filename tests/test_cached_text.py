@@ -286,6 +286,34 @@ def test_caches_of_others_are_refused(wrap):
     assert batch.unfinished == []
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_cache_of_weights_that_have_changed_is_refused(joined):
+    """Whether they changed after its row or while it decoded."""
+    model, sentence = make_model(), "cache was made before the model's weights changed; leave it"
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
+    before = run(lm).cache
+    batch = lm.open_batch(max_new_tokens=12, return_cache=True)
+    row = batch.add(PROMPT)
+    batch.step()
+    early = None if joined else batch.remove(row).cache
+    with torch.no_grad():
+        model.model.layers[3].mlp.up_proj.weight.mul_(1.5)
+    for cache in (before, early or batch.remove(row).cache):
+        for method in (lm.generate, lm.stream, batch.add):
+            with pytest.raises(ValueError, match=sentence):
+                method(PROMPT, cache=cache)
+    after = run(lm)
+    assert run(lm, cache=after.cache).token_ids == after.token_ids
+
+
+def test_weights_whose_changes_nobody_counts_leave_caches_as_they_are():
+    with torch.inference_mode():
+        model = make_model()
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
+    out = run(lm)
+    assert run(lm, cache=out.cache).token_ids == out.token_ids
+
+
 @pytest.mark.parametrize("value", [True, (), "cache", {"keys": 1}])
 def test_a_cache_is_that_of_an_output(wrap, value):
     with pytest.raises(TypeError, match="cache must be the cache of an earlier output, got"):
