@@ -17,7 +17,16 @@ from layerskip.plan import PlanFile
 
 BUILTIN = "builtin"
 PLAN_FILE = "layerskip.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+# Vocabularies of tokenizers, by the names that most kinds have for them.
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+    "tiktoken.model",
+)
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -148,13 +157,30 @@ def _load_tokenizer(folder: str | Path, **hub: Any) -> Any:
     """The tokenizer, of an adapter without one its checkpoint's; None if there is none."""
     for where in dict.fromkeys((folder, _weights_of(folder))):
         try:
-            return AutoTokenizer.from_pretrained(where, trust_remote_code=False, **hub)
+            tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **hub)
         except Exception as error:  # noqa: BLE001  tokenizers has no other kind
-            if any(has_file(where, name, **hub) for name in TOKENIZER_FILES):
+            names = (*VOCABULARY_FILES, "tokenizer_config.json")
+            if any(has_file(where, name, **hub) for name in names):
                 raise ValueError(
                     f"the tokenizer of {str(where)!r} cannot be loaded: {_sentence(error)}"
                 ) from None
+        else:
+            if _has_vocabulary(tokenizer, where, **hub):
+                return tokenizer
     return None
+
+
+def _has_vocabulary(tokenizer: Any, where: str | Path, **hub: Any) -> bool:
+    """Whether the tokenizer's vocabulary was there.
+
+    Where it was not, transformers makes up an empty one for many families.
+    """
+    own = tokenizer.vocab_files_names.values()
+    if not own:  # it is of bytes
+        return True
+    # What was read of a hub id is in the cache by now.
+    cached = {**hub, "local_files_only": True}
+    return any(has_file(where, name, **cached) for name in {*VOCABULARY_FILES, *own})
 
 
 def _sentence(error: Exception) -> str:

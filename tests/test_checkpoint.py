@@ -8,8 +8,9 @@ import pytest
 import torch
 import transformers
 from optional import needed
-from toys import NUM_LAYERS, PLANS, make_model
+from toys import NUM_LAYERS, PLANS, make_model, make_tokenizer
 from transformers import AutoModelForCausalLM
+from zoo import make_toy
 
 from layerskip import DraftPlan, SelfSpeculativeLM, UnsupportedModelError
 
@@ -254,6 +255,46 @@ def test_a_tokenizer_that_is_not_there_is_none(folder):
     for path in folder.glob("tokenizer*"):
         path.unlink()
     assert SelfSpeculativeLM.from_pretrained(folder, num_draft_tokens=0).tokenizer is None
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("rest", [{}, {"tokenizer_config.json": "{}"}], ids=["", "its config"])
+def test_a_tokenizer_that_transformers_makes_up_is_none(tmp_path, family, rest):
+    """It has no vocabulary but its special tokens: any text would be an empty prompt to it."""
+    make_toy(family).save_pretrained(tmp_path)
+    for name, content in rest.items():
+        (tmp_path / name).write_text(content)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path) is not None
+    lm = SelfSpeculativeLM.from_pretrained(tmp_path, num_draft_tokens=0)
+    assert lm.tokenizer is None
+    with pytest.raises(TypeError, match="this model has no tokenizer: give token ids"):
+        lm.generate("the tea is hot", max_new_tokens=2)
+
+
+def test_a_hub_id_s_tokenizer_is_looked_for_in_the_cache(tmp_path, monkeypatch):
+    make_toy("qwen3").save_pretrained(tmp_path / "checkpoint")
+    kept = cached(tmp_path / "checkpoint", tmp_path)
+    monkeypatch.setattr("socket.getaddrinfo", mock.Mock(side_effect=AssertionError("asked")))
+    ask = {"cache_dir": tmp_path, "local_files_only": True, "num_draft_tokens": 0}
+    assert SelfSpeculativeLM.from_pretrained("some/toy", **ask).tokenizer is None
+    make_tokenizer().save_pretrained(kept)
+    assert len(SelfSpeculativeLM.from_pretrained("some/toy", **ask).tokenizer) > 300
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        ({"vocab.json": '{"a": 0, "b": 1, "ab": 2}', "merges.txt": "a b\n"}, "ab"),
+        ({"tokenizer_config.json": '{"tokenizer_class": "ByT5Tokenizer", "extra_ids": 0}'}, "a"),
+    ],
+    ids=["vocabulary and merges", "bytes"],
+)
+def test_a_tokenizer_of_another_kind(tmp_path, files, text):
+    make_toy("gpt2").save_pretrained(tmp_path)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    lm = SelfSpeculativeLM.from_pretrained(tmp_path, num_draft_tokens=0)
+    assert lm.tokenizer.decode(lm.encode(text)).startswith(text)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's
