@@ -280,6 +280,61 @@ def test_what_was_found_is_saved_though_nobody_reads_what_is_said(
     assert (tmp_path / "out").is_file()
 
 
+OVERWRITING = {
+    "prompts": (
+        ["search", "./gone", "--prompts", "a.jsonl", "--out", "{}"],
+        "a.jsonl",
+        "--prompts",
+    ),
+    "texts": (
+        ["search", "./gone", "--vocabulary-texts", "t", "--out", "{}"],
+        "t",
+        "--vocabulary-texts",
+    ),
+    "plan": (["profile", "./gone", "--plan", "plan.json", "--out", "{}"], "plan.json", "--plan"),
+    "cost": (["simulate", "--cost", "c", "--acceptance", "1", "--html", "{}"], "c", "--cost"),
+    "runs": (
+        ["simulate", "--cost", "c", "--runs", "r", "--html", "{}"],
+        "r/rounds.jsonl",
+        "a file of the runs",
+    ),
+    "run": (["report", "r", "--html", "{}"], "r/run.json", "a file of the runs"),
+    "requests": (["report", "r", "--policy", "{}"], "r/requests.jsonl", "a file of the runs"),
+    "samples": (["report", "r", "--html", "{}"], "r/samples.jsonl", "a file of the runs"),
+}
+
+
+@pytest.mark.parametrize("case", OVERWRITING)
+@pytest.mark.parametrize("way", ["as it is", "another spelling", "a link"])
+def test_no_command_writes_over_what_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, way: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv, name, what = OVERWRITING[case]
+    write_run(tmp_path / "r", pair(0, ((4, 2),) * 3), cost=flat_cost())
+    flat_cost().save("c")
+    DraftPlan.exiting(num_layers=NUM_LAYERS, exit_layer=2).save("plan.json")
+    for text in ("a.jsonl", "t", "r/samples.jsonl"):
+        Path(text).write_text('{"prompt": "the rain in Spain stays"}\n' * 2, encoding="utf-8")
+    out = name
+    if way == "another spelling":
+        out = str(tmp_path / "r" / ".." / name)
+    elif way == "a link":
+        out = "link"
+        Path(out).symlink_to(name)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    result = run(*(word.format(out) for word in argv))
+    assert_refused(result, f"{argv[-2]} {out} would overwrite ", what, "; give another name")
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_a_page_may_lie_among_the_runs_and_be_written_again(tmp_path: Path) -> None:
+    runs = write_run(tmp_path, pair(0, ((4, 2),) * 3), cost=flat_cost())
+    for _ in range(2):
+        result = run("report", runs, "--html", runs / "page.html", "--policy", runs / "policy.json")
+        assert result.code == 0, result.err
+
+
 def test_compare_says_how_many_prompts_are_too_long(folder: Path, bad: Path) -> None:
     path = bad / "prompts.jsonl"
     lines = [

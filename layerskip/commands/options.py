@@ -1,7 +1,9 @@
 """What commands share: which model, how it is loaded, and how tables look."""
 
 import argparse
-from collections.abc import Collection, Iterable
+import os
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rich.markup import escape
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from layerskip.prompts import Example
     from layerskip.telemetry.traffic import Traffic
 
+READ_FILES = ("prompts", "vocabulary_texts", "plan", "cost")  # options that name them
 MOST_SAID = 5  # bad lines and prompts left out that are named; the others are counted
 # How tokens are shown, by where they came from.
 STYLES = {
@@ -154,6 +157,36 @@ def examples_of(prompts: str | None, limit: int) -> "list[Example]":
     if prompts is not None:
         return read_prompts(prompts)
     return held_out_code(held_out_modules(), limit)
+
+
+def output_of(args: argparse.Namespace, option: str) -> Path:
+    """The file that an option names for the command to write, asked for before any work.
+
+    Raises:
+        ValueError: it cannot be written, or the command reads it: what it holds would be lost.
+    """
+    from layerskip.files import check_writable
+
+    path = getattr(args, option)
+    file = check_writable(path)
+    for name, source in _inputs(args):
+        if os.path.realpath(source) == str(file):
+            raise ValueError(f"--{option} {path} would overwrite {name}; give another name")
+    return file
+
+
+def _inputs(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Files that the command reads as well, and what they are."""
+    for option in READ_FILES:
+        path = getattr(args, option, None)
+        if path is not None:
+            yield f"the file of --{option.replace('_', '-')}", path
+    runs = getattr(args, "runs", None)
+    if runs is not None:
+        from layerskip.telemetry.runs import FILES
+
+        for name in FILES:  # any other name there is free, as of the report's page
+            yield "a file of the runs", str(Path(runs) / name)
 
 
 def sampling_options(command: argparse.ArgumentParser) -> None:

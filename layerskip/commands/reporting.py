@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from layerskip.commands.options import output_of
 from layerskip.telemetry.buckets import OUTPUT_EDGES, PROMPT_EDGES, shown
 
 if TYPE_CHECKING:
@@ -48,12 +49,12 @@ def _edges(text: str) -> tuple[int, ...]:
 
 def run_report(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """The report and the decision, as tables and files."""
-    from layerskip.files import check_writable
     from layerskip.telemetry.aggregation import acceptance_report
     from layerskip.telemetry.decision import decide
     from layerskip.telemetry.runs import SAMPLES, read_lines
 
-    files = [check_writable(path) for path in (args.policy, args.html) if path is not None]
+    given = [name for name in ("policy", "html") if getattr(args, name) is not None]
+    files = [output_of(args, name) for name in given]
     if len(set(files)) < len(files):
         raise ValueError(f"--policy and --html must be two files, got {args.html!r} for both")
     with console.status("counting rounds"):

@@ -9,6 +9,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from layerskip.commands.options import output_of
+
 if TYPE_CHECKING:
     from layerskip.cost import CostTable
     from layerskip.machine_time import MachineTime
@@ -61,12 +63,11 @@ def add_parsers(commands: Any) -> None:
 def run_simulate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Simulate, print the table, write the page."""
     from layerskip.cost import CostTable
-    from layerskip.files import check_writable
     from layerskip.params import check_integer
     from layerskip.simulate import simulate
 
     if args.html is not None:
-        check_writable(args.html)
+        output_of(args, "html")
     check_integer("--seed", args.seed, 0)
     if args.new_tokens is not None:
         check_integer("--new-tokens", args.new_tokens, 1)

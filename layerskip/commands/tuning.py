@@ -10,7 +10,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from layerskip.commands.options import examples_of, load, model_options, new_table, quiet
+from layerskip.commands.options import (
+    examples_of,
+    load,
+    model_options,
+    new_table,
+    output_of,
+    quiet,
+)
 from layerskip.commands.progress import counting
 from layerskip.plan import PlanFile, ranges
 
@@ -64,11 +71,10 @@ def add_parsers(commands: Any) -> None:
 
 def run_profile(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """``layerskip profile``: a cost table, to a file."""
-    from layerskip.files import check_writable
     from layerskip.params import check_number
 
     check_number("--seconds", args.seconds, 0.1, MAX_SECONDS)
-    check_writable(args.out)
+    output_of(args, "out")
     lm = load(args)
     from layerskip.profiling import measure_cost
 
@@ -143,11 +149,10 @@ def _cost_table(document: dict[str, Any], table: "CostTable") -> Table:
 
 def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """``layerskip search``: a plan file, with the table of what was tried."""
-    from layerskip.files import check_writable
     from layerskip.params import SamplingParams, check_integer
 
     check_integer("--limit", args.limit, 2)
-    check_writable(args.out)
+    output_of(args, "out")
     sampling = SamplingParams(temperature=args.temperature, seed=args.seed)
     quiet()
     from layerskip.api import SelfSpeculativeLM

@@ -17,6 +17,7 @@ from layerskip.files import read_json, write_json
 
 RUNS_VERSION = 1
 RUN, ROUNDS, REQUESTS, SAMPLES = "run.json", "rounds.jsonl", "requests.jsonl", "samples.jsonl"
+FILES = (RUN, ROUNDS, REQUESTS, SAMPLES)
 BLOCK = 1 << 16
 
 
