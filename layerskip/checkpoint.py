@@ -175,7 +175,7 @@ def _has_vocabulary(tokenizer: Any, where: str | Path, **hub: Any) -> bool:
 
     Where it was not, transformers makes up an empty one for many families.
     """
-    own = tokenizer.vocab_files_names.values()
+    own = getattr(tokenizer, "vocab_files_names", {}).values()
     if not own:  # it is of bytes
         return True
     # What was read of a hub id is in the cache by now.

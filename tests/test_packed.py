@@ -89,8 +89,8 @@ def test_a_config_may_speak_of_windows_that_its_family_does_not_have(family, mor
     pack_model(model)
     with torch.no_grad():
         expected = model(torch.tensor([TEXT]), use_cache=False).logits[0, -1]
-    for packed in (False, True):
-        lm = SelfSpeculativeLM(model, None, PLANS["exit"], lookup=False, packed=packed)
+    for ours in (False, True):
+        lm = SelfSpeculativeLM(model, None, PLANS["exit"], lookup=False, packed=ours)
         assert lm.stack.windows == (window,) * NUM_LAYERS
         cache = lm.stack.new_cache(num_rows=1, num_slots=len(TEXT))
         with torch.inference_mode():
