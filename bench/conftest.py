@@ -14,6 +14,7 @@ import layerskip
 from layerskip.fingerprint import device_name
 from layerskip.journal import Journal
 
+RECIPES = Path(__file__).parent / "recipes"
 TOLD = ("python_version", "system", "machine")
 SMOKE = {"limit": 2, "seconds": 0.0, "tokens": 6, "max_repeated": 1.0, "draft_model": "none"}
 
@@ -36,6 +37,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--seconds", default=46.0, type=float, help="of a cell, about (46)")
     group.addoption("--resume", default=None, type=Path, help="journal of measured cells")
     group.addoption("--smoke", action="store_true", help="2 prompts, 6 tokens each")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Training steps are no cells: ``pytest bench/recipes`` measures them."""
+    asked = any("recipes" in Path(argument).parts for argument in config.args)
+    return True if collection_path == RECIPES and not asked else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
