@@ -609,7 +609,7 @@ def test_a_compiler_that_takes_too_long_costs_only_its_own_mode(loaded, monkeypa
         return real(model, ids, tokens, extra)
 
     monkeypatch.setattr(serving, "generated", slow)
-    monkeypatch.setattr(serving, "COMPILE_SECONDS", 2.0)
+    monkeypatch.setattr(serving, "COMPILE_SECONDS", 0.3)
     found = {}
     serving.beside_transformers(bench_lab(loaded, tokens=2), found, far())
     assert found["ok"]
