@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from layerskip.errors import UnsupportedModelError
-from layerskip.families import unsuitable
+from layerskip.families import ropes, unsuitable
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+GROWING = ("dynamic", "longrope")
 ATTENTION_NAMES = ("attention", "attn", "self_attention", "self_attn")
 DEVICES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,15 +44,11 @@ def refusal(config: object) -> str | None:
 
 def changing_rope(config: object) -> str | None:
     """Why the positions of a model with this config do not stand still, or None if they do."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    by_kind = [r for r in rope.values() if isinstance(r, dict)]  # one for each type of layer
-    for parameters in by_kind or [rope]:
+    for parameters in ropes(config):
         rope_type = parameters.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
-            return (
-                f"rope type {rope_type!r} changes with the length of the text; "
-                f"supported are {', '.join(ROPE_TYPES)}"
-            )
+            why = "changes with the length of the text" if rope_type in GROWING else "is not known"
+            return f"rope type {rope_type!r} {why}; supported are {', '.join(ROPE_TYPES)}"
     return None
 
 

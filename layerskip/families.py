@@ -7,6 +7,7 @@ words are for readers.
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
@@ -92,9 +93,27 @@ OTHERS: Mapping[str, str] = MappingProxyType(
 
 
 def position_limit(config: object) -> int:
-    """The number of positions that a model with this config knows."""
+    """The number of positions that a model with this config knows.
+
+    A config may tell those of before YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071)
+    stretched them, as transformers allows.
+    """
     known = (getattr(config, name, None) for name in POSITION_LIMITS)
-    return next((limit for limit in known if limit), NO_LIMIT)
+    limit = next((limit for limit in known if limit), NO_LIMIT)
+    stretched = [
+        int(rope["original_max_position_embeddings"] * rope["factor"])
+        for rope in ropes(config)
+        if rope.get("rope_type") == "yarn"
+        and rope.get("factor")
+        and rope.get("original_max_position_embeddings")
+    ]
+    return max([limit, *stretched])
+
+
+def ropes(config: object) -> list[Mapping[str, Any]]:
+    """Parameters of a config's rotary embeddings: one, or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [r for r in rope.values() if isinstance(r, dict)] or [rope]
 
 
 def unsuitable(config: object) -> str | None:

@@ -297,7 +297,26 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
         {"rope_parameters": LONGROPE},
         "rope type 'longrope' changes with the length of the text",
     ),
+    "qwen3 with half of its rotary positions left out": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}},
+        "rope type 'proportional' is not known; supported are",
+    ),
 }
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_positions_that_yarn_adds_are_decoded_in(packed):
+    rope = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0}
+    rope["original_max_position_embeddings"] = 32
+    model = make_toy("qwen3", rope_parameters=rope, max_position_embeddings=32)
+    prompt = random_ids(40)
+    expected = hf_text(model, prompt, 64 - len(prompt))
+    model_module.pack_model(model)
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=3, packed=packed)
+    out = lm.generate(prompt, max_new_tokens=60)
+    assert (len(out.token_ids), out.finish_reason) == (64 - len(prompt), "length")
+    assert list(out.token_ids) == expected
 
 
 def make_refused(name: str) -> PreTrainedModel:
