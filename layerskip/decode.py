@@ -90,7 +90,7 @@ class Decoder:
         row = Row(self._next_id, slot_row, spec, spec.stream)
         if self._has_block and (spec.may_draft or spec.returns_cache):
             row.exit_states = ExitStates()
-        if spec.returns_cache:
+        if spec.returns_cache or cached is not None:
             row.weights = self.stack.shared.stamp()
         self._next_id += 1
         self.rows[row.id] = row  # before its slots hold anything: or nobody would empty them
@@ -282,6 +282,10 @@ class Decoder:
 
     def _prefill(self, row: Row) -> Outcome:
         began = time.perf_counter()
+        if row.weights is not None and row.weights != (now := self.stack.shared.stamp()):
+            # What was restored is of other weights than the rest would be.
+            self.cache.release(row.slot_row)
+            row.weights, row.length, row.cached_tokens = now, 0, 0
         prompt = row.spec.prompt
         states: list[Tensor] | None = None if row.exit_states is None else []
         logits = self.stack.prefill(

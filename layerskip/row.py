@@ -108,7 +108,8 @@ class Row:
         index: of prompt and output, for look-ups; made in the first round that looks up.
         own_ids: tokens of prompt and output that the draft vocabulary lacks, if there is one.
         exit_states: what an adapter's block has yet to see; None: this row never runs it.
-        weights: stamp of the model's when it joined, of a row whose cache is wanted.
+        weights: stamp of the model's when its prefill began, of a row whose cache is wanted or that
+            began with one.
         joined: when, by ``time.perf_counter``.
     """
 

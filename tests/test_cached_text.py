@@ -306,6 +306,22 @@ def test_a_cache_of_weights_that_have_changed_is_refused(joined):
     assert run(lm, cache=after.cache).token_ids == after.token_ids
 
 
+def test_weights_that_change_before_the_first_step_leave_nothing_of_a_cache():
+    model = make_model()
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
+    old, batch = run(lm).cache, lm.open_batch(max_new_tokens=12, return_cache=True)
+    rows = [batch.add(PROMPT, cache=old), batch.add(PROMPT)]
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    while batch.unfinished:
+        batch.step()
+    fresh = run(lm)
+    for out in map(batch.remove, rows):
+        assert (out.token_ids, out.stats.cached_tokens) == (fresh.token_ids, 0)
+        assert_same_bits(out.cache, fresh.cache)
+        assert run(lm, cache=out.cache).token_ids == fresh.token_ids
+
+
 def test_weights_whose_changes_nobody_counts_leave_caches_as_they_are():
     with torch.inference_mode():
         model = make_model()
