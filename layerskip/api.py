@@ -46,6 +46,7 @@ from layerskip.policy import Policy
 from layerskip.profiling import fitting_cost, measure_cost, warn_of_another_checkpoint
 from layerskip.request import RowSettings, as_grammar, seeded, stops_of
 from layerskip.sampling import Processor
+from layerskip.text import stop_ids
 from layerskip.vocabulary import CoverageMeter
 from layerskip.workbench import open_bench
 
@@ -423,7 +424,7 @@ class SelfSpeculativeLM:
                 2023) and "block" (Sun et al. 2025): the same distribution and more accepted
                 tokens, but which text of it depends on the drafts.
             num_return_sequences: outputs per prompt, one after another; above 1 gives a list.
-            stop: text that ends a sequence and is cut from it.
+            stop: text that ends a sequence and is cut from it, or a special token's name.
             ignore_eos: go on after an end of sequence, for measuring.
             logits_processor: called after the rules of ``sampling`` and before its temperature,
                 as transformers calls its own: ``(1, tokens)`` ids, ``(1, vocab)`` float32 scores.
@@ -534,6 +535,7 @@ class SelfSpeculativeLM:
         check_sampling(sampling)
         if not isinstance(logits_processor, Sequence):
             raise TypeError(f"logits_processor must be a list, got {logits_processor!r}")
+        stops, eos_ids = stops_of(stop), frozenset() if ignore_eos else self._eos_ids
         settings = RowSettings(
             max_new_tokens=max_new_tokens,
             sampling=seeded(sampling or SamplingParams()),
@@ -541,8 +543,8 @@ class SelfSpeculativeLM:
             if num_draft_tokens is None
             else num_draft_tokens,
             follows_policy=num_draft_tokens in (None, AUTO),
-            stop=stops_of(stop),
-            eos_ids=frozenset() if ignore_eos else self._eos_ids,
+            stop=stops,
+            eos_ids=eos_ids | stop_ids(self.tokenizer, stops),
             verification=verification,
             logits_processor=tuple(logits_processor),
             logprobs=logprobs,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from layerskip.constraint import AfterMarker, packed
 from layerskip.grammar import Grammar, Matcher
+from layerskip.text import special_names
 
 MAX_COMPILED = 256
 MAX_SPELT = 4096
@@ -94,7 +95,7 @@ class Vocabulary:
             known = xgrammar.TokenizerInfo.from_huggingface(
                 tokenizer, vocab_size=vocab_size, stop_token_ids=[0]
             ).decoded_vocab
-            special = _special_ids(tokenizer)
+            special = special_names(tokenizer)
             ids = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
             readable = b"".join(known[i] for i in ids).strip() == PROBE.encode()
         except (AttributeError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
@@ -166,13 +167,6 @@ def _xgrammar() -> ModuleType:
             "grammars need xgrammar, which is not installed; pip install layerskip[grammar]"
         ) from None
     return xgrammar
-
-
-def _special_ids(tokenizer: Any) -> dict[int, str]:
-    """Names of special tokens, by id."""
-    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return named | {i: str(token) for i, token in added.items() if token.special}
 
 
 def _unreadable(tokenizer: Any) -> str:

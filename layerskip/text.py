@@ -30,6 +30,19 @@ def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     )
 
 
+def special_names(tokenizer: Any) -> dict[int, str]:
+    """What a tokenizer calls its special tokens, which are no text, by id."""
+    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return named | {i: str(token) for i, token in added.items() if token.special}
+
+
+def stop_ids(tokenizer: Any, stop: Collection[str]) -> frozenset[int]:
+    """Special tokens that are among the stop strings: their names never are in a text."""
+    named = special_names(tokenizer) if hasattr(tokenizer, "all_special_ids") else {}
+    return frozenset(i for i, name in named.items() if name in stop)
+
+
 class TextStream:
     """Decodes a growing list of tokens, holding back what is not final.
 

@@ -99,6 +99,16 @@ def test_stop_strings_are_cut_and_end_the_text(talking, length):
         assert slow.token_ids == out.token_ids
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_special_token_ends_the_text_if_its_name_is_a_stop_string(talking, ignore_eos):
+    forced = SamplingParams(forced_token_ids=(40, 41, 1, 42, 43))
+    how = {"max_new_tokens": 8, "sampling": forced, "ignore_eos": ignore_eos}
+    out = talking.generate([5, 6], stop=["</s>", "not in it"], **how)
+    assert (out.token_ids, out.finish_reason) == ((40, 41, 1), "stop")
+    assert out.text == talking.tokenizer.decode([40, 41])
+    assert len(talking.generate([5, 6], stop="not in it", **how).token_ids) == 8
+
+
 def test_end_of_sequence_is_the_generation_config_s():
     model = make_model()
     whole = SelfSpeculativeLM(model, num_draft_tokens=0).generate([7], max_new_tokens=16).token_ids
