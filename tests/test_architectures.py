@@ -297,11 +297,6 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
         {"rope_parameters": LONGROPE},
         "rope type 'longrope' changes with the length of the text",
     ),
-    "qwen3 with half of its rotary positions left out": (
-        "qwen3",
-        {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}},
-        "rope type 'proportional' is not known; supported are",
-    ),
 }
 
 

@@ -106,6 +106,12 @@ def dynamic_rope() -> torch.nn.Module:
     return make_model(rope_parameters=rope)
 
 
+def partial_rope() -> torch.nn.Module:
+    model = make_model()
+    model.config.rope_parameters = {"rope_type": "proportional", "rope_theta": 10_000.0}
+    return model
+
+
 def cut() -> torch.nn.Module:
     model = make_model()
     del model.model.layers[-1]
@@ -131,6 +137,7 @@ REFUSALS = [
     (classifier, r"LlamaForSequenceClassification has no language-model head"),
     (wide_head, rf"the head gives {VOCAB_SIZE + 5} scores, .* says vocab_size={VOCAB_SIZE}; re"),
     (dynamic_rope, r"rope type 'dynamic' changes with the length of the text"),
+    (partial_rope, r"rope type 'proportional' is not known; supported are default, linear, llama3"),
     (quantised, r"quantised weights are not supported"),
     (cut, r"num_hidden_layers=\d+, and no list of modules in LlamaForCausalLM has as many"),
     (lambda: torch.nn.Linear(2, 2), r"must be a transformers causal language model, got Linear"),
