@@ -26,6 +26,8 @@ from layerskip.errors import UnsupportedModelError
 from layerskip.guest import NAME, RUN, CacheGuest, Call, LearntMask, Lesson, Places, Run
 from layerskip.layout import Layout
 
+TUNED_NORMS = "ln_tuning_layers"  # where PEFT's LN tuning has them
+
 
 def share_twin(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of ``model`` with its own modules and config over the same tensors."""
@@ -44,14 +46,17 @@ def copy_around(model: PreTrainedModel, instead: dict[int, nn.Module]) -> PreTra
     """A copy that shares every tensor and has other modules instead of those with these ids.
 
     Shared too: the user's hooks, which may hold what cannot be copied, and PEFT's record of what
-    is merged into the weights.
+    is merged into the weights. Not of an adapter that is disabled: it would take later merges out
+    of the user's weights. Nor of tuned norms, which are merged by swapping modules.
     """
     shared: list[Any] = [*model.parameters(), *model.buffers()]
     for module in model.modules():
         shared += [value for value in vars(module).values() if isinstance(value, Tensor)]
         hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())  # noqa: SLF001
         shared += [h for h in hooks if not isinstance(getattr(h, "__self__", None), nn.Module)]
-        shared.append(vars(module).get("merged_adapters"))
+        disabled = getattr(module, "disable_adapters", False)
+        if not disabled and not hasattr(module, TUNED_NORMS):
+            shared.append(vars(module).get("merged_adapters"))
     try:
         return copy.deepcopy(model, {id(item): item for item in shared} | instead)
     except (TypeError, RuntimeError) as error:

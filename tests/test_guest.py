@@ -419,6 +419,25 @@ def test_an_adapter_merged_later_does_not_count_twice(config, name):
         assert decode(lm) == expected
 
 
+@pytest.mark.parametrize("config", ["lora", "ia3"])
+def test_a_model_merged_later_keeps_its_adapter_where_a_decoder_had_it_disabled(config):
+    model = adapted(METHODS[config])
+    with model.disable_adapter():
+        base = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
+    merged = model.merge_and_unload()
+    before = snapshot(merged)
+    assert decode(base) == decode(SelfSpeculativeLM(merged, num_draft_tokens=0))
+    check_untouched(merged, before)
+
+
+def test_norms_that_are_merged_later_stay_the_tuned_ones():
+    model = adapted(peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]))
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
+    expected = decode(lm)
+    merged = model.merge_and_unload()
+    assert decode(lm) == expected == decode(SelfSpeculativeLM(merged, num_draft_tokens=0))
+
+
 def test_an_adapter_trained_on_is_seen_and_one_switched_later_is_not(plain_text):
     model = adapted()
     lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
