@@ -3,6 +3,7 @@
 xgrammar is imported when the first grammar is compiled, not before.
 """
 
+import re
 import threading
 from collections import OrderedDict
 from types import ModuleType
@@ -17,6 +18,7 @@ from layerskip.text import special_names
 
 MAX_COMPILED = 256
 MAX_SPELT = 4096
+BEGUN, HALF = b"\xed", re.compile(rb"\xed[\xa0-\xbf]")  # of a surrogate pair, in UTF-8
 PROBE = '{"a": [1, true], "b": "c d"}'
 
 
@@ -88,6 +90,9 @@ class Vocabulary:
         info: xgrammar's.
         text: bytes of each id; empty for special tokens, which are no text.
         spelling: the same, with special tokens by their names: a marker may be one.
+        everything: ids with text, as ``packed`` has them.
+        sound: the same, but for bytes of half a surrogate pair, which no text has and xgrammar
+            lets through; then where such a one has begun.
     """
 
     def __init__(self, xgrammar: ModuleType, tokenizer: Any, vocab_size: int) -> None:
@@ -109,7 +114,10 @@ class Vocabulary:
         # xgrammar wants a stop token: it gets one behind the vocabulary. Whether the text may end
         # we ask of it otherwise.
         self.info = xgrammar.TokenizerInfo([*self.text, b""], stop_token_ids=[vocab_size])
-        self.everything = packed(torch.tensor([bool(token) for token in self.text], device="cpu"))
+        whole = [bool(text) and not HALF.search(text) for text in self.text]
+        goes_on = [found and text[0] < 0xA0 for found, text in zip(whole, self.text, strict=True)]
+        masks = (list(map(bool, self.text)), whole, goes_on)
+        self.everything, *self.sound = (packed(torch.tensor(m, device="cpu")) for m in masks)
         self._tokenizer = tokenizer
         self._spelt: dict[str, tuple[int, ...]] = {}
 
@@ -132,6 +140,7 @@ class XGrammarMatcher:
         self._matcher, self._vocabulary = matcher, vocabulary
         words = -(-(len(vocabulary.text) + 1) // 32)
         self._row = torch.zeros(1, words, dtype=torch.int32, device="cpu")
+        self._begun = [False]  # after each token: whether the text may go on to half a pair
 
     @property
     def complete(self) -> bool:
@@ -140,16 +149,22 @@ class XGrammarMatcher:
     def fill(self, mask: Tensor) -> None:
         restricts = self._matcher.fill_next_token_bitmask(self._row)
         mask.copy_(self._row[0, : len(mask)] if restricts else self._vocabulary.everything)
+        mask.bitwise_and_(self._vocabulary.sound[self._begun[-1]])
 
     def advance(self, token: int) -> bool:
         text = self._vocabulary.text
         if not 0 <= token < len(text) or not text[token]:
             return False
-        return bool(self._matcher.accept_token(token))
+        before = BEGUN if self._begun[-1] else b""
+        if HALF.search(before + text[token]) or not self._matcher.accept_token(token):
+            return False
+        self._begun.append(text[token].endswith(BEGUN))
+        return True
 
     def rollback(self, count: int) -> None:
         if count:
             self._matcher.rollback(count)
+            del self._begun[-count:]
 
     def forced(self) -> tuple[int, ...]:
         try:

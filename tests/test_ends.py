@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import PLANS, _byte_symbols, make_model, random_ids
+from toys import PLANS, byte_symbols, make_model, random_ids
 from transformers import PreTrainedTokenizerFast
 
 from layerskip import GenerationOutput, SamplingParams, SelfSpeculativeLM
@@ -121,7 +121,7 @@ TEXT = "ea 😀é😀\u0301 END 😀."
 
 def forced(tokenizer: PreTrainedTokenizerFast, text: str, by_bytes: bool) -> SamplingParams:
     """Sampling that emits ``text``; by single bytes no character beyond ASCII is one token."""
-    symbols = _byte_symbols()
+    symbols = byte_symbols()
     pieces = [symbols[byte] for byte in text.encode()] if by_bytes else tokenizer.tokenize(text)
     ids = tokenizer.convert_tokens_to_ids(pieces)
     assert not set(ids) & set(EOS)

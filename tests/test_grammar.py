@@ -61,7 +61,7 @@ import pytest
 import torch
 from grammars import random_root, random_tokens
 from optional import needed
-from toys import PLANS, VOCAB_SIZE, make_model
+from toys import PLANS, VOCAB_SIZE, byte_symbols, make_model
 from transformers import PreTrainedModel
 
 from layerskip import Grammar, PlanFile, SamplingParams, SelfSpeculativeLM
@@ -307,6 +307,27 @@ def test_special_tokens_are_no_text(backend):
     row = constraint.masked(torch.zeros(1, VOCAB_SIZE), ())[0].isfinite()
     assert not row[0]
     assert row[1]
+
+
+def test_half_of_a_surrogate_pair_is_no_character(backend, tokenizer):
+    """Its three bytes, which UTF-8 does not have, would be decoded to three characters."""
+    token_of = {b: tokenizer.convert_tokens_to_ids(s) for b, s in byte_symbols().items()}
+    half, other, last = (token_of[b] for b in (0xED, 0xA0, 0x9F))
+    matcher = backend.matcher(Grammar.regex("[^a-z]*"))
+    mask = torch.zeros(-(-VOCAB_SIZE // 32), dtype=torch.int32)
+
+    def allowed() -> torch.Tensor:
+        matcher.fill(mask)
+        return mask.view(torch.uint8)[:, None].bitwise_right_shift(torch.arange(8)).flatten() & 1
+
+    assert matcher.advance(half)
+    assert not allowed()[other]
+    assert not matcher.advance(other)
+    assert allowed()[last]
+    matcher.rollback(1)
+    assert matcher.advance(token_of[0xC3])
+    assert allowed()[other]
+    assert matcher.advance(other)
 
 
 def test_a_padded_vocabulary_is_never_emitted(tokenizer):

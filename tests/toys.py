@@ -66,7 +66,7 @@ def make_model(
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE over all 331 ids; emoji fall apart into tokens across their borders."""
-    symbols = _byte_symbols()
+    symbols = byte_symbols()
     emoji = [symbols[b] for b in "😀".encode()]
     pairs = [tuple(emoji[:2]), tuple(emoji[2:]), (emoji[3], emoji[0])]
     pairs += [("Ġ", letter) for letter in "etaoin"]
@@ -97,7 +97,7 @@ def without_times(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     return [{k: v for k, v in vars(r).items() if k not in own} for r in rounds]
 
 
-def _byte_symbols() -> dict[int, str]:
+def byte_symbols() -> dict[int, str]:
     """The printable character that byte-level BPE writes for each byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [b for b in range(256) if b not in printable]
