@@ -93,6 +93,7 @@ def probe(stack: "DecoderStack") -> Exactness:
     if emulates(stack.device, stack.dtype):
         name = str(stack.dtype).removeprefix("torch.")
         why = f": this processor has no {name} arithmetic, and rows save little by coming together"
+        why += "; drafts gain more in float32"
         if not stack.divides_products:
             return Exactness(False, 1, (*blocks, SLOT_BLOCK)[0], ONE_BY_ONE + why, tiles=(1,))
         at_once, why = 1, f", and products take them one by one{why}"
