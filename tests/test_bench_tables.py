@@ -115,13 +115,17 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
 
 @pytest.fixture(scope="module")
 def written(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """``pytest bench --smoke`` of one cell on the toy, as it writes its JSON."""
+    """``pytest bench --smoke`` of one cell on the toy, as it writes its JSON.
+
+    That nothing is saved to compare with is a warning of pytest-benchmark's, and no more.
+    """
     path = tmp_path_factory.mktemp("bench") / "bench.json"
     command = [sys.executable, "-m", "pytest", "bench", "--smoke", "--benchmark-only", "-q"]
     own = ["--model", str(folder), "--prompts", str(folder / "prompts.jsonl"), "--device", "cpu"]
     cells = ["--cells", "prompts-forced"]
+    compare = ["--benchmark-compare", f"--benchmark-storage={path.parent}"]
     done = subprocess.run(
-        [*command, *own, *cells, f"--benchmark-json={path}", "-p", "no:cacheprovider"],
+        [*command, *own, *cells, *compare, f"--benchmark-json={path}", "-p", "no:cacheprovider"],
         cwd=REPO,
         # A worker of pytest-xdist would have its benchmarks switched off.
         env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
@@ -132,6 +136,7 @@ def written(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "PytestBenchmarkWarning: Can't compare" in done.stderr
     return json.loads(path.read_text(encoding="utf-8"))
 
 
