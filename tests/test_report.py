@@ -456,6 +456,16 @@ def test_a_model_whose_name_looks_like_markup_is_told_as_it_is(tmp_path, capsys)
     assert "m[final]" in "".join(capsys.readouterr())
 
 
+def test_digits_that_find_no_room_leave_a_mark(tmp_path, monkeypatch, capsys):
+    requests = [r for i in range(12) for r in pair(i, ((4, 2),) * 3, seconds=1.0)]
+    folder = write_run(tmp_path / "runs", requests)
+    monkeypatch.setenv("COLUMNS", "44")
+    assert main(["report", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "90… 90… 9…" in out  # milliseconds, 9050 in whole
+    assert not {"9", "90", "905"} & set(out.split())
+
+
 def test_a_folder_whose_name_is_a_pattern_is_refused(tmp_path):
     folder = write_run(tmp_path / "runs[1]", pair(0, ((4, 2),) * 3))
     with pytest.raises(ValueError, match="rename it"):

@@ -91,7 +91,9 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
     for name in columns:
         words = name in TEXTS
         side: Literal["left", "right"] = "left" if words else "right"
-        table.add_column(name, justify=side, no_wrap=not words, overflow="fold")
+        # Digits that find no room leave a mark: 179 and no more is another number than 1798.
+        overflow: Literal["fold", "ellipsis"] = "fold" if words else "ellipsis"
+        table.add_column(name, justify=side, no_wrap=not words, overflow=overflow)
     return table
 
 
