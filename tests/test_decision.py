@@ -173,7 +173,7 @@ def test_a_controller_that_drafted_nothing_is_left_alone(tmp_path):
 
 def inequality(**settings) -> Inequality:
     nothing = Distribution(1, 1.0, (1.0,) * 101)
-    one = Estimate(1.0, 1.0, 1.0)
+    one = Estimate(1.0, 1.0, 1.0, 1)
     known = {"c": 0.2, "draft_passes": 2.0, "beta": 0.1, "verify": (1.0, 1.1, 1.3, 1.6)}
     return Inequality(**(known | settings), emitted=one, accepted=one, gain=nothing)
 

@@ -58,8 +58,8 @@ def spread(rng, scale: float, whole: bool = False) -> Distribution:
     return Distribution(400, float(values.mean()), tuple(quantiles))
 
 
-def around(value: float, width: float = 0.1) -> Estimate:
-    return Estimate(value, value - width, value + width)
+def around(value: float, requests: int, width: float = 0.1) -> Estimate:
+    return Estimate(value, value - width, value + width, requests)
 
 
 def latency(rng, scale: float) -> Latency:
@@ -80,7 +80,7 @@ def bucket_report(rng, bucket: Bucket, requests: int) -> BucketReport:
         mean_context=300.0,
         accepted_per_round=spread(rng, mean, whole=True),
         accepted_per_request=spread(rng, mean),
-        mean_accepted=around(mean),
+        mean_accepted=around(mean, requests),
         positions=places,
         worst_positions=places[:3],
         accepted_counts=tuple(rng.integers(1, 400, 7).tolist()),
@@ -92,15 +92,15 @@ def bucket_report(rng, bucket: Bucket, requests: int) -> BucketReport:
         paired=Paired(
             requests,
             requests,
-            *(around(float(rng.uniform(0.6, 1.3)), 0.05) for _ in range(5)),
+            *(around(float(rng.uniform(0.6, 1.3)), requests, 0.05) for _ in range(5)),
             ratios=spread(rng, 0.8),
         ),
         inequality=Inequality(
             c=0.25,
             draft_passes=4.0,
             beta=0.1,
-            emitted=around(mean + 1),
-            accepted=around(mean),
+            emitted=around(mean + 1, requests),
+            accepted=around(mean, requests),
             verify=(1.0, 1.01, 1.02, 1.05),
             gain=spread(rng, 1.2),
         ),
@@ -382,7 +382,7 @@ def test_a_sample_that_is_none_is_said_in_a_sentence(damage, words):
 
 def test_figures_that_are_no_numbers_are_dashes():
     report = made_up(["code"])
-    bad = replace(report.total, mean_accepted=Estimate(float("nan"), float("inf"), 1.0))
+    bad = replace(report.total, mean_accepted=Estimate(float("nan"), float("inf"), 1.0, 300))
     text = render(replace(report, total=bad, buckets=(bad,)), policy_of(report), [])
     assert not re.search(r"\b(nan|inf)\b", text.split("<body>")[1])
 
@@ -392,6 +392,14 @@ def test_one_bucket_of_one_request_is_readable():
     page = Page(render(report, policy_of(report), [sample(1, "code")]))
     assert len(page.all("svg")) == 10  # no histograms of single routes
     assert "1 of 1 buckets have under 500 requests" in page.all("main")[0][1]
+
+
+@pytest.mark.parametrize(("requests", "sure"), [(5, False), (6, True)])
+def test_an_interval_is_told_and_drawn_of_six_requests_or_more(requests, sure):
+    report = made_up(["code"], [(0, None)], requests=requests)
+    page = Page(render(report, policy_of(report), []))
+    assert (len(page.all("path", "thick")) > 0) is sure
+    assert ("(too few)" in page.all("main")[0][1]) is not sure
 
 
 def test_a_huge_report_is_cut_and_says_so():

@@ -310,6 +310,18 @@ def test_one_request_alone(tmp_path):
     assert (found.off, found.paired, found.inequality) == (None, None, None)
 
 
+def test_an_interval_is_told_of_six_requests_or_more(tmp_path, capsys):
+    """Of three its interval holds what it is of three times in four, not 95 in a hundred."""
+    requests = [r for i in range(5) for r in pair(i, ((4, i % 3),) * 3)]
+    five, six = tmp_path / "five", tmp_path / "six"
+    assert main(["report", str(write_run(five, requests, cost=flat_cost()))]) == 0
+    assert capsys.readouterr().out.count("too few") == 2 * 3  # acceptance, two times on / off
+    requests += pair(5, ((4, 1),) * 3)
+    assert main(["report", str(write_run(six, requests, cost=flat_cost()))]) == 0
+    assert "too few" not in capsys.readouterr().out
+    assert acceptance_report(six).total.mean_accepted.count == 6
+
+
 def test_a_run_that_never_drafted(tmp_path):
     folder = write_run(tmp_path / "runs", pair(0, ((0, 0),) * 5), cost=flat_cost())
     found = acceptance_report(folder).total

@@ -171,6 +171,8 @@ def _decision_table(policy: "Policy") -> Table:
 def _estimate(estimate: "Estimate | None") -> tuple[str, str]:
     if estimate is None:
         return "-", "-"
+    if estimate.too_few:
+        return f"{estimate.value:.2f}", "too few"
     return f"{estimate.value:.2f}", f"{estimate.low:.2f}-{estimate.high:.2f}"
 
 

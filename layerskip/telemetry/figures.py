@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from layerskip.bootstrap import LEAST_PROMPTS
 from layerskip.telemetry.charts import (
     Axis,
     Chart,
@@ -13,7 +14,7 @@ from layerskip.telemetry.charts import (
     row_chart,
 )
 from layerskip.telemetry.drift import Drift
-from layerskip.telemetry.report import AcceptanceReport, Distribution, Position
+from layerskip.telemetry.report import AcceptanceReport, Distribution, Estimate, Position
 from layerskip.telemetry.tables import (
     Table,
     acceptance_table,
@@ -56,7 +57,7 @@ def acceptance(report: AcceptanceReport) -> Figure:
     rows = [
         Row(
             b.bucket.name,
-            ((spread.p10, spread.p90, "thin"), (mean.low, mean.high, "thick")),
+            ((spread.p10, spread.p90, "thin"), *_thick(mean)),
             ((mean.value, 0), (spread.p10, 1)),
         )
         for b in largest(known, MAX_ROWS)
@@ -64,7 +65,8 @@ def acceptance(report: AcceptanceReport) -> Figure:
     ]
     description = (
         "A thick line is the 95 % interval of the mean, a thin one goes from the 10 % to the 90 % "
-        f"quantile of requests. The mean goes {_extremes(rows)}."
+        f"quantile of requests; under {LEAST_PROMPTS} have no thick one. "
+        f"The mean goes {_extremes(rows)}."
     )
     legend = ("mean (thick: its 95 % interval)", "p10 of requests (thin: to p90)")
     title, label = "Accepted tokens a draft, by bucket", "accepted tokens a draft"
@@ -121,7 +123,7 @@ def inequality(report: AcceptanceReport) -> Figure:
     rows = [
         Row(
             b.bucket.name,
-            ((found.emitted.low - found.threshold, found.emitted.high - found.threshold, "thick"),),
+            _thick(found.emitted, found.threshold),
             ((found.margin, 0), (found.margin_without_bonus, 1)),
         )
         for b in largest(known, MAX_ROWS)
@@ -169,7 +171,7 @@ def ratios(report: AcceptanceReport) -> Figure:
     rows = [
         Row(
             b.bucket.name,
-            ((pair.end_to_end.low, pair.end_to_end.high, "thick"),),
+            _thick(pair.end_to_end),
             ((pair.end_to_end.value, 0), (pair.p90.value, 1), (pair.worst_decile.value, 2)),
         )
         for b in largest(known, MAX_ROWS)
@@ -228,6 +230,13 @@ def _drift(name: str, drift: Drift) -> Figure:
     )
     columns = ("drafts", *(side for side, _ in sides))
     return Figure(title, chart, Table(title, columns, rows, frozenset()))
+
+
+def _thick(estimate: Estimate, less: float = 0.0) -> tuple[tuple[float, float, str], ...]:
+    """The span of its interval; none of too few requests."""
+    if estimate.too_few:
+        return ()
+    return ((estimate.low - less, estimate.high - less, "thick"),)
 
 
 def _rows(

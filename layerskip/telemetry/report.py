@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
+from layerskip.bootstrap import LEAST_PROMPTS
 from layerskip.telemetry.buckets import Bucket
 from layerskip.telemetry.drift import Drift
 
@@ -19,11 +20,23 @@ REPORT_VERSION = 1
 @dataclass(frozen=True)
 class Estimate:
     """A figure with its 95 % bootstrap interval; what is drawn again are whole requests (or
-    prompts, where two arms are compared), for rounds of one request are alike."""
+    prompts, where two arms are compared), for rounds of one request are alike.
+
+    Attributes:
+        value: measured.
+        low, high: of the interval; of ``too_few`` requests it holds less than 95 %.
+        count: of the requests.
+    """
 
     value: float
     low: float
     high: float
+    count: int
+
+    @property
+    def too_few(self) -> bool:
+        """Whether 95 % cannot be said."""
+        return self.count < LEAST_PROMPTS
 
 
 @dataclass(frozen=True)

@@ -58,17 +58,18 @@ def estimate(statistic: Statistic, *columns: Array) -> Estimate:
     """
     num_units, value = len(columns[0]), float(statistic(*columns))
     if num_units == 1:
-        return Estimate(value, value, value)
+        return Estimate(value, value, value, num_units)
 
     def resampled(places: npt.NDArray[np.int64]) -> Array:
         return statistic(*(column[places] for column in columns))
 
     if num_units <= FEW:
-        return Estimate(value, *expanded_interval(resampled, num_units))
+        low, high = expanded_interval(resampled, num_units)
+        return Estimate(value, low, high, num_units)
     drawn = min(num_units, DRAWN)
     places = np.random.default_rng(0).integers(0, num_units, (RESAMPLES, drawn))
-    low, high = np.quantile(resampled(places) - value, (0.025, 0.975)) * np.sqrt(drawn / num_units)
-    return Estimate(value, value + float(low), value + float(high))
+    down, up = np.quantile(resampled(places) - value, (0.025, 0.975)) * np.sqrt(drawn / num_units)
+    return Estimate(value, value + float(down), value + float(up), num_units)
 
 
 def ratio_of_sums(above: Array, below: Array) -> Array:

@@ -259,9 +259,11 @@ def seconds(value: float | None) -> str:
 
 
 def interval(estimate: Estimate | None) -> str:
-    """A figure and its interval."""
+    """A figure and its interval, unless its requests are too few for one."""
     if estimate is None:
         return UNKNOWN
+    if estimate.too_few:
+        return f"{number(estimate.value)} (too few)"
     return f"{number(estimate.value)} ({number(estimate.low)} to {number(estimate.high)})"
 
 
