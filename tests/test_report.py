@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import duckdb
 import numpy as np
 import pytest
 from recorded import DRAFT, PLAIN, Request, flat_cost, pair, write_run
@@ -476,6 +477,20 @@ def test_digits_that_find_no_room_leave_a_mark(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "90… 90… 9…" in out  # milliseconds, 9050 in whole
     assert not {"9", "90", "905"} & set(out.split())
+
+
+def test_a_full_disk_is_not_blamed_on_the_records(tmp_path, monkeypatch, capsys):
+    def connect(path: str, **_):
+        raise duckdb.IOException(f'Could not write file "{path}": No space left on device')
+
+    folder = write_run(tmp_path / "runs", pair(0, ((4, 2),) * 3))
+    monkeypatch.setattr(duckdb, "connect", connect)
+    assert main(["report", str(folder)]) == 2
+    err = capsys.readouterr().err
+    assert "needs room" in err
+    assert "TMPDIR" in err
+    assert str(folder) not in err
+    assert err.count("\n") == 1
 
 
 def test_a_folder_whose_name_is_a_pattern_is_refused(tmp_path):

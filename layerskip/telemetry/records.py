@@ -121,7 +121,7 @@ def opened(
     without prefills, with ``request``, the number of theirs, NULL where it never finished.
 
     Raises:
-        ValueError: DuckDB is not installed, or a file is missing or damaged.
+        ValueError: DuckDB is not installed, a file is missing or damaged, or the disk is full.
     """
     try:
         import duckdb
@@ -135,14 +135,20 @@ def opened(
             "temp_directory": scratch,
             "autoinstall_known_extensions": False,
         }
-        with duckdb.connect(f"{scratch}/records.duckdb", config=settings) as database:
-            database.execute("SET enable_progress_bar = false")
-            try:
+        try:
+            with duckdb.connect(f"{scratch}/records.duckdb", config=settings) as database:
+                database.execute("SET enable_progress_bar = false")
                 _load_requests(database, run, prompts, outputs)
                 _load_rounds(database, run.folder)
                 yield database
-            except duckdb.Error as error:
-                raise ValueError(f"{run.folder} cannot be read: {_first_line(error)}") from None
+        except duckdb.Error as error:
+            what = f"{run.folder} cannot be read"
+            if scratch in str(error):  # what could not be written lies there
+                what = (
+                    f"a report needs room for its tables in {Path(scratch).parent} "
+                    f"(free some, or set TMPDIR to another folder)"
+                )
+            raise ValueError(f"{what}: {_first_line(error)}") from None
 
 
 def _load_requests(
