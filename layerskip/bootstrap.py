@@ -20,6 +20,8 @@ def bootstrap_interval(ratios: Sequence[float]) -> list[float]:
     """95 % percentile interval of the median, 2000 resamples, always the same ones.
 
     Of fewer than ``LEAST_PROMPTS`` it goes from the lowest to the highest, which is less than 95 %.
+    Of 7 it holds 88 %, of 8, 13 and 14 about 92 %: ``expanded_interval`` of a median has no such
+    dip. Recorded benchmarks and what a search times are by this one.
     """
     values = np.asarray(ratios, dtype=np.float64)
     drawn = _drawn(lambda places: np.median(values[places], axis=1), len(values))
@@ -37,7 +39,7 @@ def expanded_interval(
 
     Args:
         statistic: from places of the drawn values, (resamples, count) int64, to (resamples,).
-        count: of the values, 2 or more.
+        count: of the values; of one the interval is that value alone.
         worth: of how many equally heavy values they are worth; None: all are equally heavy.
     """
     number = max(2.0, count if worth is None else worth)

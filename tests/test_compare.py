@@ -395,6 +395,23 @@ def test_the_document_is_made_of_the_runs() -> None:
     assert fake.tuned == 0
 
 
+def test_an_interval_of_seven_prompts_goes_out_to_both_ends() -> None:
+    """From the second to the sixth of seven is 87.5 %, by the binomial law."""
+    fake, ratios = scripted(plain=[FRESH] * 7, layerskip=[FRESH] * 7), [1.1, 3, 2, 1.5, 4, 2.5, 1.7]
+    run = fake.run
+
+    def timed(mode: str, ids: Sequence[int], *, count: bool = False) -> Run:
+        seconds = 1.0 if mode == "plain" else 1 / ratios[ids[0]]
+        return replace(run(mode, ids, count=count), seconds=seconds)
+
+    fake.run = timed
+    fake.theory = lambda *_, **__: {}
+    examples = [Example(str(i)) for i in range(7)]
+    document = compare.compare(fake, examples, modes=["layerskip"], repeats=1)
+    interval = document["modes"]["layerskip"]["speedup_vs_plain_ci95"]
+    assert interval == pytest.approx([1.1, 4.0])
+
+
 def test_a_mode_that_there_is_not_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown mode 'hf-early'; there are plain, layerskip, hf"):
         compare.compare(scripted(plain=[FRESH, OTHER]), EXAMPLES, modes=["hf-early"], repeats=1)
