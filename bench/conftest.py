@@ -39,6 +39,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--smoke", action="store_true", help="2 prompts, 6 tokens each")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse, before a checkpoint is loaded, what leaves nothing to measure."""
+    limit = config.getoption("--limit")
+    if limit < 1:
+        raise pytest.UsageError(f"--limit must be 1 or more prompts of a cell, got {limit}")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Training steps are no cells: ``pytest bench/recipes`` measures them."""
     asked = any("recipes" in Path(argument).parts for argument in config.args)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,15 +166,28 @@ def test_its_file_says_where_and_with_what_but_no_names(written: Any) -> None:
     assert "id" in written["commit_info"]
 
 
+def options() -> ModuleType:
+    """The suite's conftest.py."""
+    spec = importlib.util.spec_from_file_location("bench_conftest", BENCH / "conftest.py")
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    return conftest
+
+
+def test_no_prompts_are_refused_before_anything_is_loaded(bench: Any) -> None:
+    for limit in (0, -3):
+        config = SimpleNamespace(getoption={"--limit": limit}.get)
+        with pytest.raises(pytest.UsageError, match=f"--limit must be 1 or more.*, got {limit}"):
+            options().pytest_configure(config)
+    options().pytest_configure(SimpleNamespace(getoption={"--limit": 1}.get))
+
+
 @pytest.mark.parametrize(("matrix", "kept"), [("full", {"mean"}), ("quick", {"mean", "data"})])
 def test_the_whole_matrix_leaves_single_samples_out(
     bench: Any, matrix: str, kept: set[str]
 ) -> None:
-    spec = importlib.util.spec_from_file_location("bench_conftest", BENCH / "conftest.py")
-    conftest = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conftest)
     document = {"benchmarks": [{"stats": {"mean": 1.0, "data": [1.0]}}]}
-    conftest.pytest_benchmark_update_json(
+    options().pytest_benchmark_update_json(
         SimpleNamespace(getoption={"--matrix": matrix}.get), document
     )
     assert set(document["benchmarks"][0]["stats"]) == kept
