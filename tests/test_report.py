@@ -420,6 +420,14 @@ def damage(name: str, old: str, new: str):
 BROKEN = {
     "no run.json": (lambda folder: (folder / "run.json").unlink(), "is no runs folder"),
     "no rounds": (lambda folder: (folder / "rounds.jsonl").unlink(), "cannot be read: .*rounds"),
+    "no rounds at all": (
+        lambda folder: (folder / "rounds.jsonl").unlink(),
+        "has no rounds.jsonl, wh",
+    ),
+    "no requests at all": (
+        lambda folder: (folder / "requests.jsonl").unlink(),
+        "has no requests.jsonl, which",
+    ),
     "half a line": (damage("rounds.jsonl", '"rows": 1', '"rows": '), "1 of its lines are no rec"),
     "wrong type": (damage("requests.jsonl", '"new_tokens": 10', '"new_tokens": []'), "no records"),
     "rounds lost": (
@@ -438,6 +446,11 @@ BROKEN = {
     ),
     "plain only": (damage("run.json", '["0", "auto"]', '["0"]'), "measured nothing that drafts"),
     "which": (damage("run.json", '"auto"]', '"2", "4"]'), "arms 2, 4; name one of them"),
+    "label": (damage("run.json", '"category", "labels"', '5, "labels"'), "label must be a text or"),
+    "sampling": (
+        damage("run.json", '{"temperature": 0.0}', "5"),
+        "run.json: sampling must be an object or null, got 5",
+    ),
     "bad costs": (damage("run.json", '"cost": null', '"cost": {}'), "version 6 was expected"),
 }
 

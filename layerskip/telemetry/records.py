@@ -78,7 +78,7 @@ def read_run(folder: str | Path, arm: str | None = None) -> Run:
         arm: whose drafting is reported on; None: "auto" if it was measured, else the only one.
 
     Raises:
-        ValueError: it is no runs folder, or has no such arm.
+        ValueError: it is no runs folder, lacks a file, or has no such arm.
     """
     folder = Path(folder)
     if not (folder / runs.RUN).is_file():
@@ -88,6 +88,12 @@ def read_run(folder: str | Path, arm: str | None = None) -> Run:
         )
     if set(str(folder)) & set("*?["):  # DuckDB would look for other folders like it
         raise ValueError(f"{folder} has a name that stands for several: rename it, without * ? [")
+    for name in (runs.REQUESTS, runs.ROUNDS):
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"{folder} cannot be read: it has no {name}, which `layerskip measure` wrote "
+                f"beside {runs.RUN}; put it back, or measure again"
+            )
     content = runs.read_run(folder)
     arms = content.get("arms")
     if not isinstance(arms, list) or not all(isinstance(name, str) for name in arms):

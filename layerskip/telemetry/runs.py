@@ -174,11 +174,15 @@ def read_run(folder: str | Path) -> dict[str, Any]:
     """What ``run.json`` says.
 
     Raises:
-        ValueError: the folder is none of ``layerskip measure``, or of another version.
+        ValueError: the folder is none of ``layerskip measure``, of another version, or was changed.
     """
     content = read_json(Path(folder) / RUN, "measurement")
     if not isinstance(content, dict) or content.get("version") != RUNS_VERSION:
         raise ValueError(f"{Path(folder) / RUN} is no measurement of version {RUNS_VERSION}")
+    for name, kind, what in (("sampling", dict, "an object"), ("label", str, "a text")):
+        if not isinstance(content.get(name), kind | None):
+            got = content[name]
+            raise ValueError(f"{Path(folder) / RUN}: {name} must be {what} or null, got {got!r}")
     return content
 
 
