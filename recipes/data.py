@@ -165,21 +165,21 @@ def prompts(
     Args:
         samples: such as ``Corpus.held_out``.
         limit: most prompts; drawn by ``seed``.
-        max_prompt_tokens: longer prompts are left out; of a text, prompts of so many tokens are
-            taken, or its first half where it is shorter than two of them.
+        max_prompt_tokens: of a longer prompt its end is taken; of a text, prompts of so many tokens
+            are taken, or its first half where it is shorter than two of them.
 
     Raises:
         ValueError: none is left.
     """
     places: list[tuple[int, int, int]] = []
     for i, sample in enumerate(samples):
-        if 0 < sample.num_prompt_tokens <= max_prompt_tokens:
-            places.append((i, 0, sample.num_prompt_tokens))
-        elif not sample.num_prompt_tokens:
+        if end := sample.num_prompt_tokens:
+            places.append((i, max(0, end - max_prompt_tokens), end))
+        else:
             length = min(max_prompt_tokens, len(sample.ids) // 2)
             starts = range(0, len(sample.ids) - length, 2 * max(1, length))
             places += [(i, start, start + length) for start in starts if length]
     if not places:
-        raise ValueError(f"no row has a prompt of 1 to {max_prompt_tokens} tokens")
+        raise ValueError("there is nothing to begin with: no row has a prompt or two tokens")
     random.Random(seed).shuffle(places)
     return [samples[i].ids[start:end] for i, start, end in places[:limit]]

@@ -377,11 +377,16 @@ def test_prompts_are_prompts_or_places_of_texts(recipes: SimpleNamespace) -> Non
     asked = [sample((*range(i), 99, 98), i) for i in (3, 4, 9)]
     long, short = sample(tuple(range(100, 200))), sample((7, 8, 9))
     found = recipes.data.prompts([*asked, long, short], limit=99, max_prompt_tokens=8)
-    given = [(0, 1, 2), (0, 1, 2, 3), (7,)]
+    given = [(0, 1, 2), (0, 1, 2, 3), tuple(range(1, 9)), (7,)]  # of the longest, its end
     places = [tuple(range(i, i + 8)) for i in range(100, 192, 16)]
     assert sorted(found) == sorted([*given, *places])
     some = recipes.data.prompts([*asked, long, short], limit=4, max_prompt_tokens=8, seed=1)
     assert len(some) == 4
     assert set(some) <= set(found)
-    with pytest.raises(ValueError, match="no row has a prompt of 1 to 2 tokens"):
-        recipes.data.prompts(asked, limit=4, max_prompt_tokens=2)
+    assert set(recipes.data.prompts(asked, limit=4, max_prompt_tokens=2)) == {
+        (1, 2),
+        (2, 3),
+        (7, 8),
+    }
+    with pytest.raises(ValueError, match="no row has a prompt or two tokens"):
+        recipes.data.prompts([sample((7,))], limit=4, max_prompt_tokens=2)
