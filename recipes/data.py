@@ -13,7 +13,7 @@ from typing import Any, overload
 from rows import BadRow, Row, read_rows
 from tokens import UNTRAINED, Sample, encode
 
-__all__ = ["UNTRAINED", "BadRow", "Corpus", "Sample", "Samples", "load", "prompts"]
+__all__ = ["UNTRAINED", "BadRow", "Corpus", "Sample", "Samples", "load", "load_whole", "prompts"]
 
 HASHES = 2**64
 
@@ -105,10 +105,41 @@ def load(
     """
     if not 0.0 < held_out_share <= 0.5:
         raise ValueError(f"held_out_share must be above 0 and at most 0.5, got {held_out_share}")
+    encoded, hashes, bad, only = _read(source, tokenizer, allow_prompts=allow_prompts)
+    if len(set(hashes)) == 1 and only is not None and only.kind == "text":
+        train, held_out = (encode(part, tokenizer) for part in _cut(only, held_out_share))
+        if isinstance(train, Sample) and isinstance(held_out, Sample):
+            return Corpus([train], [held_out], bad)
+    if len(set(hashes)) < 2:
+        raise ValueError(
+            f"{source} holds {len(set(hashes))} different rows that can be used, and one to train "
+            f"on and one to hold out are needed{_first(bad)}"
+        )
+    return Corpus(*_divided(encoded, hashes, held_out_share), bad)
+
+
+def load_whole(
+    source: str, tokenizer: Any, *, allow_prompts: bool = False
+) -> tuple[Samples, tuple[BadRow, ...]]:
+    """All rows of a source that ``load`` would divide, and those left out.
+
+    Raises:
+        ValueError: there is no such source, or no row of it can be used.
+    """
+    encoded, _, bad, _ = _read(source, tokenizer, allow_prompts=allow_prompts)
+    if not encoded:
+        raise ValueError(f"{source} holds no row that can be used{_first(bad)}")
+    return encoded, bad
+
+
+def _read(
+    source: str, tokenizer: Any, *, allow_prompts: bool
+) -> tuple[Samples, Sequence[int], tuple[BadRow, ...], Row | None]:
+    """Samples, hashes of their rows, rows left out, and the first row that can be used."""
     bad: list[BadRow] = []
     hashes = array("Q")
     encoded = Samples()
-    only: Row | None = None
+    first: Row | None = None
     for row in read_rows(source):
         if isinstance(row, BadRow):
             bad.append(row)
@@ -117,20 +148,14 @@ def load(
         if isinstance(sample, str):
             bad.append(BadRow(row.source, row.line, sample))
             continue
-        only = row if not hashes else only
+        first = first or row
         hashes.append(row.hash)
         encoded.append(sample)
-    if len(set(hashes)) == 1 and only is not None and only.kind == "text":
-        train, held_out = (encode(part, tokenizer) for part in _cut(only, held_out_share))
-        if isinstance(train, Sample) and isinstance(held_out, Sample):
-            return Corpus([train], [held_out], tuple(bad))
-    if len(set(hashes)) < 2:
-        first = f"; the first that cannot be used is {bad[0]}" if bad else ""
-        raise ValueError(
-            f"{source} holds {len(set(hashes))} different rows that can be used, and one to train "
-            f"on and one to hold out are needed{first}"
-        )
-    return Corpus(*_divided(encoded, hashes, held_out_share), tuple(bad))
+    return encoded, hashes, tuple(bad), first
+
+
+def _first(bad: Sequence[BadRow]) -> str:
+    return f"; the first that cannot be used is {bad[0]}" if bad else ""
 
 
 def _cut(row: Row, share: float) -> tuple[Row, Row]:

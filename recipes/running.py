@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from accelerate import Accelerator
 from checkpoints import StopRequest, checkpoints
-from data import Corpus, Sample, Samples, load
+from data import Corpus, Sample, Samples, load, load_whole
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from run_log import RunLog
@@ -96,19 +96,27 @@ def read_corpus(settings: RunSettings, tokenizer: Any, *, allow_prompts: bool = 
 
     Args:
         allow_prompts: rows may have nothing to learn.
+
+    Raises:
+        ValueError: there is nothing to train on, or nothing to hold out.
     """
-    share = settings.held_out_share
+    if not settings.held_out:
+        if settings.data == STDLIB:
+            return stdlib_corpus(tokenizer)
+        share = settings.held_out_share
+        return load(settings.data, tokenizer, held_out_share=share, allow_prompts=allow_prompts)
+    held_out, bad = load_whole(settings.held_out, tokenizer, allow_prompts=allow_prompts)
+    known = {sample.ids for sample in held_out}
     if settings.data == STDLIB:
         corpus = stdlib_corpus(tokenizer)
+        found: Iterable[Sample] = chain(corpus.train, corpus.held_out)
     else:
-        corpus = load(settings.data, tokenizer, held_out_share=share, allow_prompts=allow_prompts)
-    if not settings.held_out:
-        return corpus
-    other = load(settings.held_out, tokenizer, held_out_share=share, allow_prompts=allow_prompts)
-    held_out = gathered(chain(other.train, other.held_out))
-    known = {sample.ids for sample in held_out}
-    train = gathered(s for s in chain(corpus.train, corpus.held_out) if s.ids not in known)
-    return Corpus(train, held_out, (*corpus.bad, *other.bad))
+        found, more = load_whole(settings.data, tokenizer, allow_prompts=allow_prompts)
+        bad = (*more, *bad)
+    train = gathered(sample for sample in found if sample.ids not in known)
+    if not train:
+        raise ValueError(f"{settings.held_out} holds out every row of {settings.data}")
+    return Corpus(train, held_out, bad)
 
 
 def gathered(samples: Iterable[Sample]) -> Samples:

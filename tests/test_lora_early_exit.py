@@ -474,6 +474,38 @@ def test_a_model_of_a_billion_fits_into_24_gigabytes(recipe: SimpleNamespace) ->
     assert memory.total < 10e9
 
 
+# What it reads
+
+
+def test_held_out_texts_of_their_own_are_left_out_whole(
+    recipe: SimpleNamespace, tmp_path: Path
+) -> None:
+    """A single one, too, which would be cut in two as data."""
+    tokenizer, data = make_tokenizer(), tmp_path / "data"
+    data.mkdir()
+    for name in ("a", "b", "c"):
+        (data / f"{name}.txt").write_text(f"text {name}\nhas a line more\n")
+    asked, useless = tmp_path / "asked.jsonl", tmp_path / "useless.jsonl"
+    asked.write_text('{"question": "How many?", "answer": "7"}\n')
+    useless.write_text("{}\n")
+
+    def corpus(source: Path, held_out: Path) -> Any:
+        settings = some_settings(recipe, data=str(source), held_out=str(held_out))
+        return recipe.running.read_corpus(settings, tokenizer)
+
+    one = corpus(data, data / "b.txt")
+    assert [tokenizer.decode(s.ids) for s in one.held_out] == ["text b\nhas a line more\n</s>"]
+    assert {tokenizer.decode(s.ids)[5] for s in one.train} == {"a", "c"}
+    other = corpus(data / "a.txt", asked)
+    assert (len(other.train), len(other.held_out)) == (1, 1)
+    with pytest.raises(ValueError, match=r"a\.txt holds out every row of .*a\.txt$"):
+        corpus(data / "a.txt", data / "a.txt")
+    with pytest.raises(
+        ValueError, match=r"useless\.jsonl holds no row that can be used; the first"
+    ):
+        corpus(data, useless)
+
+
 # A whole run
 
 
