@@ -79,7 +79,7 @@ def load_model(folder: Path | str, dtype: str) -> tuple[PreTrainedModel, Any]:
     """The model as transformers has it, and its tokenizer.
 
     Raises:
-        ValueError: one of them cannot be loaded.
+        ValueError: one of them cannot be loaded, or the model is an adapter over another.
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -87,6 +87,11 @@ def load_model(folder: Path | str, dtype: str) -> tuple[PreTrainedModel, Any]:
     except (OSError, RuntimeError, ImportError) as error:
         said = str(error).strip().split("\n")[0]
         raise ValueError(f"model {str(folder)!r} cannot be loaded: {said}") from None
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            f"model {str(folder)!r} is an adapter over another model; merge it first (peft's "
+            "merge_and_unload, or merge=true in the run that made it) and give what comes of it"
+        )
     return cast(PreTrainedModel, model), tokenizer
 
 

@@ -639,6 +639,16 @@ def test_a_kept_adapter_decodes_by_its_folder(runs: SimpleNamespace) -> None:
     assert lm.generate("for name in", max_new_tokens=12).token_ids == expected
 
 
+def test_a_kept_adapter_is_not_trained_on_unmerged(
+    recipe: SimpleNamespace, sources: SimpleNamespace, runs: SimpleNamespace, tmp_path: Path
+) -> None:
+    kept = SimpleNamespace(model=runs.kept / "model", data=sources.data)
+    with pytest.raises(
+        SystemExit, match=r"kept/model' is an adapter over another .*; merge it first"
+    ):
+        run(recipe, arguments(kept, tmp_path / "out"))
+
+
 def test_without_a_plan_the_first_trained_exit_drafts(
     runs: SimpleNamespace, tmp_path: Path
 ) -> None:
