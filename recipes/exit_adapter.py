@@ -52,6 +52,7 @@ from layerskip import SelfSpeculativeLM
 from layerskip.checkpoint import PLAN_FILE
 from layerskip.exit_adapter import ExitAdapter
 from layerskip.files import read_json, write_json
+from layerskip.model import pack_model
 from layerskip.vocabulary import choose_vocabulary
 
 MAX_PROMPT_TOKENS = 256
@@ -88,6 +89,7 @@ def run(settings: Settings) -> None:
     model.to(accelerator.device)
     check_exits(settings, model.config.num_hidden_layers)
     check_apart(model, model.config.vocab_size)
+    pack_model(model)  # as from_pretrained does: costs are of the backend that decodes later
     before = weights_hash(model)
     with accelerator.main_process_first():
         texts = read_texts(settings, model, tokenizer, console)

@@ -20,6 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM
 from layerskip.exit_adapter import ExitAdapter
+from layerskip.fingerprint import mismatch
 from layerskip.plan import PlanFile
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
@@ -542,6 +543,13 @@ def test_the_output_is_bit_identical_with_the_adapter(finished: Path, folder: Pa
         out = lm.generate("one tie", **options)
         assert out.token_ids == plain.generate("one tie", **options).token_ids
         assert out.stats.num_draft_tokens > 0
+
+
+def test_the_costs_it_measured_are_those_of_a_loaded_model(finished: Path, folder: Path) -> None:
+    lm = SelfSpeculativeLM.from_pretrained(folder / "model", exit_adapter=finished)
+    file = lm.plan_file
+    assert file.cost is not None
+    assert mismatch(file.cost, lm.stack, file.plan, file.draft_vocabulary) is None
 
 
 def test_a_finished_run_is_not_trained_again(
