@@ -159,10 +159,10 @@ def _first(bad: Sequence[BadRow]) -> str:
 
 
 def _cut(row: Row, share: float) -> tuple[Row, Row]:
-    """A text in two, at the end of a line where there is one."""
+    """A text in two, at the end of a line where one lies within a tenth of the text before."""
     (text,) = row.parts
     at = min(len(text) - 1, int(len(text) * (1.0 - share)))
-    line_end = text.rfind("\n", 0, at) + 1
+    line_end = text.rfind("\n", max(0, at - len(text) // 10), at) + 1
     at = line_end or at
     return (
         Row("text", (text[:at],), row.source, row.line),

@@ -256,6 +256,10 @@ def test_of_a_single_text_the_last_part_is_held_out(
     assert first + last == path.read_text()
     assert last.startswith("line ")
     assert len(last) == pytest.approx(0.1 * len(first + last), rel=0.2)
+    path.write_text("Title\n" + "one long paragraph " * 100)
+    corpus = recipes.data.load(str(path), tokenizer, held_out_share=0.1)
+    (first,), (last,) = (texts(tokenizer, part) for part in (corpus.train, corpus.held_out))
+    assert len(last) == pytest.approx(0.1 * len(first + last), rel=0.01)
 
 
 @pytest.mark.parametrize(
