@@ -51,7 +51,8 @@ def text_files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def read_documents(files: Iterable[tuple[str, Path]]) -> tuple[dict[str, str], dict[str, str]]:
-    """Read files as (training, held-out) documents; what is not UTF-8 is left out."""
+    """Read files as (training, held-out) documents, both of any text there is; files that are
+    empty, such as many __init__.py, and what is not UTF-8 are left out."""
     train: dict[str, str] = {}
     held_out: dict[str, str] = {}
     for name, path in files:
@@ -59,11 +60,15 @@ def read_documents(files: Iterable[tuple[str, Path]]) -> tuple[dict[str, str], d
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
-        (held_out if is_held_out(name) else train)[name] = text
-    if not held_out and len(train) > 1:  # too few files for one in forty: the lowest hash
+        if text.strip():
+            (held_out if is_held_out(name) else train)[name] = text
+    if train and held_out:
+        return train, held_out
+    train, held_out = train | held_out, {}  # too few files for one in forty
+    if len(train) > 1:  # the lowest hash
         name = min(train, key=_path_hash)
         held_out[name] = train.pop(name)
-    elif not held_out:  # one file: its last twentieth
+    else:  # one file: its last twentieth
         for name, text in train.items():
             cut = len(text) - len(text) // 20
             train[name], held_out[name] = text[:cut], text[cut:]
@@ -72,9 +77,18 @@ def read_documents(files: Iterable[tuple[str, Path]]) -> tuple[dict[str, str], d
 
 def read_questions(path: Path) -> list[str]:
     """GSM8K-style JSON lines (``question``, ``answer``) as plain documents."""
-    lines = path.read_text(encoding="utf-8").split("\n")
-    rows = (json.loads(line) for line in lines if line)
-    return [f"Question: {row['question']}\nAnswer: {row['answer']}" for row in rows]
+    documents = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+            documents.append(f"Question: {row['question']}\nAnswer: {row['answer']}")
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{path} line {number} is no JSON object with 'question' and 'answer'"
+            ) from None
+    return documents
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -113,7 +127,7 @@ class Corpus:
         python = f"the standard library of Python {platform.python_version()} (PSF licence)"
         self.source = python if text is None else f"text files in {text.name!r}"
         train, self.held_out = read_documents(stdlib_files() if text is None else text_files(text))
-        if not any(self.held_out.values()):
+        if not train:
             raise ValueError(f"{text} holds no .py, .txt or .md text to train on")
         questions = read_questions(math) if math else []
         self.math_held_out = read_questions(math_held_out) if math_held_out else []
@@ -122,6 +136,12 @@ class Corpus:
             self.tokenizer = Tokenizer.from_file(str(path))
         else:
             self.tokenizer = train_tokenizer([*train.values(), *questions], vocab_size)
+        if all(len(self.tokenizer.encode(held).ids) < 2 for held in self.held_out.values()):
+            names = ", ".join(self.held_out)
+            raise ValueError(
+                f"what is held out of {text} ({names}) is shorter than two tokens; add more text"
+            )
+        if not path.exists():
             self.tokenizer.save(str(path))
         names = sorted(train)
         random.Random(seed).shuffle(names)

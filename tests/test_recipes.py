@@ -260,10 +260,26 @@ def test_something_is_held_out_of_any_text(
 
 def test_what_is_no_text_is_left_out(recipes: SimpleNamespace, tmp_path: Path) -> None:
     folder = write_texts(tmp_path / "text", 3)
+    for i in range(20):  # one of them has the lowest hash
+        (folder / f"empty{i}.py").write_text("\n" * (i % 2))
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     (folder / "data.bin").write_bytes(b"\x00")
     train, held_out = recipes.corpus.read_documents(recipes.corpus.text_files(folder))
     assert set(train) | set(held_out) == {"text0.py", "text1.py", "text2.py"}
+
+
+def test_files_that_are_all_held_out_are_divided(recipes: SimpleNamespace, tmp_path: Path) -> None:
+    (tmp_path / "stringprep.py").write_text("a = 1\n" * 40)
+    train, held_out = recipes.corpus.read_documents(recipes.corpus.text_files(tmp_path))
+    assert len(train["stringprep.py"]) == 19 * len(held_out["stringprep.py"])
+
+
+def test_a_single_token_is_not_enough_to_hold_out(recipes: SimpleNamespace, tmp_path: Path) -> None:
+    text = write_texts(tmp_path / "text", 2)
+    (text / "stringprep.py").write_text("x")  # held out by its hash
+    with pytest.raises(ValueError, match=r"text \(stringprep\.py\) is shorter than two tokens"):
+        recipes.corpus.Corpus(tmp_path, vocab_size=300, seed=0, text=text)
+    assert not (tmp_path / "tokenizer.json").exists()
 
 
 @given(text=st.text())
