@@ -222,7 +222,7 @@ class Trainer:
         """Go on from a checkpoint.
 
         Raises:
-            ValueError: it is of another run; the first setting that differs is named.
+            AnotherRunError: it is of another run; the first setting that differs is named.
         """
         seconds = read_run(checkpoint, self._identity)
         state = torch.load(checkpoint / STATE, weights_only=True, map_location="cpu")

@@ -7,17 +7,23 @@ named ``step-N`` is whole, whatever happened.
 import os
 import shutil
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from types import TracebackType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from layerskip.files import read_json, write_json
+from layerskip.files import read_json, reason_of, write_json
 
 KEPT, RUN = 2, "run.json"
+
+
+class AnotherRunError(ValueError):
+    """What was kept is of a run with other settings or other data."""
 
 
 def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
@@ -92,7 +98,7 @@ def read_run(checkpoint: Path, identity: Mapping[str, Any]) -> float:
     """Seconds that the run of a checkpoint took, if it is of this run.
 
     Raises:
-        ValueError: it is of another; the first setting that differs is named.
+        AnotherRunError: it is of another; the first setting that differs is named.
     """
     run = read_json(checkpoint / RUN, "checkpoint of this recipe")
     check_same(checkpoint, run["identity"], identity)
@@ -104,10 +110,31 @@ def check_same(path: Path, kept: Mapping[str, Any], now: Mapping[str, Any]) -> N
     """Raise, naming the first difference, unless ``path`` was made with the settings of now."""
     for name, value in now.items():
         if kept.get(name) != value:
-            raise ValueError(
+            raise AnotherRunError(
                 f"{path} was made with another {name} ({kept.get(name)}, now {value}); go on with "
                 "the same settings, or give another out"
             )
+
+
+@contextmanager
+def loading(path: Path, otherwise: str) -> Iterator[None]:
+    """Within it, whatever a damaged file raises (there are many kinds) becomes one sentence.
+
+    Args:
+        path: that is loaded.
+        otherwise: what can be done without it, as "begin again".
+    """
+    try:
+        yield
+    except AnotherRunError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        said = reason_of(error).strip().split("\n")[0] or type(error).__name__
+        if isinstance(error, UnpicklingError):  # torch's own words advise to trust it
+            said = "it is not what torch wrote"
+        raise ValueError(
+            f"{path} cannot be loaded ({said}); if it is damaged, delete it to {otherwise}"
+        ) from None
 
 
 def _flush(path: Path) -> None:

@@ -156,7 +156,7 @@ class Trainer:
         """Go on from a checkpoint.
 
         Raises:
-            ValueError: it is of another run; the first setting that differs is named.
+            AnotherRunError: it is of another run; the first setting that differs is named.
         """
         seconds = read_run(checkpoint, self._identity())
         set_peft_model_state_dict(self.peft, load_file(checkpoint / ADAPTER))

@@ -15,16 +15,16 @@ Face checkpoint with ``layerskip.json`` beside the weights.
 import argparse
 import json
 import time
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import torch
-import yaml
-from checkpoints import StopRequest
+from checkpoints import StopRequest, loading
 from corpus import Corpus
 from export import export_checkpoint, plot_curves
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from settings import read
 from trainer import Settings, Trainer
 
 SAVE_EVERY_SECONDS = 300.0
@@ -45,10 +45,11 @@ SMOKE = {
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
-    values = {} if args.smoke else yaml.safe_load(args.config.read_text(encoding="utf-8"))
-    settings = replace(Settings(), **(SMOKE if args.smoke else values))
-    given = {f.name: getattr(args, f.name, None) for f in fields(Settings)}
-    return replace(settings, **{key: value for key, value in given.items() if value is not None})
+    flags = {f.name: getattr(args, f.name, None) for f in fields(Settings)}
+    given = {name: value for name, value in flags.items() if value is not None}
+    if args.smoke:
+        return Settings(**SMOKE | given)
+    return read(Settings, args.config, [f"{name}={value}" for name, value in given.items()])
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -69,10 +70,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
-    settings, console = read_settings(args), Console()
-    args.out.mkdir(parents=True, exist_ok=True)
+    args, console = parse(argv), Console()
     try:
+        settings = read_settings(args)
+        args.out.mkdir(parents=True, exist_ok=True)
         corpus = Corpus(
             args.out,
             vocab_size=settings.vocab_size,
@@ -83,7 +84,8 @@ def main(argv: list[str] | None = None) -> None:
         )
         trainer, state = Trainer(settings, args.device, corpus.digest), args.out / "state.pt"
         if state.exists():
-            trainer.load(state)
+            with loading(state, "begin again"):
+                trainer.load(state)
             console.print(f"going on from step {trainer.steps}, {trainer.seconds / 60:.1f} minutes")
     except (OSError, ValueError) as error:
         raise SystemExit(f"pretrain_small: {error}") from None

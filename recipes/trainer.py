@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
+from layerskip.params import check_integer, check_number
 from layerskip.training.losses import consistency_loss, exit_loss
 from layerskip.training.schedules import layer_dropout_rate, warmup_stable_decay
 
@@ -51,6 +52,19 @@ class Settings:
     exit_weights: dict[int, float] | None = None
     math_share: float = 0.14
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "max_steps", "batch_tokens", "micro_tokens", "seq_len"):
+            check_integer(name, getattr(self, name), 1)
+        check_integer("long_seq_len", self.long_seq_len, 1)
+        check_integer("seed", self.seed, 0)
+        check_number("minutes", self.minutes, 1e-6, math.inf)
+        for layer in (self.exit_weights or {}) if self.early_exit else ():
+            if not 1 <= layer < self.num_layers:
+                raise ValueError(
+                    f"exit_weights has a layer {layer}; an exit lies in [1, {self.num_layers - 1}] "
+                    f"(num_layers={self.num_layers} is full depth); write others into a --config"
+                )
 
 
 def chunked_attention(
@@ -299,7 +313,7 @@ class Trainer:
         """Go on from what ``save`` wrote.
 
         Raises:
-            ValueError: it is of another run; the first setting that differs is named.
+            AnotherRunError: it is of another run; the first setting that differs is named.
         """
         state = torch.load(path, weights_only=True, map_location=self.device)
         check_same(path, state.get("identity", {}), self._identity())

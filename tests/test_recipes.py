@@ -205,6 +205,57 @@ def test_a_text_folder_without_text_is_refused_in_one_sentence(
         recipes.pretrain_small.main(["--smoke", f"--out={tmp_path}/run", f"--text={tmp_path}"])
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--smoke", "--minutes=0"), "minutes must be finite and at least 1e-06, got 0"),
+        (("--smoke", "--num-layers=1"), r"exit_weights has a layer 1; an exit lies in \[1, 0\]"),
+        (("--num-layers=3",), r"exit_weights has a layer 3; an exit lies in \[1, 2\]"),
+        (("--config=ROWS",), r"there is no setting 'question'"),
+        (("--config=nowhere.yaml",), r"settings nowhere\.yaml cannot be read"),
+        (("--smoke", "--math=ROWS"), "line 2 is no JSON object with 'question' and 'answer'"),
+    ],
+)
+def test_mistakes_end_it_with_one_sentence(
+    recipes: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.setattr(recipes.trainer.Trainer, "step", None)
+    rows, text = tmp_path / "rows.jsonl", write_texts(tmp_path / "text", 2)
+    rows.write_text('{"question": "1?", "answer": "1"}\n' * ("--smoke" in options))
+    with rows.open("a") as file:
+        file.write('{"question": "2?"}\n')
+    argv = [option.replace("ROWS", str(rows)) for option in options]
+    with pytest.raises(SystemExit, match=f"^pretrain_small: .*{said}"):
+        recipes.pretrain_small.main([*argv, f"--out={tmp_path}/run", f"--text={text}"])
+    assert not (tmp_path / "run" / "tokenizer.json").exists()
+
+
+def test_flags_count_more_than_the_yaml(recipes: SimpleNamespace, tmp_path: Path) -> None:
+    recipe, config = recipes.pretrain_small, tmp_path / "some.yaml"
+    shipped = recipe.read_settings(recipe.parse(["--out=run"]))
+    assert shipped.exit_weights == {1: 0.08, 2: 0.84, 3: 0.04, 4: 0.04}
+    config.write_text("learning_rate: 5e-3\nnum_layers: 3\nexit_weights: {4: 1}\n")
+    settings = recipe.read_settings(
+        recipe.parse(["--out=run", f"--config={config}", "--num-layers=8", "--minutes=1e-05"])
+    )
+    found = (settings.learning_rate, settings.num_layers, settings.minutes)
+    assert found == (0.005, 8, 1e-05)
+
+
+@pytest.mark.parametrize("content", [b"", b"no state", b"PK\x03\x04 half of one"])
+def test_a_damaged_state_is_named(recipes: SimpleNamespace, tmp_path: Path, content: bytes) -> None:
+    text = write_texts(tmp_path / "text", 2)
+    (tmp_path / "state.pt").write_bytes(content)
+    with pytest.raises(
+        SystemExit, match=r"state\.pt cannot be loaded .*, delete it to begin again"
+    ):
+        recipes.pretrain_small.main(["--smoke", f"--out={tmp_path}", f"--text={text}"])
+
+
 @pytest.mark.slow
 def test_the_smoke_run_on_the_standard_library(tmp_path: Path) -> None:
     run(command(tmp_path / "run", "--minutes", 0.05, "--max-steps", 6))
