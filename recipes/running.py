@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
-from checkpoints import StopRequest, checkpoints
+from checkpoints import StopRequest, checkpoints, loading
 from data import Corpus, Sample, Samples, load, load_whole
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -139,7 +139,9 @@ def go_on(trainer: Trainer, console: Console) -> None:
     if found and not settings.resume:
         raise ValueError(f"{out} holds checkpoints; give resume=true to go on, or another out")
     if found:
-        trainer.load(found[-1])
+        before = f"go on from {found[-2].name}" if len(found) > 1 else "begin again"
+        with loading(found[-1], before):
+            trainer.load(found[-1])
         if trainer.accelerator.is_main_process:
             console.print(f"going on from step {trainer.steps} of {settings.steps}")
 

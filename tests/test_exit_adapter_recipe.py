@@ -37,7 +37,7 @@ def recipe() -> Iterator[SimpleNamespace]:
         "data",
         "draft_training",
     )
-    with imported([*names, "exit_adapter", "packing", "checkpoints"]) as modules:
+    with imported([*names, "exit_adapter", "packing", "checkpoints", "running"]) as modules:
         yield modules
 
 
@@ -375,6 +375,17 @@ def test_another_run_is_not_gone_on_with(
     with pytest.raises(ValueError, match=f"another {name} "):
         other.load(tmp_path / "step-0")
     assert other.steps == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"cut"])
+def test_a_damaged_checkpoint_is_named(
+    recipe: SimpleNamespace, make_trainer: Callable[..., Any], tmp_path: Path, content: bytes
+) -> None:
+    trainer = make_trainer(out=str(tmp_path))
+    trainer.save(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints" / "step-0" / "state.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"step-0 cannot be .*, delete it to begin again$"):
+        recipe.running.go_on(trainer, Console(quiet=True))
 
 
 def test_a_divided_step_is_the_same_step(make_trainer: Callable[..., Any]) -> None:

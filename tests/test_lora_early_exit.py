@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import PeftModel
 from recipe_modules import RECIPES, imported, killed, launched, packed_rows, take, weights
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -354,6 +355,42 @@ def test_checkpoints_of_other_text_are_refused(
     other._data = replace(packed, ids=packed.ids + 1).digest
     with pytest.raises(ValueError, match="another content of data"):
         other.load(tmp_path / "step-0")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("adapter_model.safetensors", b""),
+        ("optimiser.pt", b"cut"),
+        ("optimiser.pt", b"PK\x03\x04 half of one"),
+        ("run.json", b'{"a": 1}'),
+        ("run.json", b""),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(
+    recipe: SimpleNamespace,
+    make_trainer: Callable[..., Any],
+    tmp_path: Path,
+    file: str,
+    content: bytes,
+) -> None:
+    trainer, kept = make_trainer(out=str(tmp_path)), tmp_path / "checkpoints"
+    trainer.save(kept)
+    (kept / "step-0").rename(kept / "step-4")
+    trainer.save(kept)
+    damaged = kept / "step-4" / file
+    right = damaged.read_bytes()
+    damaged.write_bytes(content)
+    with pytest.raises(ValueError, match=r"step-4 cannot be .*, delete it to go on from step-0$"):
+        recipe.running.go_on(trainer, Console(quiet=True))
+    damaged.write_bytes(right)
+    other = make_trainer(out=str(tmp_path), seed=1)
+    with pytest.raises(ValueError, match="step-4 was made with another seed"):
+        recipe.running.go_on(other, Console(quiet=True))
+    shutil.rmtree(kept / "step-0")
+    damaged.unlink()
+    with pytest.raises(ValueError, match=r"step-4 cannot be .*, delete it to begin again$"):
+        recipe.running.go_on(trainer, Console(quiet=True))
 
 
 def test_a_crash_while_saving_leaves_the_checkpoint_before(
