@@ -38,7 +38,7 @@ class RunSettings:
         gradient_accumulation: micro-batches that each process divides its share of a step into.
         seq_len: tokens of a packed sequence.
         learning_rate: at its highest.
-        clip: norm that gradients are cut to.
+        clip: norm that gradients are cut to; above 0.
         mixed_precision: "no", "bf16" or "fp16", as accelerate takes it.
         seed: of the order of the data and of all that is drawn.
         held_out_share: of the rows, never trained on; above 0, at most 0.5.
@@ -84,7 +84,7 @@ class RunSettings:
         measured = ("eval_tokens", "final_tokens", "final_prompts")
         for name, low in (dict.fromkeys((*names, *measured), 1) | least).items():
             check_integer(name, getattr(self, name), low)
-        check_number("clip", self.clip, 0.0, 1e6)
+        check_number("clip", self.clip, 1e-6, 1e6)  # by 0 nothing would be trained
         check_number("learning_rate", self.learning_rate, 0.0, 10.0)
         check_number("held_out_share", self.held_out_share, 1e-6, 0.5)
         check_number("temperature", self.temperature, 1e-3, 10.0)
