@@ -32,6 +32,7 @@ from evaluation import measure
 from packing import Packed, check_apart, pack
 from rich.console import Console
 from running import (
+    check_positions,
     facts,
     fit,
     gathered,
@@ -51,6 +52,7 @@ from table import Result, peak_memory
 from layerskip import SelfSpeculativeLM
 from layerskip.checkpoint import PLAN_FILE
 from layerskip.exit_adapter import ExitAdapter
+from layerskip.families import position_limit
 from layerskip.files import read_json, write_json
 from layerskip.model import pack_model
 from layerskip.vocabulary import choose_vocabulary
@@ -87,7 +89,7 @@ def run(settings: Settings) -> None:
     )
     model, tokenizer = load_model(folder, settings.dtype)
     model.to(accelerator.device)
-    check_exits(settings, model.config.num_hidden_layers)
+    check_fits(settings, model.config)
     check_apart(model, model.config.vocab_size)
     pack_model(model)  # as from_pretrained does: costs are of the backend that decodes later
     before = weights_hash(model)
@@ -125,14 +127,17 @@ def run(settings: Settings) -> None:
     check_frozen(model, before)
 
 
-def check_exits(settings: Settings, num_layers: int) -> None:
-    """Raise unless the exits are of a model this deep."""
+def check_fits(settings: Settings, config: Any) -> None:
+    """Raise unless the model has these exits, and positions for the rows."""
+    num_layers = config.num_hidden_layers
     for layer in (settings.exit_layer, *settings.exits):
         if layer >= num_layers:
             raise ValueError(
                 f"exit layer {layer} is none of this model's; an exit lies in "
                 f"[1, {num_layers - 1}] (its {num_layers} layers are full depth)"
             )
+    drafted = settings.rollout_tokens if settings.rollout_every else 0
+    check_positions(config, settings.seq_len, behind=drafted)
 
 
 def check_frozen(model: Any, before: str) -> None:
@@ -266,7 +271,7 @@ def conclude(
     begun = prompts(
         corpus.held_out,
         limit=settings.final_prompts,
-        max_prompt_tokens=MAX_PROMPT_TOKENS,
+        max_prompt_tokens=min(MAX_PROMPT_TOKENS, position_limit(model.config) // 2),
         seed=settings.seed,
     )
     adapter = ExitAdapter.load(out, model)

@@ -27,6 +27,7 @@ from exits import evaluate_exits
 from packing import check_apart, pack
 from rich.console import Console
 from running import (
+    check_positions,
     facts,
     fit,
     go_on,
@@ -42,6 +43,7 @@ from table import Result, peak_memory
 
 from layerskip import DraftPlan, SelfSpeculativeLM
 from layerskip.checkpoint import PLAN_FILE, load_config
+from layerskip.families import position_limit
 from layerskip.fingerprint import fingerprint
 from layerskip.model import DecoderStack
 from layerskip.plan import PlanFile
@@ -63,6 +65,7 @@ def run(settings: Settings) -> None:
         mixed_precision=settings.mixed_precision, log_with="tensorboard", project_dir=out
     )
     model, tokenizer = load_model(folder, settings.dtype)
+    check_positions(model.config, settings.seq_len)
     corpus = read_corpus(settings, tokenizer)
     pad = tokenizer.eos_token_id or 0
     check_apart(model, model.config.vocab_size)
@@ -168,7 +171,7 @@ def compare(
         begun = prompts(
             corpus.held_out,
             limit=settings.final_prompts,
-            max_prompt_tokens=MAX_PROMPT_TOKENS,
+            max_prompt_tokens=min(MAX_PROMPT_TOKENS, position_limit(model.config) // 2),
             seed=settings.seed,
         )
         found = measure(

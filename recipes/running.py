@@ -18,6 +18,7 @@ from table import Result, as_markdown, as_table, save
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from layerskip.checkpoint import BUILTIN, builtin_folder
+from layerskip.families import position_limit, ropes
 from layerskip.files import write_text
 
 S = TypeVar("S", bound=RunSettings)
@@ -93,6 +94,21 @@ def load_model(folder: Path | str, dtype: str) -> tuple[PreTrainedModel, Any]:
             "merge_and_unload, or merge=true in the run that made it) and give what comes of it"
         )
     return cast(PreTrainedModel, model), tokenizer
+
+
+def check_positions(config: Any, seq_len: int, *, behind: int = 0) -> None:
+    """Raise unless a model whose positions are a table has as many as a packed row may take.
+
+    Args:
+        behind: tokens that drafts add to a row.
+    """
+    most = position_limit(config) - behind
+    if seq_len > most and not any(ropes(config)):
+        room = f", {behind} of them for drafts" if behind else ""
+        raise ValueError(
+            f"seq_len={seq_len} is too long for this model's {most + behind} positions{room}; "
+            f"give seq_len={most} or less"
+        )
 
 
 def read_corpus(settings: RunSettings, tokenizer: Any, *, allow_prompts: bool = False) -> Corpus:

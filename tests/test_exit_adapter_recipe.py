@@ -646,6 +646,14 @@ def test_mistakes_end_it_with_one_sentence(
         recipe.exit_adapter.main(command_line(folder, "refused", **changes))
 
 
+def test_drafts_take_positions_too(recipe: SimpleNamespace) -> None:
+    settings = some_settings(recipe, seq_len=30, rollout_tokens=2)
+    config = GPT2Config(n_positions=31, n_layer=NUM_LAYERS)
+    with pytest.raises(ValueError, match="31 positions, 2 of them for drafts; give seq_len=29 or"):
+        recipe.exit_adapter.check_fits(settings, config)
+    recipe.exit_adapter.check_fits(replace(settings, rollout_every=0), config)
+
+
 def divided(recipe: SimpleNamespace, folder: Path, rows: Sequence[str], *, text: bool) -> Any:
     """Settings of a run whose rows are divided, each prompt followed by eight tokens."""
     path = folder / "rows.jsonl"

@@ -26,7 +26,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from toys import NUM_LAYERS, VOCAB_SIZE, make_model, make_tokenizer, random_ids
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    PreTrainedModel,
+)
 
 from layerskip import SelfSpeculativeLM
 
@@ -542,6 +550,40 @@ def test_held_out_texts_of_their_own_are_left_out_whole(
         ValueError, match=r"useless\.jsonl holds no row that can be used; the first"
     ):
         corpus(data, useless)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"seq_len": 17}, r"too long for this model's 16 positions; give seq_len=16 or less"),
+        ({"seq_len": 14, "behind": 3}, r"16 positions, 3 of them for drafts; give seq_len=13"),
+    ],
+)
+def test_rows_longer_than_a_table_of_positions_are_refused(
+    recipe: SimpleNamespace, options: dict[str, int], said: str
+) -> None:
+    table, check = GPT2Config(n_positions=16), recipe.running.check_positions
+    with pytest.raises(ValueError, match=said):
+        check(table, **options)
+    check(table, **options | {"seq_len": 13})
+    check(LlamaConfig(max_position_embeddings=16), **options)
+
+
+def test_prompts_leave_a_model_of_few_positions_room(
+    recipe: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {"vocab_size": VOCAB_SIZE, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(**few)).save_pretrained(tmp_path)
+    sample = recipe.data.Sample(tuple(random_ids(40)), 39)
+    corpus = recipe.data.Corpus([], [sample], ())
+
+    def measure(*given: Any, **options: Any) -> None:
+        raise InterruptedError(*given[4])
+
+    monkeypatch.setattr(recipe.lora_early_exit, "measure", measure)
+    with pytest.raises(InterruptedError) as seen:
+        recipe.lora_early_exit.compare(some_settings(recipe), tmp_path, tmp_path, corpus, None)
+    assert seen.value.args == (sample.ids[31:39],)
 
 
 # A whole run
