@@ -159,13 +159,14 @@ def _loaded(source: str) -> Any:
 
 def _of_rows(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[Row | BadRow]:
     for number, row in enumerate(rows, 1):
-        yield _row({k: v for k, v in row.items() if v is not None}, source, number)
+        yield _row(dict(row), source, number)
 
 
 def _row(content: object, source: str, line: int) -> Row | BadRow:
-    """The content of one JSON object, or what is wrong with it."""
+    """The content of one JSON object, or what is wrong with it; null is as if it were not there."""
     if not isinstance(content, dict):
         return BadRow(source, line, f"an object is expected, with {FORMS}")
+    content = {key: value for key, value in content.items() if value is not None}
     try:
         kind, parts = _parts(content)
         json.dumps(parts, ensure_ascii=False).encode()

@@ -76,6 +76,7 @@ def learned(tokenizer: Any, sample: Any) -> list[str]:
     ("row", "prompt", "follows"),
     [
         ({"text": "plain text"}, "", "plain text"),
+        ({"messages": None, "text": "plain text"}, "", "plain text"),
         ({"prompt": "def f():", "completion": " return 1"}, "def f():", " return 1"),
         ({"prompt": "a", "canonical_solution": " b"}, "a", " b"),
         (QUESTION, "Question: How many?\nAnswer:", " 3 + 4 = 7"),
