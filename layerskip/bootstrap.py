@@ -17,15 +17,14 @@ Values = npt.NDArray[np.float64]
 
 
 def bootstrap_interval(ratios: Sequence[float]) -> list[float]:
-    """95 % percentile interval of the median, 2000 resamples, always the same ones.
+    """95 % interval of the median, 2000 resamples, always the same ones.
 
     Of fewer than ``LEAST_PROMPTS`` it goes from the lowest to the highest, which is less than 95 %.
-    Of 7 it holds 88 %, of 8, 13 and 14 about 92 %: ``expanded_interval`` of a median has no such
-    dip. Recorded benchmarks and what a search times are by this one.
+    Files of bench/results from before 2026-11-29 hold percentile intervals that are not expanded:
+    88 % of 7 values, about 92 % of 8, 13 and 14.
     """
     values = np.asarray(ratios, dtype=np.float64)
-    drawn = _drawn(lambda places: np.median(values[places], axis=1), len(values))
-    return _between(drawn, TAIL)
+    return expanded_interval(lambda places: np.median(values[places], axis=1), len(values))
 
 
 def expanded_interval(
@@ -44,7 +43,9 @@ def expanded_interval(
     """
     number = max(2.0, count if worth is None else worth)
     out = math.sqrt(number / (number - 1)) * student(number - 1)
-    return _between(_drawn(statistic, count), NormalDist().cdf(-out))
+    drawn = _drawn(statistic, count)
+    cut = int(NormalDist().cdf(-out) * len(drawn))
+    return [float(drawn[cut]), float(drawn[len(drawn) - 1 - cut])]
 
 
 def student(freedom: float) -> float:
@@ -71,9 +72,3 @@ def _drawn(statistic: Callable[[Places], Values], count: int) -> Values:
         for done in range(0, BOOTSTRAP_SAMPLES, rows)
     ]
     return np.sort(np.concatenate(parts))
-
-
-def _between(drawn: Values, tail: float) -> list[float]:
-    """What is left without a share of either end."""
-    cut = int(tail * len(drawn))
-    return [float(drawn[cut]), float(drawn[len(drawn) - 1 - cut])]

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from layerskip.ambient import Decoding
 from layerskip.api import SelfSpeculativeLM
-from layerskip.bootstrap import Places, Values, expanded_interval
+from layerskip.bootstrap import bootstrap_interval
 from layerskip.cache import Segment
 from layerskip.hf_modes import (
     DEFAULT_EARLY_EXIT,
@@ -337,9 +336,6 @@ def _summary(
         for runs, bases in zip(timed[mode], timed["plain"], strict=True)
     ]
 
-    def medians(places: Places) -> Values:
-        return np.median(np.asarray(ratios)[places], axis=1)
-
     same = [
         r.token_ids == p.token_ids for r, p in zip(counted[mode], counted["plain"], strict=True)
     ]
@@ -350,7 +346,7 @@ def _summary(
     return {
         "tokens_per_second": statistics.median(speeds),
         "speedup_vs_plain": statistics.median(ratios),
-        "speedup_vs_plain_ci95": expanded_interval(medians, len(ratios)),
+        "speedup_vs_plain_ci95": bootstrap_interval(ratios),
         "identical_to_plain": statistics.fmean(same) if comparable else None,
         "acceptance_rate": merged.acceptance_rate if merged else None,
         "mean_accepted_length": merged.mean_accepted_length if merged else None,

@@ -32,6 +32,14 @@ def test_interval_is_the_same_in_every_run() -> None:
     assert bootstrap_interval(ratios) == bootstrap_interval(ratios)
 
 
+@pytest.mark.parametrize("count", [7, 8, 13])
+def test_intervals_of_few_prompts_hold_95_percent(count: int) -> None:
+    generator = np.random.default_rng(4)
+    intervals = [bootstrap_interval(np.exp(generator.normal(0, 0.2, count))) for _ in range(400)]
+    missed = sum(not low <= 1.0 <= high for low, high in intervals)
+    assert missed <= 20  # percentiles alone miss 8 to 12 %: the median takes few values
+
+
 def mean_interval(values: np.ndarray, worth: float | None = None) -> list[float]:
     return expanded_interval(lambda places: values[places].mean(axis=1), len(values), worth)
 
