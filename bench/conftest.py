@@ -1,5 +1,6 @@
 """Options of the benchmarks, the checkpoint they share, and what their JSON says of the machine."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
     limit = config.getoption("--limit")
     if limit < 1:
         raise pytest.UsageError(f"--limit must be 1 or more prompts of a cell, got {limit}")
+    seconds = config.getoption("--seconds")
+    if not 0.0 <= seconds < math.inf:  # at 0 a cell is one prompt
+        raise pytest.UsageError(f"--seconds must be a number of 0 or more, got {seconds}")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -38,7 +38,7 @@ def special_names(tokenizer: Any) -> dict[int, str]:
 
 
 def stop_ids(tokenizer: Any, stop: Collection[str]) -> frozenset[int]:
-    """Special tokens that are among the stop strings: their names never are in a text."""
+    """Special tokens that are among the stop strings: a text leaves their names out."""
     if not stop or not hasattr(tokenizer, "all_special_ids"):  # each request asks
         return frozenset()
     return frozenset(i for i, name in special_names(tokenizer).items() if name in stop)

@@ -175,11 +175,17 @@ def options() -> ModuleType:
 
 
 def test_no_prompts_are_refused_before_anything_is_loaded(bench: Any) -> None:
+    def configure(limit: int, seconds: float) -> None:
+        asked = {"--limit": limit, "--seconds": seconds}
+        options().pytest_configure(SimpleNamespace(getoption=asked.get))
+
     for limit in (0, -3):
-        config = SimpleNamespace(getoption={"--limit": limit}.get)
         with pytest.raises(pytest.UsageError, match=f"--limit must be 1 or more.*, got {limit}"):
-            options().pytest_configure(config)
-    options().pytest_configure(SimpleNamespace(getoption={"--limit": 1}.get))
+            configure(limit, 46.0)
+    for seconds in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(pytest.UsageError, match=f"--seconds must be a .*, got {seconds}"):
+            configure(1, seconds)
+    configure(1, 0.0)
 
 
 @pytest.mark.parametrize(("matrix", "kept"), [("full", {"mean"}), ("quick", {"mean", "data"})])
