@@ -106,6 +106,8 @@ class CostTable:
         verify_tiles: pairs of tokens, 2 to those of a tile, ascending, and by how much a pass of
             eight sequences of so many each takes longer, or less long, than one of as many of one
             sequence. Where there is none, what a pass of one sequence grows by is each one's.
+        large_quantum: what passes of more rows than that are padded to a multiple of; 0: all are
+            to one of ``row_quantum``.
     """
 
     draft_layers: Curve
@@ -126,6 +128,7 @@ class CostTable:
     greedy_draft_sampling: float | None = None
     draft_start: float = 0.0
     verify_tiles: tuple[tuple[int, float], ...] = ()
+    large_quantum: int = 0
 
     def __post_init__(self) -> None:
         kinds = (*OF_SAMPLING, *(f"greedy_{name}" for name in OF_SAMPLING))
@@ -133,7 +136,8 @@ class CostTable:
             value = getattr(self, name)
             if value is not None and not 0.0 <= value < float("inf"):
                 raise ValueError(f"a cost table's {name} must be finite and not negative: {value}")
-        for name, least in (("row_quantum", 1), ("pass_rows", 0), ("slot_block", 0)):
+        leasts = {"row_quantum": 1, "pass_rows": 0, "slot_block": 0, "large_quantum": 0}
+        for name, least in leasts.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
         if list(self.tiles) != sorted(set(self.tiles)) or any(t < 1 for t in self.tiles):
@@ -297,7 +301,8 @@ class CostTable:
     def _padded(self, rows: int) -> int:
         if rows < self.row_quantum:
             return next((t for t in self.tiles if t >= rows), self.row_quantum)
-        return -(-rows // self.row_quantum) * self.row_quantum
+        quantum = self.large_quantum if 0 < self.large_quantum < rows else self.row_quantum
+        return -(-rows // quantum) * quantum
 
     def save(self, path: str | Path) -> None:
         """Write the table as a JSON file."""
@@ -348,6 +353,7 @@ class CostTable:
                 slot_block=int(content["slot_block"]),
                 draft_start=float(content["draft_start"]),
                 verify_tiles=_pairs(content["verify_tiles"]),
+                large_quantum=int(content.get("large_quantum", 0)),
                 **optional,
             )
         except (KeyError, TypeError, OverflowError) as error:

@@ -228,6 +228,11 @@ class DenseModel:
         empty = weight.new_zeros(0)
         self._rope: Rope = (empty, empty)
 
+    @property
+    def copied(self) -> bool:
+        """Whether products are of copies."""
+        return self._blocks is not None
+
     def _in_blocks(self) -> Blocks | None:
         """Copies of all weights for all products, or None: somebody else's model, or there is a
         reason for none."""

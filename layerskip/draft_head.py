@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from layerskip.ambient import Decoding
-from layerskip.blocks import blocked, multiplied, stamp, why_not
+from layerskip.blocks import ROWS, blocked, multiplied, stamp, why_not
 from layerskip.cache import Segment
 
 if TYPE_CHECKING:
@@ -72,6 +72,10 @@ class HeadRows:
     def __call__(self, x: Tensor) -> Tensor:
         if self.blocks is not None:
             return multiplied(x, self.blocks, self.bias)
+        rows = x.shape[-2]
+        if rows < ROWS:  # else their kernel, and q, would be those of so many
+            padded = F.pad(x, (0, 0, 0, ROWS - rows))
+            return F.linear(padded, self.weight, self.bias)[..., :rows, :]
         return F.linear(x, self.weight, self.bias)
 
     def equal(self, head: nn.Linear) -> bool:

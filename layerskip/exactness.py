@@ -46,6 +46,7 @@ class Exactness:
         wanted: False where passes take the rows that come, in one piece, whatever the bits.
         product_rows: most rows that a linear map takes at once; bits may need fewer. 1: it takes
             the pass's tokens one by one, and no spare row.
+        small: whether passes of fewer rows than a quantum hold no spare ones.
     """
 
     holds: bool
@@ -55,6 +56,7 @@ class Exactness:
     tiles: tuple[int, ...] = (TILE,)
     wanted: bool = True
     product_rows: int = MAX_PASS_ROWS
+    small: bool = False
 
     @property
     def by_token(self) -> bool:
@@ -65,7 +67,7 @@ class Exactness:
     def free_rows(self) -> int:
         """Rows of a pass that cost no more than one: one where tokens are multiplied, or run, by
         one, or come as they are."""
-        return self.row_quantum if self.holds and not self.by_token else 1
+        return self.row_quantum if self.holds and not self.by_token and not self.small else 1
 
     def tile(self, left: int) -> int:
         """Positions of a row that attention takes at once where it has so many left."""
@@ -97,6 +99,8 @@ def probe(stack: "DecoderStack") -> Exactness:
         if not stack.divides_products:
             return Exactness(False, 1, (*blocks, SLOT_BLOCK)[0], ONE_BY_ONE + why, tiles=(1,))
         at_once, why = 1, f", and products take them one by one{why}"
+    if not why and (small := _small(stack, blocks, tiles)) is not None:
+        return small
     for block, quantum in product(blocks, fitting):
         reason = f"rows keep their bits in passes padded to {quantum} rows{why}"
         if stack.one_row:
@@ -106,6 +110,30 @@ def probe(stack: "DecoderStack") -> Exactness:
             return stack.exactness
     reason = f"rows influence each other in every pass size: {ONE_BY_ONE}"
     return Exactness(False, ROW_QUANTA[0], (*blocks, SLOT_BLOCK)[0], reason)
+
+
+def _small(
+    stack: "DecoderStack", blocks: Sequence[int], tiles: tuple[int, ...]
+) -> Exactness | None:
+    """Without spare rows up to a tile of them, if bits hold in all these sizes of passes.
+
+    In float32 eight rows take a processor up to twice as long as one, and oneDNN's products of
+    copied weights give a row the same bits among any number (bench/LOG.md, 2026-11-29).
+    """
+    if not stack.may_be_small:
+        return None
+    reason = f"rows keep their bits in passes of 1 to {TILE} rows, larger ones padded to {TILE}s"
+    for block in blocks:
+        stack.exactness = Exactness(True, TILE, block, reason, tiles, small=True)
+        if stack.pass_sizes.are_small:
+            return stack.exactness
+    return None
+
+
+def small_agree(stack: "DecoderStack") -> bool:
+    """Whether passes of one to ``TILE`` rows, without spare ones, give each row the same bits."""
+    sizes = range(2, TILE + 1)
+    return all(rows_agree(stack, size, 1 << (size - 1).bit_length() - 1) for size in sizes)
 
 
 def emulates(device: torch.device, dtype: torch.dtype) -> bool:

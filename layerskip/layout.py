@@ -233,7 +233,11 @@ class PassLayout:
         """``(num_rows, head, head_dim)`` -> the same, over the cache."""
         keys, values = self.cache.layer_keys[layer], self.cache.layer_values[layer]
         rows, heads, dim = query.shape
-        queries = query if self.single is not None else query.index_select(0, self.gather)
+        places = sum(len(call.starts) * call.tile for call in self.calls)
+        if self.single is None:
+            queries = query.index_select(0, self.gather)
+        else:  # passes without spare rows may have fewer than their last tile
+            queries = query if rows >= places else F.pad(query, (0, 0, 0, 0, 0, places - rows))
         done, outputs = 0, []
         for call, mask in zip(self.calls, self.masks[self.windows[layer]], strict=True):
             count = len(call.starts)

@@ -91,6 +91,7 @@ class DecoderStack:
         self.dtype, self.device = self.twin.dtype, self.twin.device
         self._positions = torch.zeros(1, 0, dtype=torch.int64, device=self.device)
         self.pass_sizes = PassSizes(self)
+        self._adapted = adapter is not None
         self.adapter: ExitAdapter | None = None
         self.exactness: Exactness
         with Decoding():
@@ -100,6 +101,12 @@ class DecoderStack:
             check_adapter(adapter, self)
             self.adapter = adapter
             self.windows = (*self.windows, self.widest_window)
+
+    @property
+    def may_be_small(self) -> bool:
+        """Whether passes without spare rows are worth a proof: float32, and products of copies. Of
+        an adapter's products none is probed."""
+        return self.dtype == torch.float32 and self._forward.copied and not self._adapted
 
     @property
     def widest_window(self) -> int | None:

@@ -1,6 +1,7 @@
 """How many tokens a decode pass may hold for every row to keep its bits: proven when first met."""
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -10,7 +11,13 @@ import torch
 
 from layerskip.ambient import Decoding
 from layerskip.cache import Segment
-from layerskip.exactness import MAX_PASS_ROWS, ROW_QUANTA, attention_agrees, rows_agree
+from layerskip.exactness import (
+    MAX_PASS_ROWS,
+    ROW_QUANTA,
+    attention_agrees,
+    rows_agree,
+    small_agree,
+)
 
 if TYPE_CHECKING:
     from layerskip.model import DecoderStack
@@ -33,6 +40,8 @@ class PassSizes:
         self._stack: DecoderStack = weakref.proxy(stack)
         self._proven: dict[tuple[int, int], bool] = {}
         self._product_rows: dict[int, int] = {}
+        self._small: dict[int, bool] = {}
+        self._proving: set[int] = set()  # threads whose passes show whether they may be small
         self.num_proofs = 0
 
     @property
@@ -59,8 +68,38 @@ class PassSizes:
 
     def padded(self, num_tokens: int) -> int:
         """Rows of a pass of ``num_tokens``."""
-        quantum = self._stack.exactness.row_quantum
+        exactness = self._stack.exactness
+        quantum = exactness.row_quantum
+        if num_tokens < quantum and exactness.small and self.are_small:
+            return num_tokens
         return -(-num_tokens // quantum) * quantum
+
+    @property
+    def are_small(self) -> bool:
+        """Whether passes of fewer rows than a quantum come as they are, with this thread's cores:
+        proven when it is first asked."""
+        if not self._stack.may_be_small:  # any more: the copies may be gone
+            return False
+        threads = torch.get_num_threads()
+        holds = self._small.get(threads)
+        if holds is None:
+            if threading.get_ident() in self._proving:
+                return True
+            holds = self._small[threads] = self._prove_small(threads)
+        return holds
+
+    def _prove_small(self, threads: int) -> bool:
+        stack, thread = self._stack, threading.get_ident()
+        self.num_proofs += 1
+        self._proving.add(thread)
+        try:
+            holds = attention_agrees(stack) and small_agree(stack)
+        finally:
+            self._proving.discard(thread)
+        if holds:
+            quantum = stack.exactness.row_quantum
+            self._proven |= {(threads, size): True for size in range(1, quantum + 1)}
+        return holds
 
     def split(self, segments: Sequence[Segment]) -> list[list[Segment]]:
         """Passes of proven sizes; token by token where no size is proven, and row by row where

@@ -130,7 +130,7 @@ class Skeleton:
         softcap, sinks: of the attention of layer 0.
     """
 
-    divides_products = False
+    divides_products = copied = False
 
     def __init__(self, twin: PreTrainedModel, attention_before: str) -> None:
         self._run = Run()

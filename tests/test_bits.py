@@ -5,6 +5,7 @@ Every case is held against the same prompt alone, without a draft. Floats are co
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from toys import DTYPES, PLANS, VOCAB_SIZE, make_model
 from zoo import NUM_LAYERS, make_toy
 
 from layerskip import DraftPlan, GenerationOutput, SamplingParams, SelfSpeculativeLM
+from layerskip.blocks import multiplied
 from layerskip.cache import Segment
 from layerskip.fingerprint import cost_key
 from layerskip.model import pack_model
@@ -356,3 +358,100 @@ def test_bits_of_a_model_that_we_loaded(family, shape, dtype, sampling):
     check_bits(trial.alone(5), expected)
     for num_draft_tokens in (0, 3):
         check_bits(trial.together(num_draft_tokens, shuffled(num_draft_tokens)), expected)
+
+
+def loaded(monkeypatch, multiplied: Callable, plan: str = "skipping") -> SelfSpeculativeLM:
+    """A float32 model that we loaded, with products of its copied weights of the test's own."""
+    monkeypatch.setattr("layerskip.dense.multiplied", multiplied)
+    model = make_model("llama", "float32")
+    pack_model(model)
+    lm = SelfSpeculativeLM(model, None, PLANS[plan], num_draft_tokens=4)
+    assert "copied in blocks" in lm.stack.backend
+    return lm
+
+
+def one_by_one(x: torch.Tensor, *weights: Any) -> torch.Tensor:
+    """Products whose rows keep their bits among any number."""
+    return torch.cat([multiplied(row, *weights) for row in x.split(1)])
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_float32_passes_have_no_spare_rows_where_bits_allow_it(monkeypatch, sampling):
+    lm = loaded(monkeypatch, one_by_one)
+    assert "in passes of 1 to 8 rows" in lm.exactness
+    assert (lm.stack.free_rows, cost_key(lm.stack, None)["row_quantum"]) == (1, 1)
+    widths = []
+
+    def spy(x, *weights):
+        widths.append(len(x))
+        return one_by_one(x, *weights)
+
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setattr("layerskip.dense.multiplied", spy)
+        cache = lm.stack.new_cache(num_rows=2, num_slots=64)
+        for count in (1, 3, 5, 8, 9):  # 3 and 5 positions fill no tile of attention
+            hidden = lm.stack.embed(list(range(count)))
+            hidden = lm.stack.run_layers(hidden, [0], cache, [Segment(0, 3, count)])
+            assert len(lm.stack.logits(hidden)) == len(hidden) == (count if count <= 8 else 16)
+    assert set(widths) == {1, 3, 5, 8, 16}
+    trial = Trial(lm, AROUND_BLOCKS, settings_of(sampling, 10))
+    expected = list(trial.alone(0))
+    check_bits(trial.alone(5), expected)
+    for num_draft_tokens in (0, 1, 3):
+        check_bits(trial.together(num_draft_tokens, shuffled(num_draft_tokens)), expected)
+    check_bits(iter(trial.mixed((0, 1, 2, 3, 4, 5, 6, 8), shuffled(4))), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_passes_are_padded_where_products_of_a_few_rows_have_other_bits(monkeypatch, rows):
+    def otherwise(x, *weights):
+        out = one_by_one(x, *weights)
+        return torch.nextafter(out, out + 1) if len(x) == rows else out
+
+    lm = loaded(monkeypatch, otherwise)
+    assert "padded to 8 rows" in lm.exactness
+    assert len(lm.stack.embed([1, 2, 3])) == lm.stack.free_rows == 8
+    trial = Trial(lm, AROUND_BLOCKS, settings_of("greedy", 6))
+    check_bits(trial.together(3, shuffled(3)), list(trial.alone(0)))
+
+
+def test_small_passes_are_proven_again_with_other_threads(monkeypatch):
+    stack = loaded(monkeypatch, one_by_one).stack
+    sizes = stack.pass_sizes
+    known = torch.get_num_threads()
+    assert [sizes.padded(n) for n in (1, 7, 8, 9)] == [1, 7, 8, 16]
+    proofs = sizes.num_proofs
+    monkeypatch.setattr("layerskip.pass_sizes.small_agree", lambda _: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
+    assert [sizes.padded(n) for n in (1, 7, 8, 9)] == [8, 8, 8, 16]
+    with torch.inference_mode():
+        assert sizes.largest(3) == 8  # eight rows are proven by themselves
+    assert sizes.num_proofs == proofs + 2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: known)
+    assert [sizes.padded(n) for n in (1, 7, 8, 9)] == [1, 7, 8, 16]
+    assert sizes.num_proofs == proofs + 2
+
+
+def test_other_threads_do_not_take_small_passes_for_proven_while_they_are_tried(monkeypatch):
+    stack = loaded(monkeypatch, one_by_one).stack
+    sizes = stack.pass_sizes
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
+    met = []
+
+    def agree(_) -> bool:
+        met.append(sizes.padded(3))
+        if len(met) == 1:  # elsewhere, the same proof goes on
+            with ThreadPoolExecutor(1) as pool:
+                met.append(pool.submit(sizes.padded, 3).result())
+        return False
+
+    monkeypatch.setattr("layerskip.pass_sizes.small_agree", agree)
+    assert sizes.padded(3) == 8
+    assert met == [3, 3, 8]
+
+
+def test_passes_are_padded_once_the_copies_are_gone(monkeypatch):
+    stack = loaded(monkeypatch, one_by_one).stack
+    assert stack.pass_sizes.padded(3) == 3
+    stack._forward._blocks = None
+    assert stack.pass_sizes.padded(3) == 8

@@ -203,6 +203,7 @@ def test_a_table_survives_json():
         ({"greedy_judging": -1.0}, "greedy_judging must be finite and not negative"),
         ({"verify_sequence": float("inf")}, "verify_sequence must be finite and not negative"),
         ({"pass_rows": -4}, "pass_rows must be 0 or more, got -4"),
+        ({"large_quantum": -1}, "large_quantum must be 0 or more, got -1"),
         ({"tiles": [4, 1]}, "tiles must ascend from 1 on"),
         ({"verify_tiles": 2}, "not complete"),
         ({"verify_tiles": [[2]]}, "not complete"),
@@ -219,7 +220,18 @@ def test_what_is_no_table_is_refused(change, message):
         CostTable.from_dict(TABLE.to_dict() | change)
 
 
-@pytest.mark.parametrize("name", [name for name in TABLE.to_dict() if name != "version"])
+def test_tables_from_before_passes_could_be_small_are_read():
+    content = TABLE.to_dict()
+    assert content.pop("large_quantum") == 0
+    assert CostTable.from_dict(content) == TABLE
+    told = CostTable.from_dict(content | {"large_quantum": 8})
+    assert told.large_quantum == 8
+    assert CostTable.from_dict(told.to_dict()) == told
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in TABLE.to_dict() if name not in ("version", "large_quantum")]
+)
 def test_a_table_that_lacks_a_field_is_refused(name):
     content = TABLE.to_dict()
     del content[name]

@@ -690,6 +690,18 @@ def test_passes_of_one_row_each_are_measured_as_such(stack, machine, monkeypatch
         assert table.verify.rows == (1, 8, *larger)
 
 
+def test_passes_without_spare_rows_are_padded_beyond_a_tile(stack, machine, monkeypatch):
+    monkeypatch.setattr(stack, "exactness", replace(PADDED, row_quantum=8, small=True))
+    table = measure_cost(stack, PLAN)
+    assert (table.row_quantum, table.large_quantum, table.tiles) == (1, 8, ())
+    assert table.verify.rows[:5] == (1, 2, 4, 8, 16)
+    assert table.attending(8) == table.attending(1)  # what grows is products, shared by sequences
+    eight, nine, sixteen = (table.verify_pass(n, 0) for n in (8, 9, 16))
+    assert sixteen - nine == pytest.approx(7 * JUDGE)  # all else is of as many rows
+    assert nine - eight > 2 * JUDGE
+    assert CostTable.from_dict(table.to_dict()) == table
+
+
 def test_a_real_measurement_leaves_the_model_as_it_was(quick, toy):
     stack, table = quick
     assert mismatch(table, stack, PLAN) is None

@@ -28,7 +28,7 @@ from zoo import make_toy
 
 from layerskip import SamplingParams
 from layerskip.cache import Segment
-from layerskip.draft_head import DraftHead, greedy_kept, spread
+from layerskip.draft_head import DraftHead, HeadRows, greedy_kept, spread
 from layerskip.model import DecoderStack
 from layerskip.processors import processors_of
 from layerskip.sampling import Sampler, greedy_tokens
@@ -451,3 +451,14 @@ def test_coupled_texts_are_those_without_a_draft(rule):
         first = sampler.draft(tables.logits((), draft=True), 5, 5).token
         accepted += first == plain[0]
     assert accepted > 3  # a draft that is never right would pass as well
+
+
+def test_rows_that_were_added_keep_their_logits_in_passes_without_spare_rows():
+    """They are too few and change too often to be copied in blocks."""
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(512, 64, bias=True)
+    x = torch.randn(8, 512, generator=generator)
+    added = HeadRows.of(head, torch.arange(5), multiple=16)
+    for count in (1, 3, 8):
+        assert torch.equal(added(x[:count]), added(x)[:count])
+        assert torch.equal(added(x[None, :count])[0], added(x)[:count])
