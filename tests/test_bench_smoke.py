@@ -27,6 +27,7 @@ from layerskip.telemetry.runs import RUNS_VERSION
 SCRIPTS = (
     "bad_drafters",
     "batches",
+    "confidences",
     "deciding",
     "drift",
     "figures",
@@ -438,6 +439,27 @@ def test_replayed_drafts_are_judged_under_every_table(
         assert 0.0 < short["worst"] <= short["mean"]
         assert min(found["automatic_to_best_fixed"].values()) > 0.6  # of two texts of 12 tokens
         assert found["calibration_error"] > 0.0 < found["calibration_error_by_chance"]
+
+
+def test_calibration_errors_are_told_by_number_of_prompts(
+    scripts, arguments, monkeypatch, tmp_path
+):
+    """And a few prompts are no record."""
+    record = tmp_path / "confidences.json"
+    monkeypatch.setattr(scripts.confidences, "dated", lambda _: record)
+    monkeypatch.setattr(scripts.confidences, "TASKS", ("code",))
+    monkeypatch.setattr(scripts.confidences, "STEPS", (1, 8))
+    size = ["--limit", "3", "--tokens", "24", "--dtype", "float32"]
+    run(scripts.confidences, [f"--prompts=code={arguments[3]}", *size], monkeypatch)
+    assert not record.exists()
+    part = tmp_path / "confidences-part.json"
+    texts = json.loads(part.read_text(encoding="utf-8"))["texts"]
+    assert list(texts) == ["code, 0", "code, 0.8"]
+    for found in texts.values():
+        assert found["prompts"] == 3
+        assert list(found["by_prompts"]) == ["1", "3"]
+        last = found["by_prompts"]["3"]
+        assert 0.0 < last["error"] < 1.0 > last["by_chance"] > 0.0
 
 
 def test_recorded_drafts_are_written_in_one_move(scripts, arguments, tmp_path):
