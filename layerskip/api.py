@@ -238,7 +238,11 @@ class SelfSpeculativeLM:
         """Log it if no plan is known for the checkpoint of this name, and what drafts then."""
         if self.plan is None:
             drafting = "only look-ups draft" if self.looks_up else "nothing drafts"
-            logger.warning("no draft plan is known for %s: %s", name, drafting)
+            verdict = self.plan_file.measurements.get("verdict")
+            if verdict:
+                logger.warning("the plan file says of %s: %s; %s", name, verdict, drafting)
+            else:
+                logger.warning("no draft plan is known for %s: %s", name, drafting)
 
     @property
     def exactness(self) -> str:

@@ -170,6 +170,8 @@ class PlanFile:
             raise ValueError(f"{path} is not a plan file (it has no version)")
         version = content["version"]
         known = (PLAN_VERSION, PLAN_FILE_VERSION)
+        if "row_quantum" in content:
+            raise ValueError(f"{path} is a cost table, not a plan file, as layerskip search writes")
         if isinstance(version, bool) or version not in known:
             raise ValueError(
                 f"{path} has plan version {version}; this layerskip reads versions 1 and 2"

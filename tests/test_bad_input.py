@@ -65,6 +65,7 @@ FILES = [
     ('{"version": "x"}', "has plan version x; this layerskip reads versions 1 and 2"),
     ('{"version": true, "num_layers": 6, "draft_layers": [0]}', "has plan version True; this lay"),
     ('{"num_layers": 6, "draft_layers": [0]}', "is not a plan file (it has no version)"),
+    ('{"version": 2, "row_quantum": 8}', "is a cost table, not a plan file, as layerskip search"),
     (
         '{"version": 1, "num_layers": 6, "draft_layers": "ab"}',
         "is not a plan file (a draft layer must be an int, got 'a' (str))",

@@ -12,7 +12,7 @@ from toys import NUM_LAYERS, PLANS, make_model, make_tokenizer
 from transformers import AutoModelForCausalLM
 from zoo import make_toy
 
-from layerskip import DraftPlan, SelfSpeculativeLM, UnsupportedModelError
+from layerskip import DraftPlan, PlanFile, SelfSpeculativeLM, UnsupportedModelError
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,13 @@ def test_without_a_known_plan_only_look_ups_draft_and_it_says_so(saved, caplog):
     assert (lm.plan, lm.num_draft_tokens) == (None, "auto")
     assert "no draft plan is known" in caplog.text
     assert lm.generate([5, 6, 7], max_new_tokens=20).stats.num_draft_passes == 0
+
+
+def test_who_gave_a_file_by_which_no_plan_pays_is_told_that(saved, caplog):
+    file = PlanFile(None, 0, measurements={"verdict": "no plan pays: all are dear"})
+    SelfSpeculativeLM.from_pretrained(saved, plan=file, num_draft_tokens=4)
+    assert "no plan pays: all are dear; only look-ups draft" in caplog.text
+    assert "no draft plan is known" not in caplog.text
 
 
 def test_without_a_known_plan_and_look_ups_nothing_drafts_and_it_says_so(saved, caplog):

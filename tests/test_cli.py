@@ -130,6 +130,14 @@ def test_generate_prints_text_for_people(folder: Path, lm: SelfSpeculativeLM) ->
     assert f"{expected.stats.mean_accepted_length:.2f}" in result.out
 
 
+def test_generate_has_no_rate_of_drafts_that_were_not_made(folder: Path) -> None:
+    argv = ("generate", folder, "--prompt", PROMPTS[1], "--max-new-tokens", NEW)
+    plain = run(*argv, "--num-draft-tokens", 0)
+    assert "nothing drafted, finished" in plain.out
+    assert "rate" not in plain.out
+    assert "nothing drafted" not in run(*argv, "--num-draft-tokens", 4).out
+
+
 def test_text_that_the_terminal_cannot_show_is_spelt_out(folder: Path) -> None:
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "ascii")) as out:
         code = main(["generate", str(folder), "--prompt", "é", "--max-new-tokens", "1"])

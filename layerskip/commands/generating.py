@@ -103,11 +103,13 @@ def run_generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     console.print()
     _print_logprobs(console, lm, out)
     stats: DecodeStats = out.stats
+    drafts = "nothing drafted"  # a rate of 0 would say that all of it was wrong
+    if stats.num_draft_tokens:
+        drafts = f"acceptance rate {stats.acceptance_rate:.2f}, "
+        drafts += f"mean accepted length {stats.mean_accepted_length:.2f}"
     console.print(
-        f"{stats.new_tokens} tokens, {stats.tokens_per_second:.0f} tokens/s, "
-        f"acceptance rate {stats.acceptance_rate:.2f}, "
-        f"mean accepted length {stats.mean_accepted_length:.2f}, finished: {out.finish_reason}"
-        + (f", seed {out.seed}" if out.seed is not None else ""),
+        f"{stats.new_tokens} tokens, {stats.tokens_per_second:.0f} tokens/s, {drafts}, "
+        f"finished: {out.finish_reason}" + (f", seed {out.seed}" if out.seed is not None else ""),
         style="dim",
     )
     return out.to_dict()
