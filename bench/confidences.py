@@ -88,7 +88,8 @@ def main() -> None:
                     f"{n}: {100 * e['error']:.1f} ({100 * e['by_chance']:.1f})"
                     for n, e in found["by_prompts"].items()
                 )
-                console.print(f"{name}, T {temperature:g}, percent by prompts (by chance): {told}")
+                line = f"{name}, T {temperature:g}, percent by prompts (by chance): {told}"
+                console.print(line, highlight=False, soft_wrap=True)
     document = {**circumstances(), "dtype": options.dtype, "tokens": options.tokens}
     write(out, {**document, "texts": texts})
 

@@ -114,7 +114,7 @@ class PassLayout:
         start: first position where they are consecutive (one row's), else None.
         num_visible: slots that the pass attends to, masked.
         padded: True: where bits are wanted, all passes that hold a token run it among as many rows,
-            or a multiple.
+            or a multiple, or among numbers that were proven to give it the same bits.
         calls: of attention; a long segment takes several.
         product_rows: rows that a linear map takes at once, where it is ours.
 
