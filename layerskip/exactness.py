@@ -6,7 +6,7 @@ attention sees whole blocks of slots, masked.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING
@@ -131,9 +131,53 @@ def _small(
 
 
 def small_agree(stack: "DecoderStack") -> bool:
-    """Whether passes of one to ``TILE`` rows, without spare ones, give each row the same bits."""
-    sizes = range(2, TILE + 1)
-    return all(rows_agree(stack, size, 1 << (size - 1).bit_length() - 1) for size in sizes)
+    """Whether passes of one to ``TILE`` rows, without spare ones, give each row the same bits.
+
+    One layer of each kind and the head, as in ``rows_agree``: on several draws of tokens, as one
+    sequence and as two. Each token runs alone once, and all sizes are held against that.
+    """
+    if any(tails(stack, size) != tails(stack, TILE) for size in range(1, TILE)):
+        return False
+    generator, half = torch.Generator().manual_seed(0), TILE // 2
+    far = max(min(509, stack.max_positions - TILE), 0)
+    cases = [[Segment(0, 3, TILE)], [Segment(0, 5, half), Segment(1, far, half)]]
+    return all(
+        _prefixes_agree(
+            stack,
+            torch.randint(stack.vocab_size, (TILE,), generator=generator, device="cpu").tolist(),
+            segments,
+        )
+        for _ in range(NUM_DRAWS)
+        for segments in cases
+    )
+
+
+def _prefixes_agree(stack: "DecoderStack", ids: list[int], segments: list[Segment]) -> bool:
+    """Whether the segments' first tokens, 2, 3, ... in all, give together what each gives alone."""
+    alone = stack.new_cache(num_rows=2, num_slots=SLOTS_OF_PROBE)
+    tokens = [Segment(s.row, s.start + i, 1) for s in segments for i in range(s.count)]
+    embedded, layers = stack.embed(ids), stack.probed_layers
+    states = torch.cat(
+        [
+            stack.run_pass(embedded[i : i + 1], layers, alone, [token])[:1]
+            for i, token in enumerate(tokens)
+        ]
+    )
+    logits = torch.cat([stack.head(state)[:1] for state in states.split(1)])
+    for size in range(2, len(ids) + 1):
+        counts = [size] if len(segments) == 1 else [size // 2, size - size // 2]
+        first = [replace(s, count=n) for s, n in zip(segments, counts, strict=True)]
+        at = [tokens.index(Segment(s.row, s.start + i, 1)) for s in first for i in range(s.count)]
+        together = stack.new_cache(num_rows=2, num_slots=SLOTS_OF_PROBE)
+        got = stack.run_pass(embedded[at], layers, together, first)[:size]
+        same = torch.equal(got, states[at])
+        if not same or not torch.equal(stack.head(got)[:size], logits[at]):
+            return False
+        slots = [(s.row, slice(s.start, s.start + s.count)) for s in first]
+        for one, several in ((alone.layer_keys[i], together.layer_keys[i]) for i in layers):
+            if any(not torch.equal(one[s], several[s]) for s in slots):
+                return False
+    return True
 
 
 def emulates(device: torch.device, dtype: torch.dtype) -> bool:
