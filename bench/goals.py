@@ -22,6 +22,7 @@ def goals(files: Files) -> str:
     lines += of_cells(files.quick)
     texts = [w for w in files.latest("workloads")["workloads"] if w["prompts"]]
     lines += of_workloads(texts)
+    lines.append(of_confidences(files.latest("confidences")["texts"]))
     lines += of_replayed(files.latest("replayed")["temperatures"])
     lines += of_simulation(files)
     lines += of_drift(files.latest("drift")["buckets"])
@@ -112,6 +113,14 @@ def of_workloads(texts: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         ],
         ["calibration error of confidences, each text", "3 %", good],
     ]
+
+
+def of_confidences(texts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Calibration over all prompts of each text: of a few it is mostly chance."""
+    least = min(found["prompts"] for found in texts.values())
+    errors = [PERCENT * list(t["by_prompts"].values())[-1]["error"] for t in texts.values()]
+    good = f"{sum(e < 3.0 for e in errors)} of {len(errors)}; worst {max(errors):.1f} %"
+    return [f"the same, {least} prompts or more of each text", "3 %", good]
 
 
 def of_replayed(temperatures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:

@@ -49,6 +49,7 @@ from paired import (
     part_of,
     quiet,
     ratios,
+    sampling_at,
     total,
     wrapped,
     write,
@@ -80,6 +81,7 @@ class Lab:
     prompts: list[list[int]]
     tokens: int
     rows: int
+    sampling: SamplingParams = GREEDY
 
     def lm(self, *, lookup: bool | LookupStore = False, plan: bool = True) -> SelfSpeculativeLM:
         """With a controller that has seen nothing; without the plan it measures its own costs."""
@@ -106,23 +108,23 @@ Case = Callable[[Lab, random.Random], Callable[[int], list[Pair]]]
 
 
 def taking_turns(
-    lm: SelfSpeculativeLM, prompt: Sequence[int], tokens: int, chance: random.Random
+    lab: Lab, lm: SelfSpeculativeLM, prompt: Sequence[int], tokens: int, chance: random.Random
 ) -> tuple[Decoded, Decoded]:
     """Plain and automatic, side by side."""
     ways = {"plain": (lm, 0), "auto": (lm, "auto")}
-    got = decode_together(prompt, ways, chance, max_new_tokens=tokens, sampling=GREEDY)
+    got = decode_together(prompt, ways, chance, max_new_tokens=tokens, sampling=lab.sampling)
     same(got["auto"].token_ids, got["plain"].token_ids)
     return got["plain"], got["auto"]
 
 
-def pair(got: tuple[Decoded, Decoded], cost: CostTable, kind: str = "") -> Pair:
+def pair(got: tuple[Decoded, Decoded], lab: Lab, kind: str = "") -> Pair:
     plain, other = got
+    cost = lab.cost.of(greedy=lab.sampling.greedy)
     return Pair(plain.whole, other.whole, kind, (counted(plain, cost), counted(other, cost)))
 
 
 def counted(decoded: Decoded, cost: CostTable) -> float:
-    """Seconds by the table, of greedy decoding of one text."""
-    cost = cost.of(greedy=True)
+    """Seconds by the table, of one text."""
     return sum(counted_step([r], cost) for r in decoded.rounds)
 
 
@@ -149,7 +151,7 @@ def bad(accuracies: Sequence[float] | None, *, cold: bool = False) -> Case:
 
         def turn(i: int) -> list[Pair]:
             prompt = lab.prompts[i % len(lab.prompts)]
-            wanted = decode(lm, prompt, 0, max_new_tokens=lab.tokens, sampling=GREEDY)
+            wanted = decode(lm, prompt, 0, max_new_tokens=lab.tokens, sampling=lab.sampling)
             drafter.text = (*prompt, *wanted.token_ids)
             if accuracies is not None:
                 if not waiting:  # as many of each
@@ -157,10 +159,10 @@ def bad(accuracies: Sequence[float] | None, *, cold: bool = False) -> Case:
                 drafter.accuracy = waiting.pop()
             if cold:
                 forget(lm)
-            got = taking_turns(lm, prompt, lab.tokens, chance)
+            got = taking_turns(lab, lm, prompt, lab.tokens, chance)
             same(got[0].token_ids, wanted.token_ids)
             kind = f"at {drafter.accuracy:g}" if accuracies and len(accuracies) > 1 else ""
-            return [pair(got, lab.cost, kind)]
+            return [pair(got, lab, kind)]
 
         return turn
 
@@ -177,11 +179,11 @@ def misled(*, plan: bool) -> Case:
 
         def turn(i: int) -> list[Pair]:
             prompt = lab.prompts[i % len(lab.prompts)]
-            wanted = decode(lm, prompt, 0, max_new_tokens=lab.tokens, sampling=GREEDY)
+            wanted = decode(lm, prompt, 0, max_new_tokens=lab.tokens, sampling=lab.sampling)
             store.token = next(t for t in itertools.count() if t not in (*wanted.token_ids, *ends))
             if drafter is not None:
                 drafter.text = (*prompt, *wanted.token_ids)
-            return [pair(taking_turns(lm, prompt, lab.tokens, chance), lab.cost)]
+            return [pair(taking_turns(lab, lm, prompt, lab.tokens, chance), lab)]
 
         return turn
 
@@ -223,7 +225,7 @@ def switching(lab: Lab, chance: random.Random) -> Callable[[int], list[Pair]]:
         counts = {"0": (0,), "k": (SWITCHED,), "both": (0, SWITCHED)}
         rounds: dict[str, list[Round]] = {name: [] for name in counts}
         works = {
-            name: switched(lm, prompt, lab.tokens, itertools.cycle(counts[name]), rounds[name])
+            name: switched(lab, lm, prompt, itertools.cycle(counts[name]), rounds[name])
             for name in counts
         }
         laps = by_turns(works, chance)
@@ -250,14 +252,15 @@ def asked(record: Round, num_draft_tokens: int) -> bool:
 
 
 def switched(
+    lab: Lab,
     lm: SelfSpeculativeLM,
     prompt: Sequence[int],
-    tokens: int,
     counts: Iterator[int],
     rounds: list[Round],
 ) -> Iterator[int]:
     """Tokens emitted, round by round; each drafts the next of ``counts``."""
-    batch = lm.open_batch(max_new_tokens=tokens, num_draft_tokens=SWITCHED, ignore_eos=True)
+    settings = {"sampling": lab.sampling, "num_draft_tokens": SWITCHED, "ignore_eos": True}
+    batch = lm.open_batch(max_new_tokens=lab.tokens, **settings)
     row, emitted = batch.add(prompt), 0
     while batch.unfinished:
         if rounds:  # the first is the prefill
@@ -277,7 +280,9 @@ def ramp(lab: Lab, chance: random.Random) -> Callable[[int], list[Pair]]:
     lm = lab.lm(lookup=True)
 
     def turn(i: int) -> list[Pair]:
-        return [together(lm, lab, some_of(lab, i, lab.rows), chance, joins=True, sampling=GREEDY)]
+        return [
+            together(lm, lab, some_of(lab, i, lab.rows), chance, joins=True, sampling=lab.sampling)
+        ]
 
     return turn
 
@@ -352,8 +357,8 @@ def short(lab: Lab, chance: random.Random) -> Callable[[int], list[Pair]]:
 
     def turn(i: int) -> list[Pair]:
         prompt = lab.prompts[i % len(lab.prompts)]
-        got = pair(taking_turns(lm, prompt, SHORT, chance), lab.cost)
-        firsts = [taking_turns(lm, prompt, 1, chance) for _ in range(FIRSTS)]
+        got = pair(taking_turns(lab, lm, prompt, SHORT, chance), lab)
+        firsts = [taking_turns(lab, lm, prompt, 1, chance) for _ in range(FIRSTS)]
         plain, other = (total([d.whole for d in of]) for of in zip(*firsts, strict=True))
         return [got, Pair(plain, other, "to the first token")]
 
@@ -452,7 +457,8 @@ def lab_of(options: argparse.Namespace) -> Lab:
     prompts = [
         ids for ids in (tokenizer(e.prompt)["input_ids"] for e in examples) if 0 < len(ids) <= room
     ]
-    return Lab(model, tokenizer, known, cost, prompts, options.tokens, options.rows)
+    sampling = sampling_at(options.temperature)
+    return Lab(model, tokenizer, known, cost, prompts, options.tokens, options.rows, sampling)
 
 
 def main() -> None:
@@ -463,6 +469,9 @@ def main() -> None:
     parser.add_argument("--cases", default=None, help=f"separated by ';' of {'; '.join(SETUPS)}")
     parser.add_argument("--turns", type=int, default=40, help="pairs of each case (40)")
     parser.add_argument("--ramp-turns", type=int, default=8, help="of the ramp (8)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="of cases that are greedy otherwise (0)"
+    )
     parser.add_argument("--tokens", type=int, default=64, help="of long outputs (64)")
     parser.add_argument(
         "--rows", type=int, default=ROWS, help=f"of the ramp at its height ({ROWS})"
@@ -501,7 +510,7 @@ def main() -> None:
 
 def is_record(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     """Whether a run has every case, with turns enough; what tables read is of such a one."""
-    usual = ("model", "dtype", "prompts", "cases", "tokens", "rows")
+    usual = ("model", "dtype", "prompts", "cases", "tokens", "rows", "temperature")
     return as_many(options, parser, "turns") and as_usual(options, parser, *usual)
 
 

@@ -107,11 +107,13 @@ def test_decoding_together_is_decoding_alone(scripts: SimpleNamespace) -> None:
         assert 0.0 < found[name].first.wall < found[name].whole.wall
 
 
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_never_slower_measures_every_bound(
     scripts: SimpleNamespace,
     arguments: list[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
+    temperature: str,
 ) -> None:
     out = tmp_path / "out.json"
     # The table is made up, and passes are counted by it: what the toy's really take says nothing.
@@ -119,6 +121,7 @@ def test_never_slower_measures_every_bound(
     for name, few in (("BATCH", 3), ("FIRSTS", 2), ("SHORT", 6)):
         monkeypatch.setattr(scripts.never_slower, name, few)
     size = ["--turns", "3", "--ramp-turns", "1", "--rows", "3", "--tokens", "14"]
+    size += ["--temperature", temperature]
     run(scripts.never_slower, [*arguments, *size, "--out", str(out)], monkeypatch)
     cases = json.loads(out.read_text(encoding="utf-8"))["cases"]
     assert set(cases) == set(scripts.never_slower.BOUNDS)
