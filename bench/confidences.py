@@ -5,8 +5,8 @@
 The expected calibration error (Naeini et al. 2015, ten bins) of a controller that has seen nothing
 before, over a text's prompts one after another: what it tells before it has learnt counts, too.
 Beside it stands what right chances would show of so many tokens. Look-ups are off, no clock plays a
-part in an error but through how many tokens are drafted. Without ``--out`` a run of all four texts
-is the day's record in bench/results.
+part in an error but through how many tokens are drafted. Without ``--out`` a whole run is the day's
+record in bench/results; results of any other are beside it in a file that ends in ``-part.json``.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def main() -> None:
     files = dict(given.split("=", 1) for given in options.prompts)
     whole = options.model == "builtin" and as_many(options, parser, "limit", "tokens")
     record = dated("confidences")
-    out = options.out or (record if whole else part_of(record))
+    out = options.out or part_of(record)
     texts: dict[str, dict[str, Any]] = {}
     console = Console()
     with Progress(console=console, transient=True) as progress:
@@ -90,8 +90,10 @@ def main() -> None:
                 )
                 line = f"{name}, T {temperature:g}, percent by prompts (by chance): {told}"
                 console.print(line, highlight=False, soft_wrap=True)
-    document = {**circumstances(), "dtype": options.dtype, "tokens": options.tokens}
-    write(out, {**document, "texts": texts})
+                document = {**circumstances(), "dtype": options.dtype, "tokens": options.tokens}
+                write(out, {**document, "texts": texts})
+    if options.out is None and whole:
+        out.replace(record)
 
 
 if __name__ == "__main__":

@@ -465,6 +465,21 @@ def test_calibration_errors_are_told_by_number_of_prompts(
         assert 0.0 < last["error"] < 1.0 > last["by_chance"] > 0.0
 
 
+@pytest.mark.parametrize(
+    ("given", "whole"),
+    [([], True), (["--limit", "200"], True), (["--limit", "3"], False), (["--tokens", "8"], False)],
+)
+def test_only_calibration_errors_of_many_prompts_are_a_record(
+    scripts, monkeypatch, tmp_path, given, whole
+):
+    record, found = tmp_path / "confidences.json", {"by_prompts": {}}
+    monkeypatch.setattr(scripts.confidences, "dated", lambda _: record)
+    monkeypatch.setattr(scripts.confidences, "prompts_of", lambda *_: [[1]])
+    monkeypatch.setattr(scripts.confidences, "errors_of", lambda *_: found)
+    run(scripts.confidences, given, monkeypatch)
+    assert record.exists() == whole != (tmp_path / "confidences-part.json").exists()
+
+
 def test_recorded_drafts_are_written_in_one_move(scripts, arguments, tmp_path):
     """A file that is there is read and not made again: half a one would count as all."""
     file = tmp_path / "drafts.jsonl"
