@@ -243,6 +243,24 @@ def test_each_bound_is_held_against_its_own_case(bench: SimpleNamespace) -> None
     assert bench.goals.of_bounds(cases)[1:] == ["all", "1 of 2; switching 1.4 of 1"]
 
 
+def test_the_matrix_says_where_automatic_drafting_is_not_the_fastest(
+    bench: SimpleNamespace,
+) -> None:
+    def modes(**speeds: float) -> dict[str, dict[str, float]]:
+        return {
+            name.replace("_", "-"): {"speedup_vs_autoregressive": speed}
+            for name, speed in speeds.items()
+        }
+
+    cells = {
+        "a": modes(hf=0.5, hf_static=1.6, automatic=1.2, fixed=1.0),
+        "b": modes(hf=0.5, automatic=1.2, fixed=1.5),
+        "forced": modes(autoregressive=1.0, fixed=1.2),
+    }
+    found = [line[1:] for line in bench.goals.of_matrix(cells)]
+    assert found == [["1", "1 of 2; worst 0.75, `a`"], ["0.97", "1 of 2; worst 0.80, `b`"]]
+
+
 def test_a_cell_s_ratio_is_the_median_of_its_prompts_ratios(bench: SimpleNamespace) -> None:
     """Which is not that of their medians: 1 and 2 times as fast as plain decoding."""
     plain, fixed, automatic = [1.0, 2.0, 4.0], [4.0, 1.0, 2.0], [2.0, 1.0, 4.0]
