@@ -108,6 +108,7 @@ def test_decoding_together_is_decoding_alone(scripts: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
+@pytest.mark.one_in(2)
 def test_never_slower_measures_every_bound(
     scripts: SimpleNamespace,
     arguments: list[str],

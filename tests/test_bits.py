@@ -376,6 +376,7 @@ def one_by_one(x: torch.Tensor, *weights: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.one_in(2)
 def test_float32_passes_have_no_spare_rows_where_bits_allow_it(monkeypatch, sampling):
     lm = loaded(monkeypatch, one_by_one)
     assert "in passes of 1 to 8 rows" in lm.exactness
@@ -403,6 +404,7 @@ def test_float32_passes_have_no_spare_rows_where_bits_allow_it(monkeypatch, samp
 
 
 @pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.one_in(2)
 def test_passes_are_padded_where_products_of_a_few_rows_have_other_bits(monkeypatch, rows):
     def otherwise(x, *weights):
         out = one_by_one(x, *weights)
