@@ -146,6 +146,8 @@ class PassLayout:
             start = self.single.start
             self.positions = all_positions[:, start : start + num_rows]
             self.calls = self._alone(self.single, tile)
+            # Its tokens attend where they are, and a pass without spare rows may be too short.
+            self.missing = max(0, sum(call.tile for call in self.calls) - num_rows)
         else:
             self._lay_out(segments, tile, all_positions)
         self.masks = {w: [self._mask(call, group, w) for call in self.calls] for w in set(windows)}
@@ -233,11 +235,12 @@ class PassLayout:
         """``(num_rows, head, head_dim)`` -> the same, over the cache."""
         keys, values = self.cache.layer_keys[layer], self.cache.layer_values[layer]
         rows, heads, dim = query.shape
-        places = sum(len(call.starts) * call.tile for call in self.calls)
         if self.single is None:
             queries = query.index_select(0, self.gather)
-        else:  # passes without spare rows may have fewer than their last tile
-            queries = query if rows >= places else F.pad(query, (0, 0, 0, 0, 0, places - rows))
+        elif self.missing:
+            queries = F.pad(query, (0, 0, 0, 0, 0, self.missing))
+        else:
+            queries = query
         done, outputs = 0, []
         for call, mask in zip(self.calls, self.masks[self.windows[layer]], strict=True):
             count = len(call.starts)
