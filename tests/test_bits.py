@@ -17,6 +17,7 @@ from zoo import NUM_LAYERS, make_toy
 from layerskip import DraftPlan, GenerationOutput, SamplingParams, SelfSpeculativeLM
 from layerskip.blocks import multiplied
 from layerskip.cache import Segment
+from layerskip.exactness import small_agree, tails
 from layerskip.fingerprint import cost_key
 from layerskip.model import pack_model
 
@@ -415,6 +416,16 @@ def test_passes_are_padded_where_products_of_a_few_rows_have_other_bits(monkeypa
     assert len(lm.stack.embed([1, 2, 3])) == lm.stack.free_rows == 8
     trial = Trial(lm, AROUND_BLOCKS, settings_of("greedy", 6))
     check_bits(trial.together(3, shuffled(3)), list(trial.alone(0)))
+
+
+def test_passes_are_padded_where_some_of_an_activation_is_a_tail(monkeypatch):
+    """Its roundings are rare: no draw of the probe has to meet one."""
+    stack = loaded(monkeypatch, one_by_one).stack
+    with torch.inference_mode():
+        assert small_agree(stack)
+        monkeypatch.setattr(stack, "widths", {*stack.widths, 33})  # a tail at any number of rows
+        assert all("some" in tails(stack, rows) for rows in range(1, 9))
+        assert not small_agree(stack)
 
 
 def test_small_passes_are_proven_again_with_other_threads(monkeypatch):
