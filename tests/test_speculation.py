@@ -23,6 +23,7 @@ from layerskip.controller import Controller
 from layerskip.experience import lookup_confidence
 from layerskip.lookup import FORCED_MATCH
 from layerskip.ops.reference import DRAFT_STREAM, TARGET_STREAM
+from layerskip.outputs import Round
 from layerskip.plan import PlanFile
 from layerskip.sampling import Sampler
 from layerskip.stopping import PLAIN, Choice
@@ -61,6 +62,58 @@ def test_switching_every_round_changes_no_token(toy, plain, sampling):
     out = run(with_controller(toy, Scripted(*script), lookup=known), sampling=sampling)
     assert out.token_ids == expected
     assert {r.drafter for r in out.rounds} == {"none", "early_exit", "lookup"}
+
+
+class Passes:
+    """What the layers ran, round by round: which of them over how many rows."""
+
+    def __init__(self, lm: SelfSpeculativeLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lm, self.rounds, self._now = lm, [], []
+        self._drive = lm.stack._drive
+        monkeypatch.setattr(lm.stack, "_drive", self.drive)
+
+    def drive(self, hidden, layers, layout):
+        self._now.append((tuple(layers), hidden.shape))
+        return self._drive(hidden, layers, layout)
+
+    def run(self, **settings) -> list[Round]:
+        rounds = []
+        for step in self.lm.stream(REPEATING, max_new_tokens=NEW, **settings):
+            rounds.append(step.round)
+            self.rounds.append(tuple(self._now))
+            self._now.clear()
+        return rounds
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "0.8"])
+def test_a_switch_adds_no_pass_to_the_rounds_beside_it(toy, monkeypatch, sampling):
+    def kinds(*script: Choice) -> dict[tuple[str, int], set[tuple]]:
+        passes = Passes(with_controller(toy, Scripted(*script), lookup=False), monkeypatch)
+        found: dict[tuple[str, int], set[tuple]] = {}
+        for r, ran in zip(passes.run(sampling=sampling), passes.rounds, strict=True):
+            if r.index:
+                found.setdefault((r.drafter, r.num_draft_tokens), set()).add(ran)
+        return found
+
+    drafting = Choice("early_exit", 4)
+    kept = kinds(PLAIN) | kinds(drafting)
+    both = kinds(drafting, PLAIN)
+    assert both.keys() >= {("none", 0), ("early_exit", 4)}
+    assert all(len(ran) == 1 for ran in kept.values())
+    assert {kind: kept[kind] for kind in both} == both
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "0.8"])
+def test_the_first_token_takes_the_passes_that_it_takes_without_drafts(toy, monkeypatch, sampling):
+    def first(num_draft_tokens: int | str) -> tuple:
+        lm = with_controller(toy, Controller(cost_of(0.1), follows_clock=False))
+        passes = Passes(lm, monkeypatch)
+        rounds = passes.run(sampling=sampling, num_draft_tokens=num_draft_tokens)
+        assert any(r.num_draft_tokens for r in rounds) is bool(num_draft_tokens)
+        assert len(rounds[0].token_ids) == 1
+        return passes.rounds[0]
+
+    assert first(0) == first("auto") == first(4) != ()
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
