@@ -11,6 +11,7 @@ draft, so that its length depends only on what was drawn before.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from layerskip.asks import (
     HYSTERESIS,
@@ -203,7 +204,8 @@ class Controller:
         idle = resting and not any(found.drafted)
         left = 0.0 if longest else stake
         plain = idle and not any(found.looked_up)
-        claims = plain and not found.is_less
+        held = found.is_less
+        claims = plain and not held
         probing = idle and drafts and may_probe(asks, pace, left, claims=claims)
         if plain and not probing:
             put_to_rest(asks, pace, left, drafts=drafts)
@@ -222,7 +224,8 @@ class Controller:
                 a.state.last = 0 if probing else n
             same = looked_up, (n if found.is_less else most) if n and not looked_up else 0
             if same not in made:
-                made[same] = _chosen(*same, found.rate, pace, may_lose)
+                choice = _chosen(*same, found.rate, pace, may_lose)
+                made[same] = replace(choice, held=True) if probing and held else choice
             choices.append(made[same])
         return choices
 
@@ -320,8 +323,11 @@ class Controller:
         seconds = choice.gained(saved, drafted + num_behind, wider * num_passes)
         seconds -= num_behind * self.times.drawing(greedy=state.greedy)
         if choice.plain_seconds > 0.0:
-            passes = seconds / self.times.verify(1, context, greedy=state.greedy)
-            state.settle(seconds / choice.plain_seconds, passes)
+            plain = self.times.verify(1, context, greedy=state.greedy)
+            spent = 0.0
+            if state.probing and choice.held:
+                spent = -choice.gained(0, drafted + num_behind, wider * num_passes) / plain
+            state.settle(seconds / choice.plain_seconds, seconds / plain, spent=spent)
         if not state.probing:
             self._earn(state, choice, context)
         state.add_draft(accepted, confidences, chances)

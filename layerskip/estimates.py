@@ -110,7 +110,9 @@ class RowState:
             found.append(survival)
         return found
 
-    def settle(self, gained: float, passes: float, *, looked_up: bool = False) -> None:
+    def settle(
+        self, gained: float, passes: float, *, looked_up: bool = False, spent: float = 0.0
+    ) -> None:
         """What a draft gained, or lost if negative: that of a probe is paid by the credit that all
         requests share, and what it lacks by the stake; that of looked-up tokens the other way
         round; any other by the stake alone. Gains count in full.
@@ -119,8 +121,14 @@ class RowState:
             gained: in the row's shares of plain rounds: tokens.
             passes: the same in plain passes of one row, where credit may pay.
             looked_up: whether the tokens were, and no others drafted.
+            spent: plain passes of a probe beside a row that is waited for: credit pays for them
+                all, whatever they gained for this one.
         """
         self.shared.ledger += gained
+        if spent:
+            self.shared.credit -= spent
+            self.stake += max(0.0, gained)
+            return
         if passes < 0.0 and (self.probing or looked_up):
             lost = max(0.0, -gained - max(0.0, self.stake)) if looked_up else -gained
             each = passes / gained  # plain passes of a token

@@ -26,6 +26,8 @@ class Choice:
         charged_seconds: as ``verify_seconds``, of what is counted as lost; empty: the same.
         dearer: the same of draft passes, as a factor.
         may_lose: seconds that the round may take in vain.
+        held: whether the batch does not draft because one of its rows is waited for. What a probe
+            gains for the others then makes it end no sooner.
     """
 
     source: Drafter
@@ -38,6 +40,7 @@ class Choice:
     charged_seconds: tuple[float, ...] = ()
     dearer: float = 1.0
     may_lose: float = math.inf
+    held: bool = False
 
     def gained(self, num_saved: int, num_drafted: int, num_passes: float) -> float:
         """Seconds that a draft saved, or lost if negative, at the prices of what is lost.

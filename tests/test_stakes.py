@@ -203,6 +203,19 @@ def test_what_a_probe_loses_is_not_paid_by_what_is_owed():
     assert (state.stake, state.shared.credit) == pytest.approx((0.7, -0.5))
 
 
+@pytest.mark.parametrize(("held", "credit"), [(False, 0.3), (True, 0.3 - 0.17)])
+def test_a_probe_beside_a_row_that_is_waited_for_costs_all_that_it_took(held, credit):
+    """What it gained for one row makes the batch end no sooner."""
+    controller = Controller(table(0.2, slope=0.0), follows_clock=False)
+    state = controller.row("greedy", 0)
+    state.probing, state.stake, state.shared.credit = True, 1.0, 0.3
+    how = {"draft_seconds": 0.15, "verify_seconds": (0.02,), "held": held}
+    choice = Choice("early_exit", 1, plain_seconds=1.0, **how)
+    controller.observe_draft(state, choice, CONTEXT, [True], [0.5], num_passes=1)
+    assert (state.stake, state.shared.ledger) == pytest.approx((1.83, 0.83))
+    assert state.shared.credit == pytest.approx(credit)
+
+
 def test_one_bad_draft_leaves_enough_for_another():
     controller = Controller(table(0.2), prior=(0.85,), follows_clock=False)
     state = controller.row("greedy", 64)
