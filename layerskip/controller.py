@@ -27,7 +27,7 @@ from layerskip.asks import (
 )
 from layerskip.cost import DRAFTS_IN_A_ROW, CostTable
 from layerskip.estimates import RowState
-from layerskip.experience import DEFAULT_ACCEPTANCE, Calibration, Experience
+from layerskip.experience import Calibration, Experience
 from layerskip.pace import LOOKING, Pace, Split, affordable
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import CONTEXT_STEP, PassTimes
@@ -62,7 +62,7 @@ class Controller:
         follows_clock: bool = True,
     ) -> None:
         self.cost, self.times = cost, PassTimes(cost, follows_clock=follows_clock)
-        self._prior, self._follows_clock = tuple(prior) or (DEFAULT_ACCEPTANCE,), follows_clock
+        self._prior, self._follows_clock = tuple(prior), follows_clock
         self._calibration = dict(calibration or {})
         self._experiences: dict[str, Experience] = {}
         self._guesses: dict[tuple[int, int], int] = {}  # of so many rows, at such contexts

@@ -242,7 +242,7 @@ class RowState:
         for i, success in enumerate(accepted[:MAX_AUTO_DRAFT_TOKENS]):
             self._ratio.add(success, shared.acceptances[i])
             self._positions[i].add(success, ROW_DISCOUNT)
-            shared.add(i, success)
+        shared.add(accepted[:MAX_AUTO_DRAFT_TOKENS])
         told = chances or [self.chance(c) for c, _ in zip(confidences, accepted, strict=False)]
         for success, confidence, chance in zip(accepted, confidences, told, strict=False):
             self._confidence_ratio.add(success, calibration.chance(confidence))

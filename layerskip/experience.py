@@ -163,6 +163,7 @@ class Experience:
     """What requests of one kind (greedy, coupled, token, block) have in common.
 
     Attributes:
+        prior: acceptance by position, as measured before; empty: unknown.
         acceptances: of a request's first, second, ... drafted token once those before it are
             accepted.
         ledger: what their drafts gained less what they lost, in tokens of plain rounds.
@@ -183,7 +184,9 @@ class Experience:
 
     def __post_init__(self) -> None:
         self._weights = [PRIOR_WEIGHT] * MAX_AUTO_DRAFT_TOKENS
-        self.acceptances = [self._acceptance(i) for i in range(MAX_AUTO_DRAFT_TOKENS)]
+        given = self.prior or (DEFAULT_ACCEPTANCE,)
+        self._priors = [given[min(i, len(given) - 1)] for i in range(MAX_AUTO_DRAFT_TOKENS)]
+        self.acceptances = [min(LARGEST, share) for share in self._priors]
 
     def end(self, num_tokens: int) -> None:
         """A request of so many tokens is over."""
@@ -194,15 +197,26 @@ class Experience:
         """Of drafted token ``i`` (from 0) once those before it are accepted."""
         return self.acceptances[min(i, MAX_AUTO_DRAFT_TOKENS - 1)]
 
-    def add(self, i: int, success: bool) -> None:
-        """What became of a drafted token ``i`` behind accepted ones."""
-        self.positions[i].add(success, SHARED_DISCOUNT)
-        self._weights[i] *= SHARED_DISCOUNT
-        self.acceptances[i] = self._acceptance(i)
+    def add(self, accepted: Sequence[bool]) -> None:
+        """What became of a draft's judged tokens: accepted ones, and the first that was not."""
+        for i, success in enumerate(accepted):
+            self.positions[i].add(success, SHARED_DISCOUNT)
+            self._weights[i] *= SHARED_DISCOUNT
+            if self.prior:
+                self.acceptances[i] = self.positions[i].mean(self._priors[i], self._weights[i])
+        if not self.prior:
+            self._guess_late_ones()
 
-    def _acceptance(self, i: int) -> float:
-        prior = self.prior[min(i, len(self.prior) - 1)]
-        return self.positions[i].mean(prior, self._weights[i])
+    def _guess_late_ones(self) -> None:
+        """Where no plan says better, a position begins with what the one before it has come to: few
+        drafts are long, and those that might be would never be tried on a guess."""
+        begun, found = DEFAULT_ACCEPTANCE, []
+        # As ``Share.mean`` has them, in few steps: each draft of each row asks for all.
+        for weight, own in zip(self._weights, self.positions, strict=True):
+            acceptance = (weight * begun + own.hits) / (weight + own.trials)
+            begun = min(LARGEST, acceptance)
+            found.append(begun)
+        self.acceptances = found
 
     def lookup(self, match_bin: int, stored: bool) -> Share:
         """Of looked-up tokens; a match in a store says less than one in the text itself."""

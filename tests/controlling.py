@@ -54,6 +54,8 @@ class Request:
         guessed, match_length, guess_right: tokens that a look-up offers before each round, after
             so long a match, and the chance that one is right once those before it are.
         limit: most tokens that it may have; 0: as many as it has.
+        luck: of each of its tokens, 0 to 1: below the acceptance, it is drafted right, by whatever
+            round.
     """
 
     tokens: int
@@ -66,6 +68,7 @@ class Request:
     guess_right: float = 0.0
     emitted: int = 0
     state: RowState | None = None
+    luck: Sequence[float] = ()
 
 
 @dataclass
@@ -91,18 +94,19 @@ class Growing:
         looks_up = self.choice.source == "lookup"
         return self.choice.num_draft_tokens if looks_up else len(self.right)
 
-    def grow(self, random: Random, *, stops: bool) -> None:
-        chance = self.request.acceptance(self.request.emitted)
-        self.right.append(random.random() < chance)
+    def grow(self, *, stops: bool) -> None:
+        r = self.request
+        chance = r.acceptance(r.emitted)
+        self.right.append(r.luck[r.emitted + len(self.right)] < chance)
         sure = 0.98 if self.right[-1] else 0.15
-        confidence = sure if self.request.telling else max(self.request.boast, chance)
+        confidence = sure if r.telling else max(r.boast, chance)
         self.confidences.append(confidence)
         self.ended = stops and not self.stopper.goes_on(confidence)
 
 
 @dataclass
 class Paper:
-    """A decoder that only counts.
+    """A decoder that only counts. All of the same ``seed`` draft the same texts.
 
     Attributes:
         seconds: of all rounds; ``plain``: of as many plain passes as were needed without drafts.
@@ -111,11 +115,14 @@ class Paper:
 
     controller: Controller
     fixed: int | None = None
-    random: Random = field(default_factory=lambda: Random(0))
+    seed: int = 0
     seconds: float = 0.0
     emitted: int = 0
     num_rounds: int = 0
     chosen: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._texts, self._guesses = Random(self.seed), Random(self.seed)
 
     def run(self, requests: Sequence[Request], *, rows: int = 1) -> "Paper":
         """Decode all requests, ``rows`` at a time."""
@@ -132,7 +139,9 @@ class Paper:
 
     def round(self, going: Sequence[Request]) -> None:
         for r in going:
-            r.state = r.state or self.controller.row("greedy", r.limit or r.tokens)
+            if r.state is None:
+                r.state = self.controller.row("greedy", r.limit or r.tokens)
+                r.luck = [self._texts.random() for _ in range(r.tokens)]
         choices = self._choices(going)
         shares = len(going) > 1
         drafts = [
@@ -156,7 +165,7 @@ class Paper:
                     break
             self.seconds += cost.draft_pass(len(asking), CONTEXT, sequences=len(asking), late=True)
             for d in asking:
-                d.grow(self.random, stops=self.fixed is None)
+                d.grow(stops=self.fixed is None)
         counts = [d.verified for d in drafts]
         self.seconds += cost.verify_pass(sum(counts) + len(going), CONTEXT, sequences=len(going))
         for d in drafts:
@@ -187,7 +196,7 @@ class Paper:
 
     def _looked_up(self, r: Request) -> list[bool]:
         count = min(r.guessed, r.tokens - r.emitted - 1)
-        return [self.random.random() < r.guess_right for _ in range(count)]
+        return [self._guesses.random() < r.guess_right for _ in range(count)]
 
     def _choices(self, going: Sequence[Request]) -> list[Choice]:
         rooms = [r.tokens - r.emitted - 1 for r in going]

@@ -20,13 +20,23 @@ from layerskip.stopping import Choice
 FIXED = (0, 1, 2, 3, 4, 5, 7, 9, 12, 16)
 
 
-@pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.7, 0.8, 0.9])
+def best_fixed(cost, requests) -> float:
+    """Tokens a second of the best fixed number; those far beyond it are not tried."""
+    best = 0.0
+    for k in FIXED:
+        rate = paper(cost, k).run(requests()).rate
+        best = max(best, rate)
+        if rate < 0.8 * best:
+            break
+    return best
+
+
+@pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.7, 0.8, 0.9, 0.95])
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_automatic_is_near_the_best_fixed_number_where_confidence_tells_nothing(cost, acceptance):
-    auto = paper(cost).run(steady(acceptance, count=16)).rate
-    best = max(paper(cost, k).run(steady(acceptance, count=16)).rate for k in FIXED)
-    assert auto >= 0.95 * best
+    auto = paper(cost).run(steady(acceptance, count=48)).rate
+    assert auto >= 0.97 * best_fixed(cost, lambda: steady(acceptance, count=48))
 
 
 @pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.9])
@@ -34,8 +44,7 @@ def test_automatic_is_near_the_best_fixed_number_where_confidence_tells_nothing(
 @pytest.mark.one_in(2)
 def test_automatic_beats_every_fixed_number_where_confidence_tells(cost, acceptance):
     auto = paper(cost).run(steady(acceptance, count=8, telling=True)).rate
-    best = max(paper(cost, k).run(steady(acceptance, count=8)).rate for k in FIXED)
-    assert auto >= 1.05 * best
+    assert auto >= 1.05 * best_fixed(cost, lambda: steady(acceptance, count=8))
 
 
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
@@ -44,8 +53,7 @@ def test_over_a_bimodal_stream_automatic_beats_every_fixed_number(cost):
     def stream() -> list[Request]:
         return [r for i in range(12) for r in steady(0.95 if i % 2 else 0.05, count=1)]
 
-    best = max(paper(cost, k).run(stream()).rate for k in FIXED)
-    assert paper(cost).run(stream()).rate >= 1.1 * best
+    assert paper(cost).run(stream()).rate >= 1.1 * best_fixed(cost, stream)
 
 
 def test_short_outputs_of_an_ordinary_drafter_gain():
@@ -180,9 +188,23 @@ def test_what_a_plan_says_wears_off():
     shared = Experience((0.8,))
     assert shared.acceptance(0) == pytest.approx(0.8)
     for _ in range(400):
-        shared.add(0, False)
+        shared.add([False])
     assert shared.acceptance(0) < 0.01
     assert shared.acceptance(1) == pytest.approx(0.8)
+
+
+def test_without_a_plan_late_positions_are_thought_to_be_as_early_ones_are():
+    shared = Experience(())
+    assert shared.acceptances == pytest.approx([0.7] * MAX_AUTO_DRAFT_TOKENS)
+    for _ in range(60):
+        shared.add([True] * 4)
+    assert shared.acceptance(3) > 0.95
+    assert shared.acceptances[4:] == pytest.approx([shared.acceptance(3)] * 12)
+    for _ in range(60):
+        shared.add([True] * 4 + [False])
+    assert shared.acceptance(3) > 0.95
+    assert shared.acceptance(4) < 0.5
+    assert shared.acceptances[5:] == pytest.approx([shared.acceptance(4)] * 11)
 
 
 def test_nothing_is_drafted_where_there_is_no_room_or_no_drafter():

@@ -116,15 +116,17 @@ def test_likelihoods_are_odds_times_those_of_all():
 
 
 @settings(max_examples=30)
-@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=8), max_size=80))
-def test_a_posterior_is_a_distribution_whatever_was_drafted(drafts):
-    experience = Experience((0.7,))
+@given(
+    st.sampled_from([(0.7,), ()]),
+    st.lists(st.lists(st.booleans(), min_size=1, max_size=8), max_size=80),
+)
+def test_a_posterior_is_a_distribution_whatever_was_drafted(prior, drafts):
+    experience = Experience(prior)
     sort = Sort(experience.mixture)
     for draft in drafts:
         told = judged(draft)
         sort.add(told, experience.acceptances)
-        for i, success in enumerate(told):
-            experience.add(i, success)
+        experience.add(told)
     assert sum(sort.posterior) == pytest.approx(1.0)
     assert min(sort.posterior) > 0.0
     hopes = sort.hopes(experience.acceptances)
