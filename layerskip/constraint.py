@@ -13,6 +13,7 @@ from torch import Tensor
 
 from layerskip.grammar import Matcher
 
+FEW = 64  # tokens: where no others may follow, a draft may take each of them
 _BITS = torch.arange(8, dtype=torch.uint8)
 
 
@@ -123,6 +124,18 @@ class Constraint:
         if forced:
             return forced[:most], True
         return self._legal(tuple(found[:most])), False
+
+    def few(self, context: Sequence[int]) -> frozenset[int]:
+        """Tokens of the text that may come next, if they are few: a digit, one of some names.
+
+        Args:
+            context: all tokens before.
+        """
+        output = context[self._prompt_length :]
+        state = self._state(output, len(output))
+        if state is None or int(state.following.sum()) > FEW:
+            return frozenset()
+        return frozenset(state.following.nonzero()[:, 0].tolist())
 
     def _legal(self, tokens: tuple[int, ...], *, certain: bool = False) -> tuple[int, ...]:
         """The allowed ones, up to the first that is not.

@@ -106,7 +106,8 @@ class Row:
             in flight on the device.
         state: the controller's, of a row that leaves the number of draft tokens to it.
         index: of prompt and output, for look-ups; made in the first round that looks up.
-        own_ids: tokens of prompt and output that the draft vocabulary lacks, if there is one.
+        own_ids: tokens of prompt and output, and few that a grammar allowed, which the draft
+            vocabulary lacks, if there is one.
         exit_states: what an adapter's block has yet to see; None: this row never runs it.
         weights: stamp of the model's when its prefill began, of a row whose cache is wanted or that
             began with one.

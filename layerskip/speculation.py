@@ -389,9 +389,17 @@ class Speculator:
 
     def began(self, row: Row) -> None:
         """After a row's prefill: its draft may take the tokens of its prompt, and the first one."""
-        if self._base is not None:
-            row.own_ids = frozenset(row.context) - self._kept
+        self._own(row, row.context)
         self._ended(row)
+
+    def _own(self, row: Row, tokens: Sequence[int]) -> None:
+        """Its draft may take these tokens, and the few of a grammar that may come next."""
+        if self._base is None:
+            return
+        more, constraint = frozenset(tokens), row.spec.sampler.constraint
+        if constraint is not None and row.finish_reason is None:
+            more |= constraint.few(row.context)  # the next pass asks for the same mask
+        row.own_ids |= more - self._kept
 
     def _ended(self, row: Row) -> None:
         """A finished text is looked up in by later ones."""
@@ -415,8 +423,7 @@ class Speculator:
         """
         if row.index is not None:
             row.index.extend(emitted)
-        if self._base is not None:
-            row.own_ids |= frozenset(emitted) - self._kept
+        self._own(row, emitted)
         self._ended(row)
         controller = self._by_host if by_host else self.controller
         if row.state is None or controller is None:

@@ -9,12 +9,13 @@ import pytest
 import torch
 from enumeration import Game, assert_same_law
 from optional import needed
-from toys import VOCAB_SIZE
+from toys import PLANS, VOCAB_SIZE
 
 from layerskip import Grammar, SamplingParams, SelfSpeculativeLM
 from layerskip.constraint import Constraint
 from layerskip.drafting import Draft, EarlyExitDrafter
 from layerskip.grammar_xgrammar import XGrammarMatcher
+from layerskip.plan import PlanFile
 from layerskip.sampling import Sampler
 
 needed("xgrammar")
@@ -133,6 +134,32 @@ def test_a_limit_inside_a_structure_cuts_what_plain_decoding_writes(ending, coun
         out = ending.generate(PROMPT, grammar=grammar, max_new_tokens=limit, num_draft_tokens=count)
         assert out.token_ids == whole.token_ids[:limit]
         assert out.finish_reason == "length"
+
+
+@pytest.mark.parametrize(("rule", "few"), [("[0-9]{12}", True), ("[ -~]{12}", False)])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+def test_the_few_tokens_that_a_grammar_allows_are_drafted_over(
+    toy, tokenizer, monkeypatch, sampling, rule, few
+):
+    """They are not in the draft vocabulary, nor in the prompt."""
+    known = PlanFile(PLANS["exit"], draft_vocabulary=(EOS,))
+    plain = SelfSpeculativeLM(toy(), tokenizer, num_draft_tokens=0)
+    trimmed = SelfSpeculativeLM(toy(), tokenizer, known, num_draft_tokens=3, lookup=False)
+    asked, draft = [], trimmed._drafter.draft
+
+    def spy(requests, *rest):
+        asked.extend(requests)
+        return draft(requests, *rest)
+
+    monkeypatch.setattr(trimmed._drafter, "draft", spy)
+    settings = {"grammar": Grammar.regex(rule), "max_new_tokens": 14, "sampling": sampling}
+    out = trimmed.generate(PROMPT, **settings)
+    assert out.token_ids == plain.generate(PROMPT, **settings).token_ids
+    allowed = {i for i in range(VOCAB_SIZE) if re.fullmatch("[0-9]+", tokenizer.decode([i]))}
+    assert len(allowed) >= 10
+    assert (allowed <= asked[0].own_ids) is few
+    if few:
+        assert all(r.num_draft_tokens for r in out.rounds[1:-1])
 
 
 def test_masks_are_made_before_a_pass_is_read(ending, monkeypatch):
