@@ -31,14 +31,24 @@ def time_of(run, acceptances, rows, *, batches=6):
     return run.seconds
 
 
+MIXED = [(0.95, 0.05), (0.9, 0.9, 0.3, 0.0), (0.9, 0.9, 0.9, 0.0)]
+
+
 @pytest.mark.parametrize("rows", [4, 8, 16])
-@pytest.mark.parametrize(
-    "acceptances", [(0.95, 0.05), (0.9, 0.9, 0.3, 0.0), (0.9, 0.9, 0.9, 0.0)], ids=str
-)
+@pytest.mark.parametrize("acceptances", MIXED, ids=str)
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
-@pytest.mark.one_in(3)
 def test_a_mixed_batch_ends_little_later_than_plainly(cost, acceptances, rows):
-    """Up to a third later, by the most tokens a second. 3 % is the aim, the worst of these 3.5."""
+    """Up to a third later, by the most tokens a second."""
+    auto, plain = (time_of(paper(cost, fixed), acceptances, rows) for fixed in (None, 0))
+    assert auto < 1.041 * plain
+
+
+@pytest.mark.parametrize("rows", [4, 8, 16])
+@pytest.mark.parametrize("acceptances", MIXED, ids=str)
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+@pytest.mark.one_in(6)
+def test_mixed_batches_of_other_texts_end_little_later_too(cost, acceptances, rows):
+    """3 % is the aim, the worst of these 3.5."""
     auto, plain = (
         sum(time_of(replace(paper(cost, k), seed=seed), acceptances, rows) for seed in range(3))
         for k in (None, 0)

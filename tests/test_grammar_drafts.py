@@ -162,6 +162,23 @@ def test_the_few_tokens_that_a_grammar_allows_are_drafted_over(
         assert all(r.num_draft_tokens for r in out.rounds[1:-1])
 
 
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_what_a_grammar_allows_one_row_is_nothing_to_its_neighbours(toy, tokenizer, verification):
+    known = PlanFile(PLANS["exit"], draft_vocabulary=tuple(range(40)))
+    lm = SelfSpeculativeLM(toy(), tokenizer, known, num_draft_tokens=3, lookup=False)
+    grammars = [Grammar.regex(rule) for rule in ("[0-9]{12}", "(ta|te|ea){6}", "[ -~]{12}")]
+    settings = {"sampling": SAMPLED, "verification": verification}
+    batch = lm.open_batch(max_new_tokens=14, **settings)
+    rows = [batch.add(PROMPT, grammar=grammar) for grammar in grammars]
+    together = {row: [] for row in rows}
+    while batch.unfinished:
+        for r in batch.step():
+            together[r.row] += r.token_ids
+    for row, grammar in zip(rows, grammars, strict=True):
+        alone = lm.generate(PROMPT, max_new_tokens=14, grammar=grammar, **settings)
+        assert together[row] == [*alone.token_ids]
+
+
 def test_masks_are_made_before_a_pass_is_read(ending, monkeypatch):
     """So a GPU works on the pass meanwhile: nothing is left to make when scores are masked."""
     made, late, reading = [], [], []
