@@ -11,6 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
+from torch import Tensor
+
 from layerskip import LookupStore, SelfSpeculativeLM
 from layerskip.cache import KVCache
 from layerskip.draft_head import DraftHead
@@ -38,6 +41,11 @@ class Spoiling(EarlyExitDrafter):
         drafts = super().draft(requests, cache, head, going_on)
         return [self.spoilt(r, d) for r, d in zip(requests, drafts, strict=True)]
 
+    @property
+    def may_look_back(self) -> bool:
+        """What it puts in the place of its tokens depends on where they are."""
+        return False
+
     def spoilt(self, request: DraftRequest, draft: Draft) -> Draft:
         raise NotImplementedError
 
@@ -61,6 +69,17 @@ class Corrupted(Spoiling):
         # Past the text's end nothing is emitted, whatever is drafted.
         right = [*coming, *draft.tokens[len(coming) :]]
         return replace(draft, tokens=tuple(map(self.instead, right)), shared=())
+
+    @property
+    def may_look_back(self) -> bool:
+        """It may where no draft is ever right, nor would have been."""
+        return not self.accuracy
+
+    def looked_back(self, states: Tensor, head: DraftHead | None = None) -> Tensor:
+        """As surely as the model would have, it would have drafted any token at all."""
+        logits = super().looked_back(states, head)
+        shifts = (self.random.randrange(1, logits.shape[-1]) for _ in logits)
+        return torch.stack([row.roll(n) for row, n in zip(logits, shifts, strict=True)])
 
     def instead(self, right: int) -> int:
         if self.random.random() < self.accuracy:

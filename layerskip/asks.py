@@ -39,6 +39,7 @@ class Ask:
         match_length: of the look-up.
         stored: whether it is from a store.
         left: tokens that the row may still emit; only how they differ from its neighbours' counts.
+        looks_back: whether its plain rounds tell what drafts would come to.
     """
 
     state: RowState
@@ -48,6 +49,7 @@ class Ask:
     match_length: int = 0
     stored: bool = False
     left: int = 1
+    looks_back: bool = False
 
     @property
     def confidence(self) -> float:
@@ -129,6 +131,8 @@ def put_to_rest(asks: Sequence[Ask], pace: Pace, left: float, *, drafts: bool) -
         trying = sum(a.room > 0 for a in asks)
         paid = max(0.0, left) if _promising(asks, pace) else 0.0
         awaited = _probe_cost(asks, pace) - paid * trying / pace.plain
+        if not _tries(asks, pace):  # looking back ends the rest, if anything does
+            awaited = math.inf
     one_in = 1
     if pace.steps[0] > DEAR * pace.token:
         one_in = AWAKE_ONE_IN
@@ -170,14 +174,21 @@ def may_probe(asks: Sequence[Ask], pace: Pace, left: float, *, claims: bool) -> 
     if rows == 0 or any(a.state.probing for a in asks):  # a round ahead, one is not judged yet
         return False
     for a in trying if claims else ():
-        a.state.claim(PROBE_SHARE * pace.token / pace.plain)
+        # Once it has drafted, it looks back for that: it tells far more.
+        if not a.looks_back or not a.state.has_drafted:
+            a.state.claim(PROBE_SHARE * pace.token / pace.plain)
     cost = _probe_cost(asks, pace)
     for shared in (a.state.shared for a in asks):  # of each kind of request, once or more
         shared.credit = min(shared.credit, max(MOST_CREDIT, cost))  # a long rest buys no long run
     missing = cost - min(a.state.shared.credit for a in asks)
-    if missing <= 0.0 or left * rows < missing * pace.plain:
-        return missing <= 0.0
-    return _promising(asks, pace)
+    if missing <= 0.0:
+        return _tries(asks, pace)
+    return left * rows >= missing * pace.plain and _promising(asks, pace)
+
+
+def _tries(asks: Sequence[Ask], pace: Pace) -> bool:
+    """Whether to try what does not look as if it would pay: nothing else tells about it."""
+    return not all(a.looks_back for a in asks) or _promising(asks, pace)
 
 
 def _promising(asks: Sequence[Ask], pace: Pace) -> bool:

@@ -260,6 +260,31 @@ class Controller:
             known[key] = Pace(self.times, context, rows, greedy=greedy)
         return known[key]
 
+    def looks_back(self, state: RowState, count: int, context: int) -> bool:
+        """Whether a row by itself, which does not draft, looks back at what drafts would have come
+        to in its last rounds: as credit for probes pays for it, of which this is the cheapest.
+
+        Args:
+            count: tokens that can be looked back at.
+        """
+        if count < state.next_look or state.last:
+            return False
+        return state.may_look_back(self._price_of_looking(state, count, context), PROBE_SHARE)
+
+    def _price_of_looking(self, state: RowState, count: int, context: int) -> float:
+        """In plain passes."""
+        plain = self.times.verify(1, context, greedy=state.greedy)
+        return self.times.looking_back(count, greedy=state.greedy) / plain
+
+    def observe_hindsight(
+        self, state: RowState, runs: Sequence[tuple[Sequence[bool], Sequence[float]]], context: int
+    ) -> None:
+        """What drafts would have come to, as of ``RowState.look_back``."""
+        count = sum(len(accepted) for accepted, _ in runs)
+        pace = self._pace(context, 1, greedy=state.greedy)
+        spent = self._price_of_looking(state, count, context)
+        state.look_back(runs, spent, pace.risks[0] / pace.token)
+
     def observe_plain(self, state: RowState, choice: Choice, context: int) -> None:
         """A round without drafts."""
         self._earn(state, choice, context)

@@ -190,6 +190,10 @@ class CostTable:
             layers = max(0.0, layers - self.draft_start / DRAFTS_IN_A_ROW)
         return layers + self._summed(self.draft_head, rows, 0) + sequences * self.drawing
 
+    def looking_back(self, rows: int) -> float:
+        """The head of a draft pass alone, over so many rows: their noise has been made."""
+        return self._summed(self.draft_head, rows, 0) + self.drawing
+
     def drafting(self, passes: int, rows: int, context: float) -> float:
         """A round's draft passes, each over ``rows`` tokens of one sequence.
 

@@ -199,19 +199,25 @@ class Decoder:
         row.token_ids.extend(emission.token_ids)
         row.stream, row.finish_reason = emission.stream, emission.finish_reason
         row.rounds.append(outcome.record)
-        row.spec.sampler.forget_before(len(row.spec.prompt) + len(row.token_ids))
         if outcome.attempt is None:
             self.speculator.began(row)
         else:
             num_matches = outcome.judged.verdict.num_matches
             told = row, outcome.attempt, emission.token_ids, num_matches
-            self.speculator.observe(*told, by_host=outcome.landing is None)
+            states = outcome.exit_states[0] if self._tells_of(outcome) else None
+            self.speculator.observe(*told, states=states, by_host=outcome.landing is None)
+        row.spec.sampler.forget_before(len(row.spec.prompt) + len(row.token_ids))
         if outcome.landing is not None and self.rounds is not None:
             self.rounds.settle(outcome.landing)
         if row.spec.sink is not None:
             count, scores = len(emission.token_ids), outcome.judged.verdict.scores
             logits = outcome.judged.logits[:count].float()
             row.spec.sink(logits, logits if scores is None else scores[:count])
+
+    @staticmethod
+    def _tells_of(outcome: Outcome) -> bool:
+        """Whether a round leaves what drafts would have begun with, of a row by itself."""
+        return outcome.landing is None and outcome.record.rows == 1 and bool(outcome.exit_states)
 
     def _commit(self, outcome: Outcome) -> None:
         row = outcome.row

@@ -4,7 +4,7 @@ A draft pass of a small model is mostly its head, and the head is as wide as wha
 Whatever a draft can't guess has q = 0: every verification mode stays exact.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -161,6 +161,29 @@ class DraftHead:
         if extra is not None:
             extra = HeadRows.of(self._head, extra.ids, EXTRA_MULTIPLE)
         return DraftHead(self._head, base, self._logits, extra)
+
+
+def over_all(
+    logits: Tensor, head: DraftHead | None, own_ids: Collection[int], vocab_size: int
+) -> Tensor:
+    """A row's logits over the whole vocabulary. What the head knows for other rows' sake only is
+    left out: q must not depend on the neighbours.
+
+    Args:
+        logits: ``(rows, ids of the head)``.
+        head: that they are of; None: the model's own, and they are as they are.
+        own_ids: beyond the draft vocabulary, that the row may draft.
+
+    Returns:
+        ``(rows, vocab_size)``.
+    """
+    if head is None:
+        return logits
+    scores = spread(logits, head.ids, vocab_size)
+    foreign = [i for i in head.extra_ids if i not in own_ids]
+    if foreign:
+        scores[:, foreign] = float("-inf")
+    return scores
 
 
 def head_over(stack: "DecoderStack", ids: Iterable[int] | Tensor) -> DraftHead:

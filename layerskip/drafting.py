@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from layerskip.cache import KVCache, Segment
-from layerskip.draft_head import DraftHead, greedy_kept, spread
+from layerskip.draft_head import DraftHead, greedy_kept, over_all
 from layerskip.guessing import judged
 from layerskip.model import DecoderStack, Head
 from layerskip.plan import DraftPlan
@@ -129,6 +129,23 @@ class EarlyExitDrafter:
                     break
             self._grow([growing[i] for i in places], cache, head)
         return [g.draft() for g in growing]
+
+    @property
+    def may_look_back(self) -> bool:
+        """Whether rounds that draft nothing leave what a draft would have begun with."""
+        return self._adapter is None and self.plan.exit_layer is not None
+
+    def looked_back(self, states: Tensor, head: DraftHead | None = None) -> Tensor:
+        """Logits of what a draft's first pass would have drafted, where ``may_look_back``.
+
+        Args:
+            states: ``(tokens, hidden)`` after the exit, as ``Verifier.verify`` leaves them.
+            head: as in ``draft``.
+
+        Returns:
+            ``(tokens, ids of the head)``.
+        """
+        return self._head_for(head)(states)[: len(states)]
 
     def _grow(self, asking: "Sequence[_Growing]", cache: KVCache, head: DraftHead | None) -> None:
         """One pass: each row's last token, and what it guesses to follow."""
@@ -327,15 +344,8 @@ class _Growing:
                 return
 
     def over_all(self, logits: Tensor, head: DraftHead | None) -> Tensor:
-        """Over the whole vocabulary. What the head knows for other rows' sake only is left out:
-        q must not depend on the neighbours."""
-        if head is None:
-            return logits
-        scores = spread(logits, head.ids, self.request.sampler.vocab_size)
-        foreign = [i for i in head.extra_ids if i not in self.request.own_ids]
-        if foreign:
-            scores[:, foreign] = float("-inf")
-        return scores
+        """Over the whole vocabulary."""
+        return over_all(logits, head, self.request.own_ids, self.request.sampler.vocab_size)
 
     def _follows(self, inputs: Sequence[int], i: int, confidence: float) -> bool:
         """Whether the token just drafted is the next one that went through the layers."""

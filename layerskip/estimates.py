@@ -23,6 +23,12 @@ ROW_WEIGHT, CONFIDENCE_WEIGHT = 3.0, 20.0  # of "like the others", in expected s
 LOOKUP_RATIO_WEIGHT = 8.0  # the same of looked-up tokens
 POSITION_WEIGHT = 20.0  # of what is known of all, in trials
 LEAST_SURVIVAL = 0.02
+# Tokens that are looked back at: the first time since the row drafted, twice as many each time
+# after that, and at most. They come in a row, where drafts are some rounds apart, and of a text
+# that changes the latest tell most. Of few tokens many are right by chance, so they have to gain
+# more than their price (bench/LOG.md, 2026-11-29).
+FIRST_LOOK, MOST_LOOK = 2, 8
+LOOK_DISCOUNT, LOOK_MARGIN = 0.95, 1.25
 
 
 @dataclass
@@ -37,6 +43,10 @@ class Ratio:
     def add(self, success: bool, expected: float) -> None:
         self.hits = self.discount * self.hits + success
         self.expected = self.discount * self.expected + expected
+
+    def fade(self, kept: float) -> None:
+        """Give what is known so much of its weight."""
+        self.hits, self.expected = kept * self.hits, kept * self.expected
 
     @property
     def value(self) -> float:
@@ -53,6 +63,7 @@ class RowState:
             the request had in advance.
         greedy: whether it takes the likeliest token, which costs less than to draw one.
         num_rests: since it last drafted or took what was looked up.
+        next_look: tokens without drafts after which it is looked back at them.
         sort: of request that it is, for its neighbours, who mind only what is shown.
     """
 
@@ -63,6 +74,8 @@ class RowState:
         self._advance, self.owed, self._earned = advance, 0, 0.0
         self._staked, self._is_over = stake, False
         self.last, self.probing = 0, False
+        self.next_look, self._purse = FIRST_LOOK, 0.0
+        self._missed, self._trust = 0.0, stake
         self._rests, self._awaited, self._token = 0, 0.0, 0.0
         self._beside, self._declined, self._awake_one_in, self.num_rests = 0, 0.0, 1, 0
         self._positions, self.sort = new_shares(MAX_AUTO_DRAFT_TOKENS), Sort(shared.mixture)
@@ -125,6 +138,7 @@ class RowState:
                 all, whatever they gained for this one.
         """
         self.shared.ledger += gained
+        self._trust = min(self._staked, self._trust + max(0.0, gained))
         if spent:
             self.shared.credit -= spent
             self.stake += max(0.0, gained)
@@ -146,8 +160,24 @@ class RowState:
         """
         if not self._advance:  # what it had before is given back as it was had
             return
-        self.shared.credit += self._advance * earned
+        self.shared.credit += self._in_advance(earned)
+
+    def _in_advance(self, earned: float) -> float:
+        had = self._advance * earned
         self.owed, self._advance, self._earned = self.owed + self._advance, 0, earned
+        return had
+
+    def may_look_back(self, price: float, earned: float) -> bool:
+        """Whether what it may spend on that is as much: what the request would ``claim`` else, by
+        itself, so that nothing else takes it, and the credit that all share.
+
+        Args:
+            price: in plain passes of one row.
+            earned: as of ``claim``.
+        """
+        if self._advance:
+            self._purse += self._in_advance(earned)
+        return self._purse + max(0.0, self.shared.credit) >= price
 
     def end(self, num_tokens: int) -> None:
         """The request is over, with so many tokens: what it had in advance for rounds that never
@@ -156,9 +186,10 @@ class RowState:
         Or a stream of requests that end long before their limits would lose that time and again.
         One without a token, taken out while it waited, says nothing of lengths.
         """
+        self.shared.credit += self._purse
         if self.stake <= self._staked:
             self.shared.credit -= self.owed * self._earned
-        self.owed = 0
+        self.owed, self._purse = 0, 0.0
         if num_tokens and not self._is_over:
             self.shared.end(num_tokens)
         self._is_over = True
@@ -202,7 +233,12 @@ class RowState:
         """It drafts, or takes what is looked up, which ends no rest for longer than a round."""
         self._declined, self.num_rests = 0.0, 0
         if drafts:
-            self._rests = 0
+            self._rests, self.next_look = 0, FIRST_LOOK
+
+    @property
+    def has_drafted(self) -> bool:
+        """Whether any draft of it was judged."""
+        return self._ratio.expected > 0.0
 
     @property
     def may_rest(self) -> bool:
@@ -238,15 +274,55 @@ class RowState:
                 they are what they would be given now.
         """
         shared, calibration = self.shared, self.shared.calibration
-        self.sort.add(accepted, shared.acceptances)
-        for i, success in enumerate(accepted[:MAX_AUTO_DRAFT_TOKENS]):
-            self._ratio.add(success, shared.acceptances[i])
-            self._positions[i].add(success, ROW_DISCOUNT)
+        self._add_judged(accepted)
         shared.add(accepted[:MAX_AUTO_DRAFT_TOKENS])
         told = chances or [self.chance(c) for c, _ in zip(confidences, accepted, strict=False)]
         for success, confidence, chance in zip(accepted, confidences, told, strict=False):
             self._confidence_ratio.add(success, calibration.chance(confidence))
             calibration.add(confidence, chance, success)
+
+    def _add_judged(self, accepted: Sequence[bool]) -> None:
+        """To what is known of this request."""
+        self.sort.add(accepted, self.shared.acceptances)
+        for i, success in enumerate(accepted[:MAX_AUTO_DRAFT_TOKENS]):
+            self._ratio.add(success, self.shared.acceptances[i])
+            self._positions[i].add(success, ROW_DISCOUNT)
+
+    def look_back(
+        self,
+        runs: Sequence[tuple[Sequence[bool], Sequence[float]]],
+        spent: float,
+        price: float,
+    ) -> None:
+        """Drafts that were not made, and would have come to this (``layerskip.hindsight``). What
+        they would have gained may be staked, once, up to what the request began with: a drafter
+        that is never right gains nothing in hindsight, either. Should its drafts come to less than
+        that says, no more than that is lost until they have gained something.
+
+        Args:
+            runs: of each draft its judged tokens and their confidences, as of ``add_draft``.
+            spent: on looking, in plain passes.
+            price: of a drafted token, in tokens of plain rounds.
+        """
+        own = min(self._purse, spent)
+        self._purse -= own
+        self.shared.credit -= spent - own
+        for accepted, confidences in runs:
+            forgotten = LOOK_DISCOUNT ** len(accepted)
+            self._ratio.fade(forgotten)
+            self._positions[0].fade(forgotten)
+            self._add_judged(accepted)
+            for success, confidence in zip(accepted, confidences, strict=True):
+                chance = self.shared.calibration.chance(confidence)
+                self._confidence_ratio.add(success, chance)
+            missed = self._missed + sum(accepted) - LOOK_MARGIN * price * len(accepted)
+            self._missed = max(-self._staked, missed)
+        granted = min(self._missed, self._trust, self._staked - self.stake)
+        if granted > 0.0:
+            self.stake += granted
+            self._missed -= granted
+            self._trust -= granted
+        self.next_look, self._rests = min(2 * self.next_look, MOST_LOOK), 0
 
     def add_lookup(self, match_length: int, hits: Sequence[bool], *, stored: bool) -> None:
         """Looked-up tokens beside the text: right ones, and the first that was not."""

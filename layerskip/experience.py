@@ -66,6 +66,10 @@ class Share:
         self.hits = discount * self.hits + success
         self.trials = discount * self.trials + 1.0
 
+    def fade(self, kept: float) -> None:
+        """Give what is known so much of its weight."""
+        self.hits, self.trials = kept * self.hits, kept * self.trials
+
     @property
     def value(self) -> float:
         """Of one that has begun."""

@@ -64,6 +64,11 @@ class PassTimes:
         """What the first draft passes of a round take beyond ``draft``, together."""
         return self._ratio(DRAFT, charged=charged) * self._tables[False].draft_start
 
+    def looking_back(self, tokens: int, *, greedy: bool = False) -> float:
+        """Of the draft's head alone over so many states that plain rounds left, with the sampling
+        of a token."""
+        return self._ratio(DRAFT, charged=False) * self._tables[greedy].looking_back(tokens)
+
     def verify(
         self,
         tokens: int,

@@ -82,6 +82,23 @@ class ExitStates:
         self.prompt, self.decoded = [], []
 
 
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A token that no draft was made for, and what one would have been made from.
+
+    Attributes:
+        state: ``(hidden,)`` after the exit, of the token before.
+        noise: that the token was chosen with, ``(vocab,)``; None of a greedy one.
+        token: its id.
+        own_ids: beyond the draft vocabulary, that a draft could have had.
+    """
+
+    state: Tensor
+    noise: Tensor | None
+    token: int
+    own_ids: frozenset[int]
+
+
 @dataclass(frozen=True)
 class Emission:
     """Tokens a row is about to emit, their final text, and its state after them."""
@@ -109,6 +126,7 @@ class Row:
         own_ids: tokens of prompt and output, and few that a grammar allowed, which the draft
             vocabulary lacks, if there is one.
         exit_states: what an adapter's block has yet to see; None: this row never runs it.
+        seen: its latest tokens that no draft was made for, if it may tell drafts from them.
         weights: stamp of the model's when its prefill began, of a row whose cache is wanted or that
             began with one.
         joined: when, by ``time.perf_counter``.
@@ -127,6 +145,7 @@ class Row:
     index: TokenIndex | None = None
     own_ids: frozenset[int] = frozenset()
     exit_states: ExitStates | None = None
+    seen: list[Seen] = field(default_factory=list)
     weights: object = None
     joined: float = field(default_factory=time.perf_counter)
 

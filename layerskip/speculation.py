@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from layerskip.asks import Ask
 from layerskip.attempt import Attempt, expected_seconds, learn, num_tokens
@@ -13,6 +14,7 @@ from layerskip.draft_head import DraftHead
 from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
 from layerskip.experience import lookup_confidence
 from layerskip.guessing import NO_GUESS, Lookahead, guess_for, judged, lookahead, room
+from layerskip.hindsight import look_back, remember, tells
 from layerskip.lookup import FORCED_MATCH, Guess, LookupStore
 from layerskip.params import AUTO, most_draft_tokens
 from layerskip.row import Row
@@ -67,7 +69,10 @@ class Speculator:
     def decide(self, rows: Sequence[Row]) -> list[tuple[Choice, Guess]]:
         """What each row's round does, and what was looked up for it. No pass is run, so the time
         that this takes is no draft's."""
-        # First of all, since plain rounds should cost nothing; nor is learnt from their look-ups.
+        alone = len(rows) == 1
+        if alone:
+            self._look_back(rows[0])
+        # Next, since plain rounds should cost nothing; nor is learnt from their look-ups.
         if all(_sleeps(row, len(rows)) for row in rows):
             guesses = [NO_GUESS] * len(rows)
         else:
@@ -75,8 +80,21 @@ class Speculator:
         if (rest := self._at_rest(rows, guesses, self._by_host)) is not None:
             return [(choice, NO_GUESS) for choice in rest]
         drafts = self.drafter is not None
-        choices = self._choices(rows, guesses, self._by_host, drafts=drafts)
+        looks_back = alone and tells(rows[0], self.drafter)
+        choices = self._choices(rows, guesses, self._by_host, drafts=drafts, looks_back=looks_back)
         return list(zip(choices, guesses, strict=True))
+
+    def _look_back(self, row: Row) -> None:
+        """Learn from rounds without drafts what these would have come to."""
+        controller, state, drafter = self._by_host, row.state, self.drafter
+        if not row.seen or state is None or drafter is None or controller is None:
+            return
+        if controller.looks_back(state, len(row.seen), row.length):
+            head = None
+            if self._head is not None:
+                head = self._head = self._head.including(row.own_ids)
+            controller.observe_hindsight(state, look_back(row, drafter, head), row.length)
+            row.seen.clear()
 
     def attempt(
         self, rows: Sequence[Row], decided: Sequence[tuple[Choice, Guess]], cache: KVCache
@@ -167,6 +185,7 @@ class Speculator:
         controller: Controller | None,
         *,
         drafts: bool,
+        looks_back: bool = False,
     ) -> list[Choice]:
         fixed = [
             self._fixed(row, guess)
@@ -182,6 +201,7 @@ class Speculator:
                 g.match_length,
                 g.stored,
                 row.spec.limit - len(row.token_ids),
+                looks_back,
             )
             for row, g in zip(rows, guesses, strict=True)
             if row.state is not None
@@ -413,16 +433,23 @@ class Speculator:
         emitted: Sequence[int],
         num_matches: int,
         *,
+        states: Tensor | None = None,
         by_host: bool = True,
     ) -> None:
         """What became of a row's draft; the row has ``emitted`` already.
 
         Args:
             num_matches: drafted tokens that verification confirmed, before any cut.
+            states: ``(tokens, hidden)`` after the exit, of a row by itself: of the token that was
+                pending, and of those that were drafted.
             by_host: whether the host drove the round; else the device ran it by itself.
         """
         if row.index is not None:
             row.index.extend(emitted)
+        if states is None or attempt.draft.num_passes:
+            row.seen.clear()
+        elif tells(row, self.drafter) and row.state is not None and not row.state.last:
+            remember(row, emitted, states)
         self._own(row, emitted)
         self._ended(row)
         controller = self._by_host if by_host else self.controller

@@ -7,20 +7,27 @@ from random import Random
 from layerskip.asks import Ask
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
-from layerskip.estimates import RowState
+from layerskip.estimates import MOST_LOOK, RowState
 from layerskip.stopping import Choice, Stopper
 
 CONTEXT = 100
 
 
 def table(
-    c: float = 0.2, *, quantum: int = 8, slope: float = 0.02, far: float = 0.0, start: float = 0.0
+    c: float = 0.2,
+    *,
+    quantum: int = 8,
+    slope: float = 0.02,
+    far: float = 0.0,
+    start: float = 0.0,
+    head: float = 0.0,
 ) -> CostTable:
     """A plain pass takes 1; 64 rows take ``1 + 64 slope``; drafts ``c`` of it all.
 
     Args:
         far: what 1000 slots of context add.
         start: of a round's first drafts.
+        head: of a draft pass, however many rows it has; their layers take what is left of ``c``.
     """
 
     def curve(unit: float) -> Curve:
@@ -32,7 +39,8 @@ def table(
         )
 
     free = Curve((1,), (0,), ((0.0,),))
-    return CostTable(curve(c), free, curve(1.0), 0.0, quantum, {}, draft_start=start)
+    heads = Curve((1,), (0,), ((head,),)) if head else free
+    return CostTable(curve(c - head), heads, curve(1.0), 0.0, quantum, {}, draft_start=start)
 
 
 COSTS = {
@@ -56,6 +64,8 @@ class Request:
         limit: most tokens that it may have; 0: as many as it has.
         luck: of each of its tokens, 0 to 1: below the acceptance, it is drafted right, by whatever
             round.
+        seen: its latest tokens that no draft was made for: whether one would have been right, and
+            its confidence.
     """
 
     tokens: int
@@ -69,6 +79,16 @@ class Request:
     emitted: int = 0
     state: RowState | None = None
     luck: Sequence[float] = ()
+    seen: list[tuple[bool, float]] = field(default_factory=list)
+
+    def draft(self, ahead: int) -> tuple[bool, float]:
+        """Whether the token so many behind the last one is drafted right, and with what
+        confidence."""
+        chance = self.acceptance(self.emitted)
+        right = self.luck[self.emitted + ahead] < chance
+        if self.telling:
+            return right, 0.98 if right else 0.15
+        return right, max(self.boast, chance)
 
 
 @dataclass
@@ -95,11 +115,8 @@ class Growing:
         return self.choice.num_draft_tokens if looks_up else len(self.right)
 
     def grow(self, *, stops: bool) -> None:
-        r = self.request
-        chance = r.acceptance(r.emitted)
-        self.right.append(r.luck[r.emitted + len(self.right)] < chance)
-        sure = 0.98 if self.right[-1] else 0.15
-        confidence = sure if r.telling else max(r.boast, chance)
+        right, confidence = self.request.draft(len(self.right))
+        self.right.append(right)
         self.confidences.append(confidence)
         self.ended = stops and not self.stopper.goes_on(confidence)
 
@@ -109,6 +126,7 @@ class Paper:
     """A decoder that only counts. All of the same ``seed`` draft the same texts.
 
     Attributes:
+        looks_back: whether rounds of a row by itself tell what drafts would have come to.
         seconds: of all rounds; ``plain``: of as many plain passes as were needed without drafts.
         chosen: tokens drafted, round by round.
     """
@@ -116,6 +134,7 @@ class Paper:
     controller: Controller
     fixed: int | None = None
     seed: int = 0
+    looks_back: bool = False
     seconds: float = 0.0
     emitted: int = 0
     num_rounds: int = 0
@@ -142,6 +161,8 @@ class Paper:
             if r.state is None:
                 r.state = self.controller.row("greedy", r.limit or r.tokens)
                 r.luck = [self._texts.random() for _ in range(r.tokens)]
+        if self.looks_back and len(going) == 1:
+            self._look_back(going[0])
         choices = self._choices(going)
         shares = len(going) > 1
         drafts = [
@@ -173,6 +194,19 @@ class Paper:
         self.num_rounds += 1
         self.chosen.append(max(counts))
 
+    def _look_back(self, r: Request) -> None:
+        if not r.seen or not self.controller.looks_back(r.state, len(r.seen), CONTEXT):
+            return
+        runs = [([], [])]
+        for right, confidence in r.seen:
+            runs[-1][0].append(right)
+            runs[-1][1].append(confidence)
+            if not right:
+                runs.append(([], []))
+        self.controller.observe_hindsight(r.state, [run for run in runs if run[0]], CONTEXT)
+        self.seconds += self.controller.cost.looking_back(len(r.seen))
+        r.seen.clear()
+
     def _judge(self, draft: "Growing") -> None:
         r, right = draft.request, draft.right
         accepted = judged(right)
@@ -191,6 +225,11 @@ class Paper:
         if draft.looked_up and self.fixed is None:  # the text tells, taken or not
             told = judged(draft.looked_up)[:new]
             r.state.add_lookup(r.match_length, told, stored=False)
+        if right:
+            r.seen.clear()
+        elif self.fixed is None and not r.state.last:
+            r.seen += [r.draft(i) for i in range(new)]
+            del r.seen[:-MOST_LOOK]
         r.emitted += new
         self.emitted += new
 
@@ -203,7 +242,15 @@ class Paper:
         if self.fixed is not None:
             return [Choice("early_exit", min(self.fixed, room)) for room in rooms]
         asks = [
-            Ask(r.state, CONTEXT, room, min(r.guessed, room), r.match_length, left=room + 1)
+            Ask(
+                r.state,
+                CONTEXT,
+                room,
+                min(r.guessed, room),
+                r.match_length,
+                left=room + 1,
+                looks_back=self.looks_back and len(going) == 1,
+            )
             for r, room in zip(going, rooms, strict=True)
         ]
         return self.controller.choose(asks, drafts=True)

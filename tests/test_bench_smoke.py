@@ -13,12 +13,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from benching import COST, bench_modules, curve, run, toy_arguments
 from toys import PLANS, make_model, random_ids
 
 from layerskip import Round, SamplingParams, SelfSpeculativeLM, layout
 from layerskip.clocks import Clocks
 from layerskip.cost import CostTable
+from layerskip.drafting import EarlyExitDrafter
 from layerskip.metrics import acceptance_by_position
 from layerskip.plan import PlanFile
 from layerskip.prompts import Example
@@ -215,6 +217,12 @@ def test_a_bad_drafter_is_right_as_often_as_told(scripts: SimpleNamespace, accur
     assert out.stats.acceptance_rate == accuracy
     assert all(r.num_draft_passes == r.num_draft_tokens for r in out.rounds)
     assert out.rounds[1].num_draft_passes == 3
+    if drafter.may_look_back:  # nor would it have been right
+        states = torch.randn(20, make_model().config.hidden_size)
+        with torch.inference_mode():
+            own = EarlyExitDrafter(lm.stack, lm.plan).looked_back(states).argmax(-1)
+            assert not (drafter.looked_back(states).argmax(-1) == own).any()
+    assert drafter.may_look_back is (accuracy == 0.0)
 
 
 def record(drafted: int, accepted: int, *, ends: bool = False) -> Round:

@@ -54,7 +54,7 @@ ENGINE = [
     {"exit_adapter", "packed_forward"},
     {"model"},
     {"drafting", "packed"},
-    {"attempt", "seats", "verify"},
+    {"attempt", "hindsight", "seats", "verify"},
     {"device_round", "outcome", "speculation", "stand_ins"},
     {"rounds"},
     {"workbench"},

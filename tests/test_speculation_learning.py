@@ -13,11 +13,18 @@ from layerskip import SelfSpeculativeLM
 from layerskip.clocks import Clocks
 from layerskip.controller import Controller
 from layerskip.cost import DRAFTS_IN_A_ROW
+from layerskip.drafting import EarlyExitDrafter
 from layerskip.exactness import MAX_PASS_ROWS
 from layerskip.pass_times import FIRST_PLAIN, PLAIN_ONE_IN, PassTimes
 from layerskip.plan import PlanFile
 from layerskip.speculation import Speculator
 from layerskip.stopping import PLAIN, Choice
+
+
+@pytest.fixture
+def blind(monkeypatch) -> None:
+    """No row looks back (tests/test_hindsight.py)."""
+    monkeypatch.setattr(EarlyExitDrafter, "may_look_back", False)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +73,7 @@ def test_a_dear_draft_is_given_up_and_the_response_says_so(toy):
     assert out.stats.num_plain_rounds == out.stats.num_rounds == NEW - 1
 
 
+@pytest.mark.usefixtures("blind")
 @pytest.mark.parametrize("early", ["end", "removed"])
 def test_a_request_that_is_over_gives_back_what_it_had_in_advance(toy, plain, early):
     """For plain rounds up to its limit, which do not come."""
@@ -89,6 +97,7 @@ def test_a_request_that_is_over_gives_back_what_it_had_in_advance(toy, plain, ea
     assert state.shared.credit < held - 0.2
 
 
+@pytest.mark.usefixtures("blind")  # of a row with a grammar
 def test_passes_that_draft_nothing_are_charged(toy, plain, monkeypatch):
     """As where a grammar allows no token of the draft vocabulary."""
     lm = with_controller(toy, Controller(cost_of(0.1), follows_clock=False), lookup=False)

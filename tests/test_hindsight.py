@@ -1,0 +1,192 @@
+"""What plain rounds tell of drafts that they did not make, and what a request may do with it."""
+
+from dataclasses import replace
+
+import pytest
+from controlling import Request, against_plain, paper, steady, table
+from decoding import PROMPT, SAMPLED
+from speculating import GREEDY, NEW, REPEATING, WITH_RULES, cost_of, run, with_controller
+from toys import PLANS, VOCAB_SIZE
+
+from layerskip import SamplingParams, SelfSpeculativeLM
+from layerskip.controller import Controller
+from layerskip.estimates import RowState
+from layerskip.experience import Experience
+from layerskip.hindsight import tells
+from layerskip.plan import PlanFile
+
+CUT = SamplingParams(temperature=0.9, top_k=20, seed=5)
+# What a pass of the head alone takes makes looking back cheap, or not.
+COSTS = {
+    "usual": table(head=0.08),
+    "cheap": table(0.15, quantum=1, slope=0.01, head=0.05),
+    "dear": table(0.3, quantum=1, slope=0.05, head=0.2),
+}
+
+
+class Watched(Controller):
+    """Never drafts, and keeps what it is told in hindsight."""
+
+    def __init__(self) -> None:
+        super().__init__(cost_of(5.0), follows_clock=False)
+        self.runs = []
+
+    def observe_hindsight(self, state, runs, context):
+        super().observe_hindsight(state, runs, context)
+        self.runs += runs
+
+
+@pytest.mark.parametrize("kept", [None, tuple(range(0, VOCAB_SIZE, 3))], ids=["all", "trimmed"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, CUT], ids=["greedy", "0.8", "top-k"])
+def test_hindsight_says_what_drafts_come_to(toy, sampling, kept):
+    """Of each token: whether a draft of one, made there, is accepted, and how sure it is."""
+    known = PlanFile(PLANS["exit"], draft_vocabulary=kept)
+    lm = SelfSpeculativeLM(toy(), None, known, lookup=False)
+    lm._controller = told = Watched()
+    text = run(lm, sampling=sampling, max_new_tokens=24).token_ids
+    found = [pair for right, sure in told.runs for pair in zip(right, sure, strict=True)]
+    assert len(found) == 2 + 4 + 8 + 8, "what is left is too little for another look"
+    made = []
+    for i in range(len(found)):
+        settings = {"max_new_tokens": 3, "num_draft_tokens": 1, "on_round": lambda _: None}
+        record = run(lm, [*REPEATING, *text[:i]], sampling=sampling, **settings).rounds[1]
+        assert record.num_draft_tokens == 1
+        made.append((record.num_accepted_tokens == 1, record.confidences[0]))
+    assert [right for right, _ in found] == [right for right, _ in made]
+    assert [sure for _, sure in found] == pytest.approx([sure for _, sure in made], abs=1e-3)
+    assert {right for right, _ in found} == {False, True}, "the toy tells nothing"
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("tokens", [16, 64, 256])
+@pytest.mark.parametrize("acceptance", [0.0, 0.05, 0.2])
+def test_looking_back_at_what_never_pays_stays_within_the_bound(cost, tokens, acceptance):
+    """As for rows that do not: at most 3 % slower than plain decoding."""
+    requests = steady(acceptance, count=24, tokens=tokens)
+    assert against_plain(looking(cost).run(requests)) >= 0.97
+
+
+@pytest.mark.parametrize(("cost", "least"), [("usual", 1.4), ("cheap", 1.5)])
+def test_a_text_whose_first_drafts_fail_is_drafted_once_it_is_easier(cost, least):
+    """One that does not look back has lost its stake, and is decoded plainly for most of it."""
+
+    def texts() -> list[Request]:
+        return [Request(64, lambda n: 0.05 if n < 16 else 0.9) for _ in range(24)]
+
+    blind = against_plain(looking(cost, looks_back=False).run(texts()))
+    assert against_plain(looking(cost).run(texts())) > max(least, 1.3 * blind)
+
+
+@pytest.mark.parametrize("cost", COSTS)
+def test_hopeless_texts_tell_nothing_about_the_others(cost):
+    """They look back at all of their tokens, which would be most of what all of them share."""
+
+    def texts() -> list[Request]:
+        pairs = ((0.95, 0.05) for _ in range(12))
+        return [r for pair in pairs for a in pair for r in steady(a, count=1, tokens=256)]
+
+    blind = against_plain(looking(cost, looks_back=False).run(texts()))
+    assert against_plain(looking(cost).run(texts())) > 0.99 * blind
+
+
+def looking(cost: str, *, looks_back: bool = True):
+    return replace(paper(COSTS[cost], prior=(0.8,)), looks_back=looks_back)
+
+
+def test_what_hindsight_lets_a_row_stake_is_lost_once():
+    """A drafter that comes to less than hindsight says is not believed again until it gains."""
+    state = RowState(Experience((0.8,)), stake=1.0)
+    right = [([True] * 8, [0.9] * 8)]
+    state.settle(-1.2, -1.2)
+    state.look_back(right, 0.0, 0.2)
+    assert state.stake == pytest.approx(0.8), "as much as it began with may be lost once more"
+    state.settle(-0.8, -0.8)
+    state.look_back(right, 0.0, 0.2)
+    assert state.stake == pytest.approx(0.0)
+    state.settle(0.5, 0.5)
+    state.look_back(right, 0.0, 0.2)
+    assert state.stake == pytest.approx(1.0)
+
+
+def test_hindsight_of_wrong_drafts_lets_a_row_stake_nothing():
+    state = RowState(Experience((0.8,)), stake=1.0)
+    state.settle(-1.0, -1.0)
+    for _ in range(20):
+        state.look_back([([False], [0.9])] * 7 + [([True], [0.9])], 0.0, 0.2)
+    assert state.stake == pytest.approx(0.0)
+    assert state.survivals(1)[0] < 0.4, "and it is thought to be wrong"
+
+
+def test_what_a_request_had_for_looking_back_is_given_back():
+    """All of it that rounds to come would have earned, and what rounds earned but looks did not
+    take is for the requests after it."""
+    shared = Experience((0.8,))
+    early, late = (RowState(shared, stake=1.0, advance=50) for _ in range(2))
+    assert early.may_look_back(0.4, 0.01)
+    assert not early.may_look_back(0.6, 0.01), "it has had all"
+    early.look_back([([False], [0.9])], 0.1, 0.2)
+    early.end(10)
+    assert shared.credit == pytest.approx(-0.1)
+    assert late.may_look_back(0.1, 0.01)
+    for _ in range(50):
+        assert late.repays()
+    late.end(50)
+    assert shared.credit == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings", "expected"),
+    [
+        ("exit", {}, True),
+        ("exit", {"sampling": SAMPLED}, True),
+        ("exit", {"sampling": WITH_RULES}, False),
+        ("exit", {"sampling": SAMPLED, "verification": "token"}, False),
+        ("exit", {"num_draft_tokens": 3}, False),
+        ("skipping", {}, False),
+        ("without-layer-0", {}, False),
+    ],
+)
+def test_who_looks_back(toy, plan, settings, expected):
+    lm = with_controller(toy, Controller(cost_of(5.0), follows_clock=False), plan, lookup=False)
+    batch = lm.open_batch(max_new_tokens=NEW, **settings)
+    added = batch.add(PROMPT)
+    row = batch._rows.row(added)
+    for _ in range(2):
+        batch.step()
+    assert tells(row, lm._drafter) is expected
+    assert bool(row.seen) is expected
+
+
+def test_rows_of_a_batch_do_not_look_back(toy):
+    lm = with_controller(toy, Controller(cost_of(5.0), follows_clock=False), lookup=False)
+    batch = lm.open_batch(max_new_tokens=NEW, num_draft_tokens="auto")
+    added = batch.add(PROMPT)
+    first = batch._rows.row(added)
+    for _ in range(2):
+        batch.step()
+    assert len(first.seen) == 1
+    added = batch.add(REPEATING)
+    second = batch._rows.row(added)
+    for _ in range(3):
+        batch.step()
+    assert first.seen == second.seen == []
+
+
+def test_an_interrupted_look_changes_nothing(toy, monkeypatch):
+    lm = with_controller(toy, Watched(), lookup=False)
+    whole = run(lm).token_ids
+    batch = lm.open_batch(max_new_tokens=NEW, num_draft_tokens="auto")
+    row = batch.add(REPEATING)
+    for _ in range(3):
+        batch.step()
+    with monkeypatch.context() as broken:
+        broken.setattr(lm._drafter, "looked_back", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            batch.step()
+    while batch.unfinished:
+        batch.step()
+    assert batch._rows.row(row).token_ids == list(whole)
+
+
+def interrupted(*_) -> None:
+    raise KeyboardInterrupt
