@@ -174,8 +174,8 @@ def may_probe(asks: Sequence[Ask], pace: Pace, left: float, *, claims: bool) -> 
     if rows == 0 or any(a.state.probing for a in asks):  # a round ahead, one is not judged yet
         return False
     for a in trying if claims else ():
-        # Once it has drafted, it looks back for that: it tells far more.
-        if not a.looks_back or not a.state.has_drafted:
+        # Once it has lost something, it looks back for that: it tells far more.
+        if not a.looks_back or not a.state.has_lost:
             a.state.claim(PROBE_SHARE * pace.token / pace.plain)
     cost = _probe_cost(asks, pace)
     for shared in (a.state.shared for a in asks):  # of each kind of request, once or more

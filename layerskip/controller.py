@@ -267,7 +267,7 @@ class Controller:
         Args:
             count: tokens that can be looked back at.
         """
-        if count < state.next_look or state.last:
+        if state.next_look > 0 or state.last or not count:
             return False
         return state.may_look_back(self._price_of_looking(state, count, context), PROBE_SHARE)
 

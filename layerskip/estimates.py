@@ -23,11 +23,11 @@ ROW_WEIGHT, CONFIDENCE_WEIGHT = 3.0, 20.0  # of "like the others", in expected s
 LOOKUP_RATIO_WEIGHT = 8.0  # the same of looked-up tokens
 POSITION_WEIGHT = 20.0  # of what is known of all, in trials
 LEAST_SURVIVAL = 0.02
-# Tokens that are looked back at: the first time since the row drafted, twice as many each time
-# after that, and at most. They come in a row, where drafts are some rounds apart, and of a text
-# that changes the latest tell most. Of few tokens many are right by chance, so they have to gain
-# more than their price (bench/LOG.md, 2026-11-29).
-FIRST_LOOK, MOST_LOOK = 2, 8
+# Rounds without drafts until a row looks back at them: the first time since it drafted, then twice
+# as many each time, and at most; and the tokens that it looks back at. They come in a row, where
+# drafts are some rounds apart, and of a text that changes the latest tell most. Of few tokens many
+# are right by chance, so they have to gain more than their price (bench/LOG.md, 2026-11-29).
+FIRST_LOOK, LAST_LOOK, MOST_SEEN = 2, 32, 8
 LOOK_DISCOUNT, LOOK_MARGIN = 0.95, 1.25
 
 
@@ -63,7 +63,7 @@ class RowState:
             the request had in advance.
         greedy: whether it takes the likeliest token, which costs less than to draw one.
         num_rests: since it last drafted or took what was looked up.
-        next_look: tokens without drafts after which it is looked back at them.
+        next_look: tokens without drafts that are still to come before it looks back.
         sort: of request that it is, for its neighbours, who mind only what is shown.
     """
 
@@ -74,7 +74,7 @@ class RowState:
         self._advance, self.owed, self._earned = advance, 0, 0.0
         self._staked, self._is_over = stake, False
         self.last, self.probing = 0, False
-        self.next_look, self._purse = FIRST_LOOK, 0.0
+        self.next_look, self._waits, self._purse = FIRST_LOOK, FIRST_LOOK, 0.0
         self._missed, self._trust = 0.0, stake
         self._rests, self._awaited, self._token = 0, 0.0, 0.0
         self._beside, self._declined, self._awake_one_in, self.num_rests = 0, 0.0, 1, 0
@@ -233,12 +233,13 @@ class RowState:
         """It drafts, or takes what is looked up, which ends no rest for longer than a round."""
         self._declined, self.num_rests = 0.0, 0
         if drafts:
-            self._rests, self.next_look = 0, FIRST_LOOK
+            self._rests = 0
+            self.next_look = self._waits = FIRST_LOOK
 
     @property
-    def has_drafted(self) -> bool:
-        """Whether any draft of it was judged."""
-        return self._ratio.expected > 0.0
+    def has_lost(self) -> bool:
+        """Whether drafts and look-ups of it took more than they gained."""
+        return self.stake < self._staked
 
     @property
     def may_rest(self) -> bool:
@@ -322,7 +323,8 @@ class RowState:
             self.stake += granted
             self._missed -= granted
             self._trust -= granted
-        self.next_look, self._rests = min(2 * self.next_look, MOST_LOOK), 0
+        self._waits = min(2 * self._waits, LAST_LOOK)
+        self.next_look, self._rests = self._waits, 0
 
     def add_lookup(self, match_length: int, hits: Sequence[bool], *, stored: bool) -> None:
         """Looked-up tokens beside the text: right ones, and the first that was not."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerskip.draft_head import DraftHead, over_all
 from layerskip.drafting import EarlyExitDrafter
-from layerskip.estimates import MOST_LOOK
+from layerskip.estimates import MOST_SEEN
 from layerskip.row import Row, Seen
 from layerskip.sampling import confidences
 
@@ -39,14 +39,18 @@ def remember(row: Row, emitted: Sequence[int], states: Tensor) -> None:
             chosen with is still known.
         states: ``(>= tokens, hidden)`` after the exit, of the token before each.
     """
-    sampler, first = row.spec.sampler, row.length + 1 - len(emitted)
+    state, sampler, first = row.state, row.spec.sampler, row.length + 1 - len(emitted)
+    assert state is not None
+    state.next_look -= len(emitted)
+    if state.next_look > MOST_SEEN:  # it would be forgotten before
+        return
     for i, token in enumerate(emitted):
         greedy = sampler.params.greedy
         noise = None if greedy else sampler.noise(first + i, states.device)
+        own_ids = row.own_ids.union(emitted[:i]) if i else row.own_ids
         # Copied: a view would keep all rows of the pass.
-        state, own_ids = states[i].clone(), row.own_ids.union(emitted[:i])
-        row.seen.append(Seen(state, noise, token, own_ids))
-    del row.seen[:-MOST_LOOK]
+        row.seen.append(Seen(states[i].clone(), noise, token, own_ids))
+    del row.seen[:-MOST_SEEN]
 
 
 def look_back(row: Row, drafter: EarlyExitDrafter, head: DraftHead | None) -> list[Run]:

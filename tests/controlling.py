@@ -7,7 +7,7 @@ from random import Random
 from layerskip.asks import Ask
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
-from layerskip.estimates import MOST_LOOK, RowState
+from layerskip.estimates import MOST_SEEN, RowState
 from layerskip.stopping import Choice, Stopper
 
 CONTEXT = 100
@@ -229,7 +229,8 @@ class Paper:
             r.seen.clear()
         elif self.fixed is None and not r.state.last:
             r.seen += [r.draft(i) for i in range(new)]
-            del r.seen[:-MOST_LOOK]
+            del r.seen[:-MOST_SEEN]
+            r.state.next_look -= new
         r.emitted += new
         self.emitted += new
 
