@@ -9,23 +9,23 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 import transformers
 from device_rounds import EXIT, FIRST_SLOTS, PROMPTS, decode, decoder_of, spec
 from hypothesis import settings
+from known import agreed_once, measured_once, probed_once
 from optional import needed
 from toys import PLANS, VOCAB_SIZE, make_model, make_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-import layerskip.exactness
 import layerskip.model
-from layerskip import SelfSpeculativeLM
-from layerskip.exactness import Exactness, probe
+from layerskip import SelfSpeculativeLM, pass_sizes
 from layerskip.grammar_xgrammar import XGrammarBackend
 from layerskip.graphs import RepeatingRecorder
-from layerskip.model import DecoderStack, pack_model
+from layerskip.model import pack_model
 from layerskip.packed import PackedStack
 from layerskip.workbench import Workbench
+
+PROOFS = (pass_sizes.attention_agrees, pass_sizes.rows_agree, pass_sizes.small_agree)
 
 transformers.logging.set_verbosity_error()
 # Examples are the same in every run: a test that fails here fails at the next desk too.
@@ -69,46 +69,31 @@ def processor() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def brief(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Quick cost tables of toys take as few rounds as they may: hundreds of tests make one."""
+    """Quick cost tables of toys take as few rounds as they may, and are measured for the first
+    wrapper of a model and known for the others: hundreds of tests need one."""
     if request.module.__name__ == "test_profiling":
         yield
         return
-    with mock.patch("layerskip.profiling.QUICK_SECONDS", 0.02):
+    with (
+        mock.patch("layerskip.profiling.QUICK_SECONDS", 0.02),
+        mock.patch("layerskip.profiling.measure_cost", measured_once),
+    ):
         yield
 
 
 @pytest.fixture(scope="module", autouse=True)
 def probed(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Bits of a model are probed for its first wrapper and known for the others, which are many.
+    """Bits of a model are probed, and sizes of its passes proven, for its first wrapper, and known
+    for the others, which are many.
     Not in the tests of the probe, which run with all threads."""
     if request.module.__name__ in ("test_bits", "test_model"):
         yield
         return
-    with mock.patch.object(layerskip.model, "probe", probed_once):
+    with (
+        mock.patch.object(layerskip.model, "probe", probed_once),
+        mock.patch.multiple(pass_sizes, **{f.__name__: agreed_once(f) for f in PROOFS}),
+    ):
         yield
-
-
-def probed_once(stack: DecoderStack) -> Exactness:
-    """What ``probe`` says, kept with the weights, until they or what surrounds them change."""
-    modules = list(stack.twin.modules())
-    hooks = [m._forward_hooks.keys() | m._forward_pre_hooks.keys() for m in modules]
-    weights = list(stack.twin.parameters())
-    if any(w.is_inference() for w in weights):  # nothing counts their changes
-        return probe(stack)
-    now = (
-        type(stack),
-        type(stack._forward),
-        torch.get_num_threads(),
-        layerskip.exactness.emulates(stack.device, stack.dtype),
-        tuple(map(type, modules)),
-        tuple(map(len, hooks)),
-        tuple((id(w), w._version, w.dtype) for w in weights),
-    )
-    known = weights[0].__dict__.setdefault("probed", {})
-    if now not in known:
-        known[now] = probe(stack)
-    stack.exactness = known[now]
-    return known[now]
 
 
 @pytest.fixture(scope="session")
