@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from layerskip.cache import SLOT_BLOCK, Segment
+from layerskip.cache import SLOT_BLOCK, KVCache, Segment
 from layerskip.ops.reference import decode_attention
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ TAIL_FREE_BYTES = 128
 MAX_PASS_ROWS = 64
 ONE_BY_ONE = "tokens run one by one"
 Attend = Callable[[int, int, int], torch.Tensor]
+Caches = tuple[KVCache, KVCache]
 
 
 @dataclass(frozen=True)
@@ -142,9 +143,11 @@ def small_agree(stack: "DecoderStack") -> bool:
     generator, half = torch.Generator().manual_seed(0), TILE // 2
     far = max(min(509, stack.max_positions - TILE), 0)
     cases = [[Segment(0, 3, TILE)], [Segment(0, 5, half), Segment(1, far, half)]]
+    caches = _two_caches(stack)
     return all(
         _prefixes_agree(
             stack,
+            caches,
             torch.randint(stack.vocab_size, (TILE,), generator=generator, device="cpu").tolist(),
             segments,
         )
@@ -153,9 +156,26 @@ def small_agree(stack: "DecoderStack") -> bool:
     )
 
 
-def _prefixes_agree(stack: "DecoderStack", ids: list[int], segments: list[Segment]) -> bool:
+def _two_caches(stack: "DecoderStack") -> Caches:
+    """For all passes of a proof: of a large model, to make those of one is most of its time."""
+    layers = max(stack.probed_layers) + 1
+    one, other = (
+        stack.new_cache(num_rows=2, num_slots=SLOTS_OF_PROBE, num_layers=layers) for _ in range(2)
+    )
+    return one, other
+
+
+def _emptied(cache: KVCache) -> KVCache:
+    for row in range(cache.num_rows):
+        cache.release(row)
+    return cache
+
+
+def _prefixes_agree(
+    stack: "DecoderStack", caches: Caches, ids: list[int], segments: list[Segment]
+) -> bool:
     """Whether the segments' first tokens, 2, 3, ... in all, give together what each gives alone."""
-    alone = stack.new_cache(num_rows=2, num_slots=SLOTS_OF_PROBE)
+    alone = _emptied(caches[0])
     tokens = [Segment(s.row, s.start + i, 1) for s in segments for i in range(s.count)]
     embedded, layers = stack.embed(ids), stack.probed_layers
     states = torch.cat(
@@ -169,7 +189,7 @@ def _prefixes_agree(stack: "DecoderStack", ids: list[int], segments: list[Segmen
         counts = [size] if len(segments) == 1 else [size // 2, size - size // 2]
         first = [replace(s, count=n) for s, n in zip(segments, counts, strict=True)]
         at = [tokens.index(Segment(s.row, s.start + i, 1)) for s in first for i in range(s.count)]
-        together = stack.new_cache(num_rows=2, num_slots=SLOTS_OF_PROBE)
+        together = _emptied(caches[1])
         got = stack.run_pass(embedded[at], layers, together, first)[:size]
         same = torch.equal(got, states[at])
         if not same or not torch.equal(stack.head(got)[:size], logits[at]):
@@ -335,9 +355,11 @@ def rows_agree(
     cases = [[Segment(0, 3, size)], [Segment(0, 5, half), Segment(1, far, size - half)]]
     if stack.one_row:  # its last token ends a block: the same tokens alone attend to one more
         cases[1] = [Segment(0, stack.exactness.slot_block - size, size)]
+    caches = _two_caches(stack)
     return all(
         _segments_agree(
             stack,
+            caches,
             torch.randint(stack.vocab_size, (size,), generator=generator, device="cpu").tolist(),
             segments,
             reference,
@@ -350,13 +372,13 @@ def rows_agree(
 
 def _segments_agree(
     stack: "DecoderStack",
+    caches: Caches,
     ids: list[int],
     segments: list[Segment],
     reference: int,
     product_rows: int,
 ) -> bool:
-    together = stack.new_cache(num_rows=2, num_slots=SLOTS_OF_PROBE)
-    apart = stack.new_cache(num_rows=2, num_slots=SLOTS_OF_PROBE)
+    together, apart = map(_emptied, caches)
     hidden, layers = stack.embed(ids)[: len(ids)], stack.probed_layers
     got = stack.run_pass(hidden, layers, together, segments, product_rows)
     got_logits = stack.head(got, product_rows)

@@ -181,11 +181,15 @@ class DecoderStack:
         """Whether its device runs whole rounds, recorded, without the host."""
         return False
 
-    def new_cache(self, *, num_rows: int, num_slots: int) -> KVCache:
-        """An empty cache; ``num_slots`` is rounded up to whole attention blocks."""
+    def new_cache(self, *, num_rows: int, num_slots: int, num_layers: int | None = None) -> KVCache:
+        """An empty cache; ``num_slots`` is rounded up to whole attention blocks.
+
+        Args:
+            num_layers: that run over it, from the first on, and nothing else does; None: all.
+        """
         self.shared.check()
         return KVCache(
-            num_layers=self.num_layers,
+            num_layers=self.num_layers if num_layers is None else num_layers,
             num_rows=num_rows,
             num_slots=num_slots,
             num_kv_heads=self.num_kv_heads,
@@ -193,7 +197,7 @@ class DecoderStack:
             dtype=self.dtype,
             device=self.device,
             attended_block=self.exactness.slot_block,
-            num_extra_layers=self.num_extra_layers,
+            num_extra_layers=self.num_extra_layers if num_layers is None else 0,
         )
 
     def embed(self, token_ids: Sequence[int]) -> Tensor:
