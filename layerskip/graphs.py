@@ -5,13 +5,14 @@ function, called again under a watch which proves that a graph could hold it: th
 nothing, and that every call does the same operations on the same memory.
 """
 
+import functools
 import logging
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -347,44 +348,74 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = str(func)
-        _check(func, name, args)
-        given = self._described((*args, *sorted(kwargs.items())))
-        known = {t.untyped_storage().data_ptr() for t in _tensors((*args, *kwargs.values()))}
+        kind = _kind(func)
+        _check(func, kind, args)
+        known: set[int] = set()
+        given = self._described((*args, *sorted(kwargs.items())), known)
         out = func(*args, **kwargs)
-        for made in _tensors((out,)):
+        for made in (out,) if isinstance(out, Tensor) else _tensors((out,)):
             self._alive.append(made)
             place = made.untyped_storage().data_ptr()
             if place not in known:
                 self._makers[place] = len(self.tape)
-        self.tape.append((name, *given))
+        self.tape.append((kind.name, *given))
         return out
 
-    def _described(self, value: Any) -> Any:
+    def _described(self, value: Any, known: set[int]) -> Any:
+        """What the tape says of an argument; the places of its tensors go to ``known``."""
         if isinstance(value, Tensor):
             place = value.untyped_storage().data_ptr()
+            known.add(place)
             source = ("made", self._makers[place]) if place in self._makers else ("at", place)
-            shape = tuple(value.shape), value.stride(), value.storage_offset()
-            return (*source, str(value.dtype), *shape)
+            return (
+                *source,
+                value.dtype,
+                tuple(value.shape),
+                value.stride(),
+                value.storage_offset(),
+            )
         if isinstance(value, list | tuple):
-            return tuple(self._described(v) for v in value)
+            return tuple([self._described(v, known) for v in value])
         return repr(value)
 
 
-def _check(func: Any, name: str, args: Sequence[Any]) -> None:
-    """Raise for an operation that no graph can hold."""
+class _Kind(NamedTuple):
+    """What is to be known of an operation, whatever it is called with.
+
+    Attributes:
+        reads, resizes: whether its result, or its result's shape, depends on data.
+        indexes: whether the second argument holds indices, or masks.
+    """
+
+    name: str
+    reads: bool
+    resizes: bool
+    indexes: bool
+
+
+@functools.cache
+def _kind(func: Any) -> _Kind:
     tags = func.tags
-    if torch.Tag.data_dependent_output in tags:
-        raise HostWorkError(f"{name} reads a tensor on the host")
+    return _Kind(
+        str(func),
+        torch.Tag.data_dependent_output in tags,
+        torch.Tag.dynamic_output_shape in tags,
+        func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default),
+    )
+
+
+def _check(func: Any, kind: _Kind, args: Sequence[Any]) -> None:
+    """Raise for an operation that no graph can hold."""
+    if kind.reads:
+        raise HostWorkError(f"{kind.name} reads a tensor on the host")
     if func is torch.ops.aten.lift_fresh.default:
-        raise HostWorkError(f"{name} makes a tensor from numbers of the host")
+        raise HostWorkError(f"{kind.name} makes a tensor from numbers of the host")
     # Of the element-wise operations it alone copies a number to the device as a tensor.
     if func is torch.ops.aten.where.self and any(t.dim() == 0 for t in args):
-        raise HostWorkError(f"{name} takes a number of the host: use masked_fill")
-    indexes = func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
-    masks = indexes and any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1]))
-    if masks or (torch.Tag.dynamic_output_shape in tags and not indexes):
-        raise HostWorkError(f"{name} has a shape that depends on data")
+        raise HostWorkError(f"{kind.name} takes a number of the host: use masked_fill")
+    masks = kind.indexes and any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1]))
+    if masks or (kind.resizes and not kind.indexes):
+        raise HostWorkError(f"{kind.name} has a shape that depends on data")
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
