@@ -10,6 +10,7 @@ So none of the three needs a line per family.
 
 import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -26,6 +27,7 @@ from layerskip.errors import UnsupportedModelError
 from layerskip.guest import NAME, RUN, CacheGuest, Call, LearntMask, Lesson, Places, Run
 from layerskip.layout import Layout
 
+EMPTIED = (dict, OrderedDict, set)
 TUNED_NORMS = "ln_tuning_layers"  # where PEFT's LN tuning has them
 
 
@@ -50,7 +52,11 @@ def copy_around(model: PreTrainedModel, instead: dict[int, nn.Module]) -> PreTra
     of the user's weights. Nor of tuned norms, which are merged by swapping modules.
     """
     shared: list[Any] = [*model.parameters(), *model.buffers()]
+    empty: dict[int, Any] = {}
     for module in model.modules():
+        # A module has a dozen that are empty, of hooks it might have had: most of what is copied.
+        found = [value for value in vars(module).values() if type(value) in EMPTIED and not value]
+        empty |= {id(value): type(value)() for value in found}
         shared += [value for value in vars(module).values() if isinstance(value, Tensor)]
         hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())  # noqa: SLF001
         shared += [h for h in hooks if not isinstance(getattr(h, "__self__", None), nn.Module)]
@@ -58,7 +64,7 @@ def copy_around(model: PreTrainedModel, instead: dict[int, nn.Module]) -> PreTra
         if not disabled and not hasattr(module, TUNED_NORMS):
             shared.append(vars(module).get("merged_adapters"))
     try:
-        return copy.deepcopy(model, {id(item): item for item in shared} | instead)
+        return copy.deepcopy(model, empty | {id(item): item for item in shared} | instead)
     except (TypeError, RuntimeError) as error:
         raise UnsupportedModelError(f"the model's modules cannot be copied: {error}") from None
 
