@@ -181,10 +181,10 @@ class _Passes:
         another: float,
         ratio: float,
     ) -> None:
-        products = ratio * np.array([single(n, 0) if n else 0.0 for n in range(most_tokens + 1)])
+        starts = [single(n, 0) if n else 0.0 for n in range(max(most_tokens, longest) + 1)]
+        products = ratio * np.array(starts[: most_tokens + 1])
         lines = [
-            [single(n, c) - single(n, 0) if n else 0.0 for c in contexts]
-            for n in range(longest + 1)
+            [single(n, c) - starts[n] if n else 0.0 for c in contexts] for n in range(longest + 1)
         ]
         far = ratio * np.array(lines)
         near, alone = (

@@ -1,5 +1,6 @@
 """Requests whose acceptance is known, decoded on paper: counted passes times a cost table."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -142,6 +143,16 @@ class Paper:
 
     def __post_init__(self) -> None:
         self._texts, self._guesses = Random(self.seed), Random(self.seed)
+        self._drafting, self._verifying = map(functools.cache, self._passes())
+
+    def _passes(self) -> tuple[Callable[[int], float], Callable[[int, int], float]]:
+        """What a draft pass takes, by its rows, and a verify pass, by its tokens and rows: each
+        price is asked for in thousands of rounds."""
+        cost = self.controller.cost
+        return (
+            lambda rows: cost.draft_pass(rows, CONTEXT, sequences=rows, late=True),
+            lambda tokens, rows: cost.verify_pass(tokens, CONTEXT, sequences=rows),
+        )
 
     def run(self, requests: Sequence[Request], *, rows: int = 1) -> "Paper":
         """Decode all requests, ``rows`` at a time."""
@@ -184,11 +195,11 @@ class Paper:
                 asking = [d for d in asking if not d.ended]
                 if not asking:
                     break
-            self.seconds += cost.draft_pass(len(asking), CONTEXT, sequences=len(asking), late=True)
+            self.seconds += self._drafting(len(asking))
             for d in asking:
                 d.grow(stops=self.fixed is None)
         counts = [d.verified for d in drafts]
-        self.seconds += cost.verify_pass(sum(counts) + len(going), CONTEXT, sequences=len(going))
+        self.seconds += self._verifying(sum(counts) + len(going), len(going))
         for d in drafts:
             self._judge(d)
         self.num_rounds += 1
