@@ -67,8 +67,8 @@ class Speculator:
             )
 
     def decide(self, rows: Sequence[Row]) -> list[tuple[Choice, Guess]]:
-        """What each row's round does, and what was looked up for it. No pass is run, so the time
-        that this takes is no draft's."""
+        """What each row's round does, and what was looked up for it. No pass is run, but the head's
+        where a row looks back; the time that this takes is no draft's."""
         alone = len(rows) == 1
         if alone:
             self._look_back(rows[0])
