@@ -6,7 +6,7 @@ second, stops on a token's chance, weighs a further pass, keeps hysteresis, stak
 these points: what all requests have in common is known from the start, a request departs from that
 by one ratio (not by position too) and stakes by its limit, whatever the lengths of others,
 looked-up tokens are not chosen, no row is kept from drafting by a neighbour that would end late,
-and clocks correct nothing.
+a row by itself does not look back at its plain rounds, and clocks correct nothing.
 """
 
 from dataclasses import dataclass
