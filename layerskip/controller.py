@@ -269,7 +269,8 @@ class Controller:
         """
         if state.next_look > 0 or state.last or not count:
             return False
-        return state.may_look_back(self._price_of_looking(state, count, context), PROBE_SHARE)
+        state.reserve(PROBE_SHARE)
+        return state.affords(self._price_of_looking(state, count, context))
 
     def _price_of_looking(self, state: RowState, count: int, context: int) -> float:
         """In plain passes."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -130,7 +131,7 @@ class EarlyExitDrafter:
             self._grow([growing[i] for i in places], cache, head)
         return [g.draft() for g in growing]
 
-    @property
+    @cached_property
     def may_look_back(self) -> bool:
         """Whether rounds that draft nothing leave what a draft would have begun with."""
         return self._adapter is None and self.plan.exit_layer is not None

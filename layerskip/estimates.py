@@ -167,16 +167,21 @@ class RowState:
         self.owed, self._advance, self._earned = self.owed + self._advance, 0, earned
         return had
 
-    def may_look_back(self, price: float, earned: float) -> bool:
-        """Whether what it may spend on that is as much: what the request would ``claim`` else, by
-        itself, so that nothing else takes it, and the credit that all share.
-
-        Args:
-            price: in plain passes of one row.
-            earned: as of ``claim``.
-        """
+    def reserve(self, earned: float) -> None:
+        """The same for looking back alone: look-ups and probes take none of it."""
         if self._advance:
             self._purse += self._in_advance(earned)
+
+    def release(self, amount: float) -> float:
+        """So much of what is reserved, or all of it if that is less, for a probe after all."""
+        freed = min(self._purse, amount)
+        self._purse -= freed
+        self.shared.credit += freed
+        return freed
+
+    def affords(self, price: float) -> bool:
+        """Whether it may look back for so many plain passes of one row, of what it has reserved and
+        of the credit that all share."""
         return self._purse + max(0.0, self.shared.credit) >= price
 
     def end(self, num_tokens: int) -> None:

@@ -9,7 +9,9 @@ from speculating import GREEDY, NEW, REPEATING, WITH_RULES, cost_of, run, with_c
 from toys import PLANS, VOCAB_SIZE
 
 from layerskip import SamplingParams, SelfSpeculativeLM
+from layerskip.asks import Ask
 from layerskip.controller import Controller
+from layerskip.drafting import EarlyExitDrafter
 from layerskip.estimates import RowState
 from layerskip.experience import Experience
 from layerskip.hindsight import tells
@@ -123,16 +125,35 @@ def test_what_a_request_had_for_looking_back_is_given_back():
     take is for the requests after it."""
     shared = Experience((0.8,))
     early, late = (RowState(shared, stake=1.0, advance=50) for _ in range(2))
-    assert early.may_look_back(0.4, 0.01)
-    assert not early.may_look_back(0.6, 0.01), "it has had all"
+    early.reserve(0.01)
+    assert early.affords(0.4)
+    early.reserve(0.01)
+    assert not early.affords(0.6), "it has had all"
     early.look_back([([False], [0.9])], 0.1, 0.2)
     early.end(10)
     assert shared.credit == pytest.approx(-0.1)
-    assert late.may_look_back(0.1, 0.01)
+    late.reserve(0.01)
+    assert late.affords(0.1)
     for _ in range(50):
         assert late.repays()
     late.end(50)
     assert shared.credit == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_row_with_nothing_to_stake_probes_if_hindsight_says_that_it_pays(right):
+    """Of what it had for looking back: or what was staked in vain once would be the last draft."""
+    controller = Controller(COSTS["usual"], (0.8,), follows_clock=False)
+    state = controller.row("greedy", 64)
+    state.settle(-1.0, -1.0)
+    state.reserve(0.01)
+    for _ in range(2):  # the second time it lets the row stake nothing more
+        runs = [([True] * 8, [0.9] * 8)] if right else [([False], [0.9])] * 8
+        state.look_back(runs, 0.0, 0.2)
+        state.settle(-state.stake, -state.stake)
+    ask = Ask(state, 100, 10, looks_back=True)
+    (choice,) = controller.choose([ask], drafts=True)
+    assert (choice.num_draft_tokens, state.probing) == ((1, True) if right else (0, False))
 
 
 @pytest.mark.parametrize(
@@ -156,6 +177,36 @@ def test_who_looks_back(toy, plan, settings, expected):
         batch.step()
     assert tells(row, lm._drafter) is expected
     assert bool(row.seen) is expected
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "0.8"])
+def test_a_row_whose_first_drafts_fail_drafts_again(toy, monkeypatch, sampling):
+    """And writes what plain decoding writes, whether it looks back or not."""
+    drafted = {}
+    for looks_back in (False, True):
+        lm = with_controller(toy, Controller(cost_of(0.2), follows_clock=False), lookup=False)
+        lm._drafter = Unlucky(lm.stack, lm.plan)
+        with monkeypatch.context() as changed:
+            changed.setattr(EarlyExitDrafter, "may_look_back", looks_back)
+            out = run(lm, PROMPT, sampling=sampling, max_new_tokens=120)
+        plain = run(lm, PROMPT, sampling=sampling, max_new_tokens=120, num_draft_tokens=0)
+        assert out.token_ids == plain.token_ids
+        drafted[looks_back] = out.stats.num_accepted_tokens
+    assert drafted[True] > drafted[False]
+
+
+class Unlucky(EarlyExitDrafter):
+    """Its first drafts are wrong."""
+
+    num_wrong = 5
+
+    def draft(self, requests, *rest):
+        drafts = super().draft(requests, *rest)
+        self.num_wrong -= 1
+        if self.num_wrong < 0:
+            return drafts
+        wrong = [tuple((t + 1) % VOCAB_SIZE for t in d.tokens) for d in drafts]
+        return [replace(d, tokens=w, shared=()) for d, w in zip(drafts, wrong, strict=True)]
 
 
 def test_rows_of_a_batch_do_not_look_back(toy):
