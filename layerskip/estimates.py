@@ -168,7 +168,7 @@ class RowState:
         return had
 
     def reserve(self, earned: float) -> None:
-        """The same for looking back alone: look-ups and probes take none of it."""
+        """As ``claim``, for looking back: look-ups take none of it, and probes what is released."""
         if self._advance:
             self._purse += self._in_advance(earned)
 
