@@ -87,12 +87,7 @@ class Lab:
     @cached_property
     def draft_model(self) -> Any:
         """An independent small model with the same tokenizer, or None."""
-        wanted = self.options.draft_model
-        if wanted == "none" or (wanted == "auto" and self.options.model != BUILTIN):
-            return None
-        folder = trained_draft(DRAFT_FOLDER) if wanted == "auto" else wanted
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=self.model.dtype)
-        return loaded.to(self.model.device).eval()
+        return draft_model_of(self.options.draft_model, self.options.model, self.model)
 
     def tokens(self, cell: Cell) -> int:
         """Most new tokens of a prompt."""
@@ -173,6 +168,15 @@ class Lab:
 
 def _digest(content: object) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+
+def draft_model_of(wanted: str, name: str, model: Any) -> Any:
+    """What ``Options.draft_model`` asks for beside ``model``, the checkpoint ``name``, or None."""
+    if wanted == "none" or (wanted == "auto" and name != BUILTIN):
+        return None
+    folder = trained_draft(DRAFT_FOLDER) if wanted == "auto" else wanted
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
+    return loaded.to(model.device).eval()
 
 
 def trained_draft(folder: Path) -> Path:

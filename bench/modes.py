@@ -248,6 +248,7 @@ class Theirs:
         self, mode: str, prompts: Sequence[Sequence[int]], max_new_tokens: int
     ) -> EarlyExitSettings:
         """The mode's fastest settings on these prompts."""
+        self.decode(mode, prompts[:1], max_new_tokens=2)  # a first call allocates, and imports
 
         def seconds(settings: EarlyExitSettings, prompt: Sequence[int]) -> float:
             self.settings[mode] = settings

@@ -301,7 +301,7 @@ def workloads(files: Files) -> str:
         best = one["automatic_to_best_fixed"]["best"]
         beside = one["combined_to_best_looking_up"]["best"]
         names = (best, "automatic", "look-up, automatic", beside, "combined")
-        shown = [one["modes"].get(m) for m in (*names, "hf-early-exit", "hf-prompt-lookup")]
+        shown = [one["modes"].get(m) for m in (*names, *ALONE)]
         speeds = [with_interval(m, "speedup_vs_plain") for m in shown]
         for place, fixed in ((0, best), (3, beside)):
             speeds[place] += f", {fixed.split(',')[0]}"
@@ -310,7 +310,7 @@ def workloads(files: Files) -> str:
         lines.append([task, str(one["prompts"]), repeated, *speeds])
     header = ["text, temperature", "prompts", "repeated", "best fixed", "automatic", "look-ups"]
     header += ["best fixed and look-ups", "automatic and look-ups"]
-    return rows([*header, "hf early exit", "hf look-up"], lines)
+    return rows([*header, "hf early exit", "hf look-up", "hf draft model"], lines)
 
 
 def never_slower(files: Files) -> str:

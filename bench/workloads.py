@@ -38,6 +38,8 @@ from typing import Any
 
 from bad_drafters import Corrupted, install
 from figures import over_best, typical_prediction
+from lab import draft_model_of
+from modes import ALONE, TUNED, Theirs
 from paired import (
     Clock,
     Decoded,
@@ -61,7 +63,7 @@ from rich.table import Table
 from tasks import TASKS, examples_of, spread
 
 from layerskip import DecodeStats, SamplingParams, SelfSpeculativeLM
-from layerskip.compare import Comparison, repeated_share
+from layerskip.compare import repeated_share
 from layerskip.cost import CostTable
 from layerskip.metrics import acceptance_by_position
 from layerskip.params import NumDraftTokens
@@ -69,11 +71,11 @@ from layerskip.prompts import Example, read_prompts
 
 FIXED = (2, 3, 4, 5, 7)
 LOOKED_UP = 10
-THEIRS = ("hf-early-exit", "hf-early-exit-default", "hf-prompt-lookup")
 GOAL = 0.03
 PROMPTS_OF_A_TABLE = 3
 TUNING_PROMPTS = 2
 RECORDED_PROMPTS = 12  # of a workload, at least
+THEIRS = ("no_theirs", "draft_model")  # options
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ class Setting:
     tokens: int
     limit: int
     max_repeated: float
-    theirs: bool
+    theirs: tuple[str, ...]
+    draft_model: Any
     profile_seconds: float
 
 
@@ -131,7 +134,7 @@ def modes_of(name: str, setting: Setting, bad: list[Corrupted]) -> list[Mode]:
     modes += [Mode("combined", lm(lookup=True), "auto")]
     guessing = lm(lookup=True)
     modes += [Mode(beside_look_ups(k), guessing, k) for k in FIXED]
-    theirs = THEIRS if setting.theirs and name != "adversarial" else ()
+    theirs = setting.theirs if name != "adversarial" else ()
     return [*modes, *(Mode(theirs_name, None) for theirs_name in theirs)]
 
 
@@ -142,9 +145,8 @@ class Workload:
         self.name, self.setting, self.sampling = name, setting, sampling
         self.bad: list[Corrupted] = []
         self.modes = modes_of(name, setting, self.bad)
-        self.comparison = Comparison(
-            setting.model, self.modes[0].lm, sampling=sampling, max_new_tokens=setting.tokens
-        )
+        lm = self.modes[0].lm
+        self.theirs = Theirs(setting.model, lm, setting.draft_model, sampling=sampling)
         self.runs: dict[str, list[Decoded]] = {m.name: [] for m in self.modes}
         self.left_out, self.lengths, self.repeated = 0, [], []
         self.tables = [setting.cost]
@@ -162,17 +164,19 @@ class Workload:
         )
         theirs = [m.name for m in modes if m.lm is None]
         for name in chance.sample(theirs, len(theirs)):
-            run = self.comparison.run(name, prompt)
-            found[name] = Decoded(run.token_ids, Clock(run.seconds, run.cpu_seconds))
+            turn = self.theirs.decode(name, [prompt], max_new_tokens=self.setting.tokens)
+            found[name] = Decoded(turn.texts[0], turn.whole)
         return found
 
     def run(self, prompts: Sequence[list[int]], on_turn: Callable[[int, int], None]) -> None:
         """Every mode on ``limit`` prompts that do not loop."""
         chance, setting = random.Random(0), self.setting
-        if setting.theirs and self.name != "adversarial":
-            self.comparison.tune_early_exit(prompts[-TUNING_PROMPTS:])
-            if len(prompts) >= setting.limit + TUNING_PROMPTS:  # else it has to do with these
-                prompts = prompts[:-TUNING_PROMPTS]
+        tuned = [m.name for m in self.modes if m.name in TUNED]
+        for name in tuned:
+            best = self.theirs.tune(name, prompts[-TUNING_PROMPTS:], setting.tokens)
+            self.theirs.settings[name] = best
+        if tuned and len(prompts) >= setting.limit + TUNING_PROMPTS:  # else these have to do
+            prompts = prompts[:-TUNING_PROMPTS]
         kept = 0
         for prompt in prompts:
             if kept == setting.limit:
@@ -238,15 +242,7 @@ class Workload:
             else None,
         }
         if mode.lm is None:
-            best = self.comparison.early_exit
-            if mode.name.startswith("hf-early-exit"):
-                figures["settings"] = {"assistant_early_exit": best.exit_layer}
-            if mode.name == "hf-early-exit":
-                figures["settings"] |= {
-                    "num_assistant_tokens": best.num_assistant_tokens,
-                    "assistant_confidence_threshold": best.confidence,
-                }
-            return figures
+            return figures | {"settings": self.theirs.described(mode.name)}
         return figures | self._of_ours(mode, runs, plain)
 
     def _of_ours(
@@ -404,6 +400,9 @@ def parser_of() -> argparse.ArgumentParser:
         help="before each workload, and again within it; 0: a load's table (0)",
     )
     parser.add_argument("--no-theirs", action="store_true", help="leave transformers' modes out")
+    parser.add_argument(
+        "--draft-model", default="auto", help="independent, same tokenizer; none leaves it out"
+    )
     parser.add_argument("--out", type=Path, help="default: the day's record, of a whole run")
     return parser
 
@@ -420,7 +419,7 @@ def is_record(options: argparse.Namespace, names: Iterable[str]) -> bool:
         options.limit >= RECORDED_PROMPTS
         and {*TASKS, "adversarial"} <= set(names)
         and set(parser.get_default("temperatures")) <= set(options.temperatures)
-        and as_usual(options, parser, "model", "dtype", "tokens", "max_repeated", "no_theirs")
+        and as_usual(options, parser, "model", "dtype", "tokens", "max_repeated", *THEIRS)
     )
 
 
@@ -437,6 +436,7 @@ def main() -> None:
     out = options.out or part_of(record)
     whole = options.out is None and is_record(options, names)
     named = {"out": (record if whole else out).name, "prompts": sorted(files)}
+    named["draft_model"] = Path(options.draft_model).name
     console, documents = Console(width=170), []
     turns, done, began = len(names) * len(options.temperatures), 0, time.monotonic()
     with Progress(console=console, transient=True) as progress:
@@ -481,6 +481,10 @@ def setting_of(options: argparse.Namespace) -> Setting:
         raise SystemExit(f"no plan is known for {options.model}")
     exiting = wrapped(model, tokenizer, known, known.cost, lookup=False)
     alone = wrapped(model, tokenizer, None, None, lookup=True)
+    theirs = () if options.no_theirs else ALONE
+    draft_model = draft_model_of(options.draft_model, options.model, model) if theirs else None
+    if draft_model is None:
+        theirs = tuple(name for name in theirs if name != "hf-draft-model")
     return Setting(
         model,
         tokenizer,
@@ -490,7 +494,8 @@ def setting_of(options: argparse.Namespace) -> Setting:
         options.tokens,
         options.limit,
         options.max_repeated,
-        not options.no_theirs,
+        theirs,
+        draft_model,
         options.profile_seconds,
     )
 

@@ -13,9 +13,10 @@ from benching import COST, bench_modules, run, toy_arguments
 from toys import PLANS
 
 from layerskip.cost import CostTable
+from layerskip.hf_modes import EarlyExitSettings
 from layerskip.plan import PlanFile
 
-SCRIPTS = ("bad_drafters", "paired", "tables", "workloads")
+SCRIPTS = ("bad_drafters", "modes", "paired", "tables", "workloads")
 TRIMMED = tuple(range(2, 330, 3))
 
 
@@ -193,9 +194,13 @@ def test_workloads_times_none_of_the_prompts_that_theirs_is_tuned_on(
         return right(prompt, *given, **settings)
 
     monkeypatch.setattr(scripts.workloads, "decode_together", decode_together)
-    monkeypatch.setattr(
-        scripts.workloads.Comparison, "tune_early_exit", lambda _, prompts: tuned.extend(prompts)
-    )
+    one = scripts.modes.NOT_TUNED
+
+    def tune(_: Any, mode: str, prompts: list[list[int]], tokens: int) -> Any:
+        tuned.extend(prompts)
+        return one
+
+    monkeypatch.setattr(scripts.modes.Theirs, "tune", tune)
     given = workload_arguments(arguments, tmp_path / "out.json")
     given.remove("--no-theirs")
     # As if each of the four texts looped: all that may be timed are looked at.
@@ -204,6 +209,34 @@ def test_workloads_times_none_of_the_prompts_that_theirs_is_tuned_on(
     assert len(tuned) == 2
     assert len(looked_at) == (2 if spared else 4)
     assert spared == all(prompt not in looked_at for prompt in tuned)
+
+
+def test_workloads_has_transformers_three_assisted_modes(
+    scripts: SimpleNamespace,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Each with the settings that were found for it; the draft model is the toy itself."""
+    tried = [EarlyExitSettings(2, k, 0.0) for k in (2, 3)]
+    monkeypatch.setattr(scripts.modes.Theirs, "grid", lambda self, mode: tried)
+    out = tmp_path / "out.json"
+    given = [*workload_arguments(arguments, out), "--draft-model", str(tmp_path / "toy")]
+    given.remove("--no-theirs")
+    given += ["--temperatures", "0", "--max-repeated", "1"]
+    run(scripts.workloads, given, monkeypatch)
+    document = json.loads(out.read_text(encoding="utf-8"))
+    code, adversarial = (set(one["modes"]) for one in document["workloads"])
+    theirs = {"hf-early-exit", "hf-prompt-lookup", "hf-draft-model"}
+    assert theirs == code - adversarial - {"look-up", "look-up, automatic"}
+    assert document["command"]["draft_model"] == "toy"  # no folder of this machine
+    modes = document["workloads"][0]["modes"]
+    assert all(modes[name]["identical_to_plain"] == 1.0 for name in theirs)
+    drafts = [modes[name]["settings"].get("num_assistant_tokens") for name in sorted(theirs)]
+    assert drafts[0] in (2, 3)
+    assert drafts[1] in (2, 3)
+    assert drafts[2] is None
+    assert modes["hf-early-exit"]["settings"]["assistant_early_exit"] == 2
 
 
 def test_tables_are_measured_over_the_plan_s_draft_vocabulary(
