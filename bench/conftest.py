@@ -12,8 +12,10 @@ from lab import Lab, Options
 from measuring import Results, modes_of
 
 import layerskip
+from layerskip.checkpoint import pick_device, pick_dtype
 from layerskip.fingerprint import device_name
 from layerskip.journal import Journal
+from layerskip.prompts import read_prompts
 
 RECIPES = Path(__file__).parent / "recipes"
 TOLD = ("python_version", "system", "machine")
@@ -48,6 +50,14 @@ def pytest_configure(config: pytest.Config) -> None:
     seconds = config.getoption("--seconds")
     if not 0.0 <= seconds < math.inf:  # at 0 a cell is one prompt
         raise pytest.UsageError(f"--seconds must be a number of 0 or more, got {seconds}")
+    chosen(config)
+    try:
+        pick_device(config.getoption("--device"))
+        pick_dtype(config.getoption("--dtype"))
+        if config.getoption("--prompts") is not None:
+            read_prompts(config.getoption("--prompts"))
+    except (ValueError, OSError) as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -81,7 +91,19 @@ def lab(request: pytest.FixtureRequest) -> Lab:
     config = request.config
     names = ("model", "device", "dtype", "prompts", "exit_layer", "draft_model", "limit", "seconds")
     given = {name: config.getoption(f"--{name.replace('_', '-')}") for name in names}
-    return Lab(Options(**given | (SMOKE if config.getoption("--smoke") else {})))
+    return opened(Options(**given | (SMOKE if config.getoption("--smoke") else {})))
+
+
+def opened(options: Options) -> Lab:
+    """The checkpoints that are asked for; as from the command line one sentence if there are none,
+    in the place of a traceback from each mode."""
+    try:
+        lab = Lab(options)
+        if options.draft_model != "auto":  # which takes two minutes, and not all cells want it
+            lab.draft_model  # noqa: B018
+    except (ValueError, OSError) as error:
+        pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
+    return lab
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tasks import TASKS, Asked, asked, examples_of, spread
 from transformers import AutoModelForCausalLM
 
 from layerskip import SelfSpeculativeLM
-from layerskip.checkpoint import BUILTIN, builtin_folder
+from layerskip.checkpoint import BUILTIN, builtin_folder, load_config
 from layerskip.compare import EarlyExitSettings
 from layerskip.cost import CostTable
 from layerskip.fingerprint import cost_key, fingerprint_of
@@ -175,6 +175,7 @@ def draft_model_of(wanted: str, name: str, model: Any) -> Any:
     if wanted == "none" or (wanted == "auto" and name != BUILTIN):
         return None
     folder = trained_draft(DRAFT_FOLDER) if wanted == "auto" else wanted
+    load_config(folder)  # which says in a sentence what is wrong
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
     return loaded.to(model.device).eval()
 

@@ -1,5 +1,7 @@
 """The benchmark suite: its prompts, its cells, its modes."""
 
+import contextlib
+import importlib.util
 import random
 import re
 from collections.abc import Iterator
@@ -297,3 +299,46 @@ def test_the_draft_model_is_trained_once_with_the_built_in_tokenizer(
     assert set(ours) <= set(theirs)
     assert ours["minutes"] <= 2.0
     assert ours["vocab_size"] == theirs["vocab_size"]
+
+
+@pytest.fixture(scope="module")
+def options_of_cells(bench: SimpleNamespace) -> Any:
+    """bench/conftest.py; by its own name it would be that of the tests."""
+    path = BENCH / "conftest.py"
+    spec = importlib.util.spec_from_file_location("options_of_cells", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--cells", "code-greedy,wrong", "--cells has 'wrong'; allowed are code-greedy"),
+        ("--device", "tpu", "device must be 'cpu', 'cuda' or 'auto', got 'tpu'"),
+        ("--dtype", "int8", "dtype must be one of bfloat16"),
+        ("--prompts", Path("nowhere.jsonl"), "nowhere.jsonl cannot be read"),
+        ("--limit", 0, "--limit must be 1 or more prompts"),
+        ("--seconds", -1.0, "--seconds must be a number of 0 or more"),
+        (None, None, None),
+    ],
+)
+def test_options_of_cells_are_refused_before_anything_is_loaded(
+    options_of_cells: Any, option: str | None, value: Any, told: str | None
+) -> None:
+    usual = {"--limit": 12, "--seconds": 46.0, "--matrix": "quick", "--device": "auto"}
+    given = {**usual, **({option: value} if option else {})}
+    config = SimpleNamespace(getoption=given.get)
+    refused = pytest.raises(pytest.UsageError, match=told) if told else contextlib.nullcontext()
+    with refused:
+        options_of_cells.pytest_configure(config)
+
+
+def test_a_checkpoint_that_is_none_ends_the_cells_in_one_sentence(
+    options_of_cells: Any, bench: SimpleNamespace, lab: Any, tmp_path: Path
+) -> None:
+    right, nowhere = lab.options, str(tmp_path / "nowhere")
+    for wrong in ({"model": nowhere}, {"draft_model": nowhere}):
+        with pytest.raises(pytest.exit.Exception, match="nowhere' is not a folder"):
+            options_of_cells.opened(replace(right, **wrong))
+    assert options_of_cells.opened(right).draft_model is not None
