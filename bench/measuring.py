@@ -234,6 +234,7 @@ class Measured:
             "tokens": self.tokens,
             "prompts": len(self.repeated) * self.cell.batch,
             "prompts_left_out": self.left_out * self.cell.batch,
+            "prompts_at_hand": len(self.source.groups) * self.cell.batch,
             "dtype": str(self.lab.model.dtype).removeprefix("torch."),
             "device": str(self.lab.model.device),
             "model": self.lab.options.model,
@@ -270,6 +271,16 @@ class Measured:
 def length_of(group: Any) -> int:
     """Tokens of a group's longest prompt."""
     return group.start if isinstance(group, Text) else max(map(len, group))
+
+
+def why_empty(cell: dict[str, Any]) -> str:
+    """No prompt of the cell was kept."""
+    tried, at_hand = cell["prompts_left_out"], cell["prompts_at_hand"]
+    if tried:
+        which = f"all {tried} prompts" if tried == at_hand else f"{tried} prompts of {at_hand}"
+        more = "" if tried == at_hand else "; --seconds has no time for more"
+        return f"{which} end at once, or loop in plain decoding{more}"
+    return "no prompt, or no text that is known to follow one, fits the model's positions"
 
 
 def measure(lab: Lab, cell: Cell) -> dict[str, Any]:

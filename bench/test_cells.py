@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cells import Cell
 from lab import Lab
-from measuring import Results
+from measuring import Results, why_empty
 
 
 class Replay:
@@ -51,10 +51,3 @@ def test_decoding(
     benchmark.extra_info |= {"mode": mode, "cell": name, **document["cell"], **figures}
     rounds = len(document["modes"][mode]["seconds_per_token"])
     benchmark.pedantic(again, rounds=rounds)
-
-
-def why_empty(cell: dict[str, Any]) -> str:
-    """No prompt of the cell was kept."""
-    if cell["prompts_left_out"]:
-        return f"all {cell['prompts_left_out']} prompts end at once, or loop in plain decoding"
-    return "no prompt, or no text that is known to follow one, fits the model's positions"

@@ -1,6 +1,5 @@
 """The benchmark suite: its prompts, its cells, its modes."""
 
-import contextlib
 import importlib.util
 import random
 import re
@@ -318,20 +317,14 @@ def options_of_cells(bench: SimpleNamespace) -> Any:
         ("--device", "tpu", "device must be 'cpu', 'cuda' or 'auto', got 'tpu'"),
         ("--dtype", "int8", "dtype must be one of bfloat16"),
         ("--prompts", Path("nowhere.jsonl"), "nowhere.jsonl cannot be read"),
-        ("--limit", 0, "--limit must be 1 or more prompts"),
-        ("--seconds", -1.0, "--seconds must be a number of 0 or more"),
-        (None, None, None),
     ],
 )
 def test_options_of_cells_are_refused_before_anything_is_loaded(
-    options_of_cells: Any, option: str | None, value: Any, told: str | None
+    options_of_cells: Any, option: str, value: Any, told: str
 ) -> None:
     usual = {"--limit": 12, "--seconds": 46.0, "--matrix": "quick", "--device": "auto"}
-    given = {**usual, **({option: value} if option else {})}
-    config = SimpleNamespace(getoption=given.get)
-    refused = pytest.raises(pytest.UsageError, match=told) if told else contextlib.nullcontext()
-    with refused:
-        options_of_cells.pytest_configure(config)
+    with pytest.raises(pytest.UsageError, match=told):
+        options_of_cells.pytest_configure(SimpleNamespace(getoption={**usual, option: value}.get))
 
 
 def test_a_checkpoint_that_is_none_ends_the_cells_in_one_sentence(
@@ -342,3 +335,20 @@ def test_a_checkpoint_that_is_none_ends_the_cells_in_one_sentence(
         with pytest.raises(pytest.exit.Exception, match="nowhere' is not a folder"):
             options_of_cells.opened(replace(right, **wrong))
     assert options_of_cells.opened(right).draft_model is not None
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.0, "2 prompts of 4 end"), (1e6, "all 4 prompts")])
+def test_an_empty_cell_says_how_many_prompts_were_tried(
+    bench: SimpleNamespace,
+    lab: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    told: str,
+) -> None:
+    monkeypatch.setattr(lab, "options", replace(lab.options, max_repeated=-1.0))  # all texts loop
+    monkeypatch.setattr(bench.measuring.Written, "prepare", lambda _: None)
+    measured = bench.measuring.Measured(lab, bench.cells.Cell("prompts", "greedy"))
+    measured.run(seconds, limit=2)
+    reason = bench.measuring.why_empty(measured.document()["cell"])
+    assert reason.startswith(told)
+    assert ("--seconds" in reason) == (seconds == 0.0)

@@ -176,7 +176,7 @@ def options() -> ModuleType:
 
 def test_no_prompts_are_refused_before_anything_is_loaded(bench: Any) -> None:
     def configure(limit: int, seconds: float) -> None:
-        asked = {"--limit": limit, "--seconds": seconds}
+        asked = {"--limit": limit, "--seconds": seconds, "--matrix": "quick", "--device": "auto"}
         options().pytest_configure(SimpleNamespace(getoption=asked.get))
 
     for limit in (0, -3):
