@@ -95,6 +95,12 @@ def rows(header: Sequence[str], lines: Sequence[Sequence[str]], *, left: int = 1
     return "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *lines))
 
 
+def measured_at(*records: Mapping[str, Any]) -> str:
+    """Under a table: the commits and machines of what it was made from."""
+    of = sorted({f"`{r['commit']}`, {r['machine']}, threads: {r['threads']}" for r in records})
+    return f"\nMeasured at {'; '.join(of)}.\n"
+
+
 def number(value: float | None, form: str = ".2f") -> str:
     return "-" if value is None else format(value, form)
 
@@ -182,7 +188,8 @@ def latency(files: Files) -> str:
 def matrix(files: Files) -> str:
     """The full matrix: geometric means over tasks, and the worst cell of each group."""
     groups: dict[tuple[Any, ...], list[Modes]] = {}
-    for modes in files.cells("bench-full.json").values():
+    cells = files.cells("bench-full.json").values()
+    for modes in cells:
         info = modes[BASE]
         group = (info["kind"], info["batch"], info["context"], info["tokens"])
         groups.setdefault(group, []).append(modes)
@@ -196,7 +203,8 @@ def matrix(files: Files) -> str:
                 [f"{geometric_mean(ratios):.2f}", f"{min(ratios):.2f}"] if ratios else ["-", "-"]
             )
     header = ["kind", "batch", "context", "new tokens", "tasks", "to ours plain", "worst task"]
-    return rows([*header, "to `generate`", "worst task"], lines)
+    table = rows([*header, "to `generate`", "worst task"], lines)
+    return table + measured_at(*(modes[BASE] for modes in cells))
 
 
 def exactness(files: Files) -> str:
@@ -216,13 +224,13 @@ def exactness(files: Files) -> str:
     for figures, titles in same.items():
         names = [t.replace("**", "").removeprefix("layerskip, ") for t in titles]
         lines.append([f"**layerskip**: {'; '.join(names)}", *figures.split(" | ")])
-    return rows(["mode", f"prompts, {found['dtype']}", "share"], lines)
+    return rows(["mode", f"prompts, {found['dtype']}, at `{found['commit']}`", "share"], lines)
 
 
 def scaling(files: Files) -> str:
     """How a round grows."""
-    lines = []
-    for axis, found in files.read("scaling.json")["axes"].items():
+    lines, record = [], files.read("scaling.json")
+    for axis, found in record["axes"].items():
         first, last = found["points"][0], found["points"][-1]
         fit = found["fits"]["cpu_seconds"]
         lines.append(
@@ -237,7 +245,7 @@ def scaling(files: Files) -> str:
             ]
         )
     header = ["axis", "from, to", "ms of CPU a round", "exponent", "us a unit", "MiB copied"]
-    return rows([*header, "MiB that the cache holds"], lines, left=2)
+    return rows([*header, "MiB that the cache holds"], lines, left=2) + measured_at(record)
 
 
 def where(files: Files) -> str:
@@ -294,8 +302,8 @@ def perplexity(stage: Mapping[str, Any]) -> float:
 
 def workloads(files: Files) -> str:
     """Kinds of text by mode, plain decoding being 1."""
-    lines = []
-    for one in files.latest("workloads")["workloads"]:
+    lines, record = [], files.latest("workloads")
+    for one in record["workloads"]:
         if not one["prompts"]:
             continue
         best = one["automatic_to_best_fixed"]["best"]
@@ -310,34 +318,36 @@ def workloads(files: Files) -> str:
         lines.append([task, str(one["prompts"]), repeated, *speeds])
     header = ["text, temperature", "prompts", "repeated", "best fixed", "automatic", "look-ups"]
     header += ["best fixed and look-ups", "automatic and look-ups"]
-    return rows([*header, "hf early exit", "hf look-up", "hf draft model"], lines)
+    header += ["hf early exit", "hf look-up", "hf draft model"]
+    return rows(header, lines) + measured_at(record)
 
 
 def never_slower(files: Files) -> str:
     """What drafting costs at most, percent of plain decoding."""
-    lines = []
-    for name, case in files.latest("never-slower")["cases"].items():
+    lines, record = [], files.latest("never-slower")
+    for name, case in record["cases"].items():
         low, high = case["wall_ci95"]
         wall = f"{case['wall']:+.1f} ({low:+.1f} to {high:+.1f})"
         lines.append([name, f"{case['bound']:g}", number(case["counted"], "+.1f"), wall])
-    return rows(["drafts", "allowed, %", "counted passes x costs", "by the wall (95 %)"], lines)
+    header = ["drafts", "allowed, %", "counted passes x costs", "by the wall (95 %)"]
+    return rows(header, lines) + measured_at(record)
 
 
 def simulation(files: Files) -> str:
     """Simulated over real less one, percent."""
-    lines = []
-    for cell in files.latest("simulation")["cells"]:
+    lines, record = [], files.latest("simulation")
+    for cell in record["cells"]:
         off = {name: PERCENT * f["wall_off"] for name, f in cell["figures"].items()}
         pairs = [f"{off[f'{m} p50']:+.0f} / {off[f'{m} p90']:+.0f}" for m in SIMULATED]
         lines.append([f"{cell['concurrency']}, {cell['policy']}", *pairs])
     header = ["users, policy", "first token p50 / p90", "each further one p50 / p90"]
-    return rows([*header, "end to end p50 / p90"], lines)
+    return rows([*header, "end to end p50 / p90"], lines) + measured_at(record)
 
 
 def drift(files: Files) -> str:
     """How soon a shift is told, and how often there was none."""
-    lines = []
-    for found in files.latest("drift")["buckets"]:
+    lines, record = [], files.latest("drift")
+    for found in record["buckets"]:
         pairs = [
             f"{one['median_delay']:.0f} / {one['false_alarms_per_100000']:.2f}" if one else "-"
             for one in (found["accepted_alone"], found["with_confidences"])
@@ -353,7 +363,8 @@ def drift(files: Files) -> str:
             ]
         )
     header = ["drafts, requests", "requests", "drafts each", "correlation", "of surprise"]
-    return rows([*header, "accepted tokens alone", "with confidences"], lines)
+    table = rows([*header, "accepted tokens alone", "with confidences"], lines)
+    return table + measured_at(record)
 
 
 def traffic(files: Files) -> str:
@@ -384,7 +395,7 @@ def traffic(files: Files) -> str:
         for one in found["compared"]
     ]
     ratios = rows(["compared", "prompts", "end to end", "tokens a second"], pairs)
-    return rows(header, lines) + "\n" + ratios
+    return rows(header, lines) + "\n" + ratios + measured_at(found)
 
 
 def interval_of(found: Mapping[str, float | None] | None) -> str:

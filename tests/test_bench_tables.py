@@ -218,12 +218,15 @@ def results(folder: Path, written: dict[str, Any], greedy: dict[str, Any]) -> Pa
     contents = {
         "bench": quick,
         "bench-full": quick,
-        "exactness": {"dtype": "bfloat16", "modes": {
+        "exactness": {"dtype": "bfloat16", "commit": "c0ffee", "modes": {
             "hf": {"equal": 4, "prompts": 4, "why_not": ""},
             "hf-static": {"equal": 0, "prompts": 0, "why_not": "not with this model"},
             "automatic, batch of 8": {"equal": 3, "prompts": 4, "why_not": ""},
         }},
-        "scaling": {"axes": {"rows": {"points": points, "fits": {"cpu_seconds": fit}}}},
+        "scaling": {
+            "commit": "dec0de", "machine": "toy", "threads": 2,
+            "axes": {"rows": {"points": points, "fits": {"cpu_seconds": fit}}},
+        },
     }  # fmt: skip
     folder.mkdir(exist_ok=True)
     for dated in (BENCH / "results").glob("????-??-??-*.json"):
@@ -325,6 +328,10 @@ def test_a_mode_is_held_against_the_fastest_number_of_its_kind(bench: SimpleName
     assert over(slow | {"plain": modes["plain"]}, "automatic", looking_up=False) == 0.5
 
 
+# Tables of make bench, of trainings and of a GPU, and those that name what they show themselves.
+TELL_ELSEWHERE = ("speed", "where", "cells", "latency", "exactness", "recipes", "gpu", "goals")
+
+
 def marked(name: str, inside: str = "out of date\n") -> str:
     return f"before\n<!-- bench:{name}:begin -->\n{inside}<!-- bench:{name}:end -->\nafter\n"
 
@@ -360,6 +367,9 @@ def test_tables_are_written_between_their_markers(
     own = greedy["modes"][max(bench.modes.ALONE, key=lambda m: speed_of(greedy["modes"][m]))]
     assert f"; {own['identical_to_own_plain']:.0%} as plain |" in text
     assert "1 to 4 | 1.00 to 4.00 | 1.00 | 1e+03 | 1.00 to 1.00 | 4.00" in text
+    assert "| prompts, bfloat16, at `c0ffee` |" in text
+    assert "\n\nMeasured at `dec0de`, toy, threads: 2.\n" in text
+    assert text.count("\nMeasured at ") == len(bench.readme.KNOWN) - len(TELL_ELSEWHERE)
 
 
 @pytest.mark.parametrize(
