@@ -477,6 +477,11 @@ def test_an_interrupted_command_says_how_to_go_on(command, tmp_path, monkeypatch
     result = command("--prompts", path)
     assert result.code == 130
     assert f"the same command goes on from {tmp_path}/runs" in result.out.replace("\n", "")
+    monkeypatch.setattr("layerskip.commands.measuring.load", interrupted)
+    again, new = command("--prompts", path), command("--prompts", path, "--out", tmp_path / "new")
+    assert (again.code, new.code) == (130, 130)
+    assert "goes on from" in again.out.replace("\n", "")
+    assert "goes on from" not in new.out.replace("\n", "")
 
 
 @pytest.mark.slow

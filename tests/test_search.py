@@ -657,6 +657,11 @@ def test_the_command_goes_on_after_an_interruption(given, folder, tmp_path, caps
     assert "the same command goes on from" in capsys.readouterr().out.replace("\n", " ")
     assert not (tmp_path / "plan.json").exists()
     assert made.count("measure_cost") == 2
+    with monkeypatch.context() as patch:  # as the next one loads
+        stopped = classmethod(lambda *_, **__: (_ for _ in ()).throw(Stop))
+        patch.setattr(SelfSpeculativeLM, "from_pretrained", stopped)
+        assert searching(folder, tmp_path) == 130
+    assert "the same command goes on from" in capsys.readouterr().out.replace("\n", " ")
     assert searching(folder, tmp_path) == 0
     assert made.count("measure_cost") == 3  # and that of the plan
     assert not (tmp_path / "plan.json.journal").exists()

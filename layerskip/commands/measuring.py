@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -80,9 +81,9 @@ def run_measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         args.prompts, labels=args.label, bad_lines=args.bad_lines, limit=args.limit
     )
     say_bad_lines(console, traffic)
-    lm = load(args)
     bar = _Bar(console)
     try:
+        lm = load(args)
         with bar.progress:
             summary = measure(
                 lm,
@@ -94,7 +95,8 @@ def run_measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                 on_left_out=bar.leave_out,
             )
     except KeyboardInterrupt:
-        console.print(f"the same command goes on from {escape(args.out)}", highlight=False)
+        if Path(args.out).exists():
+            console.print(f"the same command goes on from {escape(args.out)}", highlight=False)
         raise
     left_out = traffic.count - summary.prompts
     console.print(_table(summary))

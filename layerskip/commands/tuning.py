@@ -168,16 +168,16 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     )
     examples = examples_of(args.prompts, args.limit)
     more = [] if args.vocabulary_texts is None else read_texts(args.vocabulary_texts)
-    lm = SelfSpeculativeLM.from_pretrained(
-        args.model,
-        plan=PlanFile(None),
-        num_draft_tokens=0,
-        dtype=args.dtype,
-        device=args.device,
-        exact=args.exact,
-    )
     journal = Path(f"{args.out}.journal")
     try:
+        lm = SelfSpeculativeLM.from_pretrained(
+            args.model,
+            plan=PlanFile(None),
+            num_draft_tokens=0,
+            dtype=args.dtype,
+            device=args.device,
+            exact=args.exact,
+        )
         with counting(console) as progress:
             task = progress.add_task("")
             result = search(
