@@ -1,16 +1,19 @@
 """Which layers draft, one frozen value that passes everywhere as an argument; and its file."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from layerskip.cost import CostTable
+from layerskip.cost import COST_VERSION, CostTable
 from layerskip.files import read_json, reason_of, write_json
 from layerskip.params import SHARPNESS, check_integer, check_num_draft_tokens, check_number
 
 PLAN_VERSION, PLAN_FILE_VERSION = 1, 2
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ class PlanFile:
         plan: which layers draft; None: it was searched for, and no plan pays.
         num_draft_tokens: drafted per round, or "auto".
         draft_vocabulary: ids that the draft's head knows, ascending; None for all.
-        cost: of the plan's passes, on the machine that it says.
+        cost: of the plan's passes, on the machine that it says. Of a file whose table is of another
+            version of layerskip it is left out, with a warning.
         fingerprint: of the checkpoint that it was chosen on.
         acceptance: measured, by draft position: the share that is accepted of what is verified
             after accepted tokens only. What a controller begins with.
@@ -191,10 +195,10 @@ def _from_dict(content: Mapping[str, Any]) -> PlanFile:
     wanted = content["num_draft_tokens"] if later else content.get("num_draft_tokens")
     settings: dict[str, Any] = {"acceptance": tuple(content.get("acceptance", ()))}
     if later:
-        vocabulary, cost = content["draft_vocabulary"], content["cost"]
+        vocabulary = content["draft_vocabulary"]
         settings = {
             "draft_vocabulary": None if vocabulary is None else tuple(vocabulary),
-            "cost": None if cost is None else CostTable.from_dict(cost),
+            "cost": _cost_of(content["cost"]),
             "fingerprint": content["fingerprint"],
             "acceptance": tuple(content["acceptance"]),
             "measurements": content["measurements"],
@@ -206,6 +210,21 @@ def _from_dict(content: Mapping[str, Any]) -> PlanFile:
     if isinstance(told, dict):
         told = {kind: tuple(map(tuple, points)) for kind, points in told.items()}
     return PlanFile(plan, "auto" if wanted is None else wanted, calibration=told, **settings)
+
+
+def _cost_of(content: Any) -> CostTable | None:
+    """A file's table. The plan of one of another version is as good as it was, and tables are
+    measured again at the first use, as on another machine."""
+    version = content.get("version") if isinstance(content, Mapping) else None
+    if type(version) is int and version != COST_VERSION:
+        logger.warning(
+            "the plan's cost table is of version %d, this layerskip has version %d: a quick "
+            "measurement is used; run layerskip search again",
+            version,
+            COST_VERSION,
+        )
+        return None
+    return None if content is None else CostTable.from_dict(content)
 
 
 def _check_vocabulary(ids: object) -> None:

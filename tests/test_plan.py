@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import layerskip
 from layerskip import DraftPlan
-from layerskip.cost import CostTable, Curve
+from layerskip.cost import COST_VERSION, CostTable, Curve
 from layerskip.params import SHARPNESS
 from layerskip.plan import PlanFile
 
@@ -195,6 +195,18 @@ def test_a_calibration_of_other_confidences_is_left_out(tmp_path, sharpness):
     assert PlanFile.load(tmp_path / "plan.json") == replace(FILE, calibration={})
 
 
+@pytest.mark.parametrize("version", [COST_VERSION - 1, COST_VERSION + 1])
+def test_a_cost_table_of_another_version_is_left_out(tmp_path, caplog, version):
+    FILE.save(tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    content["cost"] = {"version": version, "other": "fields"}
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    assert PlanFile.load(tmp_path / "plan.json") == replace(FILE, cost=None)
+    (said,) = caplog.messages
+    assert f"is of version {version}, this layerskip has version {COST_VERSION}" in said
+    assert "run layerskip search again" in said
+
+
 def test_a_plan_is_read_out_of_a_plan_file(tmp_path):
     FILE.save(tmp_path / "plan.json")
     assert DraftPlan.load(tmp_path / "plan.json") == FILE.plan
@@ -231,6 +243,8 @@ def test_a_file_that_says_that_no_plan_pays_holds_no_plan(tmp_path):
         {"measurements": []},
         {"cost": {}},
         {"cost": []},
+        {"cost": {"version": True}},
+        {"cost": {"version": "5"}},
         {"version": 1, "draft_layers": None},
     ],
 )
