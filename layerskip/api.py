@@ -80,7 +80,10 @@ class SelfSpeculativeLM:
     Args:
         model: a loaded transformers causal LM of a supported family, on one device. Of a PEFT model
             whose adapters are layers (LoRA and its like) the active adapters count; of one from
-            ``torch.compile`` the model inside is run, not what was compiled.
+            ``torch.compile`` the model inside is run, not what was compiled. On a CPU its weights
+            are read where they lie; of those that ``from_pretrained`` loads dense layers may have
+            copies in the order that products read, which is faster (1.3 times in bfloat16, more in
+            float32: bench/LOG.md, 2026-11-23 and 2026-11-29).
         tokenizer: its tokenizer; None takes and gives token ids. It may know fewer ids than the
             model (vocabularies are padded), but not more.
         plan: which layers draft, or a plan file with what is known of them; None drafts by
