@@ -5,6 +5,7 @@ import functools
 import graphlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,13 +73,16 @@ def module_names() -> list[str]:
     return [n for n in names if not n.endswith("__init__")]
 
 
-class WithoutTypeChecking(ast.NodeTransformer):
-    """Drops ``if TYPE_CHECKING:``, which never runs."""
-
-    def visit_If(self, node: ast.If) -> ast.If | None:
-        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            return None
-        return self.generic_visit(node)
+def statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """All below ``node`` but those of ``if TYPE_CHECKING:``, which never run. What is no statement
+    holds none, and is most of a tree."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and getattr(child.test, "id", None) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.stmt):
+            yield child
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from statements(child)
 
 
 @functools.cache
@@ -86,7 +90,7 @@ def imported(module: str) -> set[str]:
     """Dotted names that ``module`` imports when it runs, inside functions too."""
     tree = ast.parse((PACKAGE / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8"))
     names: set[str] = set()
-    for node in ast.walk(WithoutTypeChecking().visit(tree)):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
