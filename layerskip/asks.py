@@ -174,6 +174,8 @@ def may_probe(asks: Sequence[Ask], pace: Pace, left: float, *, claims: bool) -> 
     if rows == 0 or any(a.state.probing for a in asks):  # a round ahead, one is not judged yet
         return False
     for a in trying if claims else ():
+        if not a.looks_back:  # any more: it has neighbours
+            a.state.release_all()
         # Once it has lost something, it looks back for that: it tells far more.
         if not a.looks_back or not a.state.has_lost:
             a.state.claim(PROBE_SHARE * pace.token / pace.plain)
@@ -182,8 +184,9 @@ def may_probe(asks: Sequence[Ask], pace: Pace, left: float, *, claims: bool) -> 
         shared.credit = min(shared.credit, max(MOST_CREDIT, cost))  # a long rest buys no long run
     missing = cost - min(a.state.shared.credit for a in asks)
     for a in trying:  # what it looked back at says that a draft pays, and it has nothing to stake
-        if a.looks_back and missing > 0.0 and a.state.survivals(1, pace.least):
-            missing -= a.state.release(missing)
+        pays = a.looks_back and missing > 0.0 and a.state.survivals(1, pace.least)
+        if pays and a.state.release(missing):
+            missing = 0.0
     if missing <= 0.0:
         return _tries(asks, pace)
     return left * rows >= missing * pace.plain and _promising(asks, pace)

@@ -26,11 +26,11 @@ from layerskip.asks import (
     weighed,
 )
 from layerskip.cost import DRAFTS_IN_A_ROW, CostTable
-from layerskip.estimates import RowState
+from layerskip.estimates import FIRST_LOOK, RowState
 from layerskip.experience import Calibration, Experience
 from layerskip.pace import LOOKING, Pace, Split, affordable
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
-from layerskip.pass_times import CONTEXT_STEP, PassTimes
+from layerskip.pass_times import CONTEXT_STEP, SHORTEST, PassTimes
 from layerskip.stopping import Choice, Stopper, another
 
 STAKE_TOKENS = 64  # of so many tokens at most: few requests are as long as they may be
@@ -267,7 +267,7 @@ class Controller:
         Args:
             count: tokens that can be looked back at.
         """
-        if state.next_look > 0 or state.last or not count:
+        if state.next_look > 0 or state.last or count < FIRST_LOOK:
             return False
         state.reserve(PROBE_SHARE)
         return state.affords(self._price_of_looking(state, count, context))
@@ -275,14 +275,21 @@ class Controller:
     def _price_of_looking(self, state: RowState, count: int, context: int) -> float:
         """In plain passes."""
         plain = self.times.verify(1, context, greedy=state.greedy)
-        return self.times.looking_back(count, greedy=state.greedy) / plain
+        return state.look_ratio * self.times.looking_back(count, greedy=state.greedy) / plain
 
     def observe_hindsight(
-        self, state: RowState, runs: Sequence[tuple[Sequence[bool], Sequence[float]]], context: int
+        self,
+        state: RowState,
+        runs: Sequence[tuple[Sequence[bool], Sequence[float]]],
+        context: int,
+        seconds: float = 0.0,
     ) -> None:
-        """What drafts would have come to, as of ``RowState.look_back``."""
+        """What drafts would have come to, as of ``RowState.look_back``, and what it took to see."""
         count = sum(len(accepted) for accepted, _ in runs)
         pace = self._pace(context, 1, greedy=state.greedy)
+        if self._follows_clock:
+            tabled = self.times.looking_back(count, greedy=state.greedy)
+            state.look_ratio = max(1.0, seconds / max(tabled, SHORTEST))
         spent = self._price_of_looking(state, count, context)
         state.look_back(runs, spent, pace.risks[0] / pace.token)
 

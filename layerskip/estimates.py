@@ -23,12 +23,15 @@ ROW_WEIGHT, CONFIDENCE_WEIGHT = 3.0, 20.0  # of "like the others", in expected s
 LOOKUP_RATIO_WEIGHT = 8.0  # the same of looked-up tokens
 POSITION_WEIGHT = 20.0  # of what is known of all, in trials
 LEAST_SURVIVAL = 0.02
-# Rounds without drafts until a row looks back at them: the first time since it drafted, then twice
+# Tokens without drafts until a row looks back at them: the first time since it drafted, then twice
 # as many each time, and at most; and the tokens that it looks back at. They come in a row, where
 # drafts are some rounds apart, and of a text that changes the latest tell most. Of few tokens many
 # are right by chance, so they have to gain more than their price (bench/LOG.md, 2026-11-29).
 FIRST_LOOK, LAST_LOOK, MOST_SEEN = 2, 32, 8
 LOOK_DISCOUNT, LOOK_MARGIN = 0.95, 1.25
+# Of what a request may stake, what hindsight may add: a text that is right only where nothing is
+# drafted for it loses that, too.
+TRUST_SHARE = 1 / 3
 
 
 @dataclass
@@ -57,13 +60,15 @@ class RowState:
     """One request's estimates.
 
     Attributes:
-        stake: what drafts may lose, in tokens of plain rounds: what the request began with, and
-            what they gained.
+        stake: what drafts may lose, in tokens of plain rounds: what the request began with, what
+            they gained, and what hindsight granted.
         owed: rounds to come, if there will be as many, that earn nothing for probes: what they do
             the request had in advance.
         greedy: whether it takes the likeliest token, which costs less than to draw one.
         num_rests: since it last drafted or took what was looked up.
         next_look: tokens without drafts that are still to come before it looks back.
+        look_ratio: what looking back took, over what the cost table says; 1 at least. Where the
+            distribution is cut, the whole vocabulary is sorted for each token that is looked at.
         sort: of request that it is, for its neighbours, who mind only what is shown.
     """
 
@@ -75,7 +80,9 @@ class RowState:
         self._staked, self._is_over = stake, False
         self.last, self.probing = 0, False
         self.next_look, self._waits, self._purse = FIRST_LOOK, FIRST_LOOK, 0.0
-        self._missed, self._trust = 0.0, stake
+        self.look_ratio = 1.0
+        self._missed, self._trust, self._granted = 0.0, TRUST_SHARE * stake, 0.0
+        self._since = 0.0  # the last grant: what drafts gained less what they lost
         self._rests, self._awaited, self._token = 0, 0.0, 0.0
         self._beside, self._declined, self._awake_one_in, self.num_rests = 0, 0.0, 1, 0
         self._positions, self.sort = new_shares(MAX_AUTO_DRAFT_TOKENS), Sort(shared.mixture)
@@ -138,7 +145,8 @@ class RowState:
                 all, whatever they gained for this one.
         """
         self.shared.ledger += gained
-        self._trust = min(self._staked, self._trust + max(0.0, gained))
+        if not looked_up:
+            self._renew(gained)
         if spent:
             self.shared.credit -= spent
             self.stake += max(0.0, gained)
@@ -150,6 +158,13 @@ class RowState:
             self.shared.credit -= paid
             gained += paid / each
         self.stake += gained
+
+    def _renew(self, gained: float) -> None:
+        """Trust hindsight again by what drafts have gained since it last granted something, less
+        what they lost: what was gained and lost again is not granted as well."""
+        before, self._since = max(0.0, self._since), self._since + gained
+        trust = self._trust + max(0.0, self._since) - before
+        self._trust = min(max(0.0, trust), TRUST_SHARE * self._staked)
 
     def claim(self, earned: float) -> None:
         """Have what the first rounds will earn for probes, once: of a text that began badly the
@@ -172,12 +187,17 @@ class RowState:
         if self._advance:
             self._purse += self._in_advance(earned)
 
-    def release(self, amount: float) -> float:
-        """So much of what is reserved, or all of it if that is less, for a probe after all."""
-        freed = min(self._purse, amount)
-        self._purse -= freed
-        self.shared.credit += freed
-        return freed
+    def release(self, amount: float) -> bool:
+        """So much of what is reserved, if it is as much, for a probe after all."""
+        if self._purse < amount:
+            return False
+        self._purse -= amount
+        self.shared.credit += amount
+        return True
+
+    def release_all(self) -> None:
+        """What is reserved for probes: it does not look back any more."""
+        self.release(self._purse)
 
     def affords(self, price: float) -> bool:
         """Whether it may look back for so many plain passes of one row, of what it has reserved and
@@ -192,7 +212,7 @@ class RowState:
         One without a token, taken out while it waited, says nothing of lengths.
         """
         self.shared.credit += self._purse
-        if self.stake <= self._staked:
+        if self._kept <= self._staked:
             self.shared.credit -= self.owed * self._earned
         self.owed, self._purse = 0, 0.0
         if num_tokens and not self._is_over:
@@ -244,7 +264,12 @@ class RowState:
     @property
     def has_lost(self) -> bool:
         """Whether drafts and look-ups of it took more than they gained."""
-        return self.stake < self._staked
+        return self._kept < self._staked
+
+    @property
+    def _kept(self) -> float:
+        """What it began with and gained: its stake without what hindsight granted."""
+        return self.stake - self._granted
 
     @property
     def may_rest(self) -> bool:
@@ -280,6 +305,7 @@ class RowState:
                 they are what they would be given now.
         """
         shared, calibration = self.shared, self.shared.calibration
+        self.sort.add(accepted, shared.acceptances)
         self._add_judged(accepted)
         shared.add(accepted[:MAX_AUTO_DRAFT_TOKENS])
         told = chances or [self.chance(c) for c, _ in zip(confidences, accepted, strict=False)]
@@ -288,8 +314,7 @@ class RowState:
             calibration.add(confidence, chance, success)
 
     def _add_judged(self, accepted: Sequence[bool]) -> None:
-        """To what is known of this request."""
-        self.sort.add(accepted, self.shared.acceptances)
+        """To what is known of this request alone."""
         for i, success in enumerate(accepted[:MAX_AUTO_DRAFT_TOKENS]):
             self._ratio.add(success, self.shared.acceptances[i])
             self._positions[i].add(success, ROW_DISCOUNT)
@@ -301,9 +326,10 @@ class RowState:
         price: float,
     ) -> None:
         """Drafts that were not made, and would have come to this (``layerskip.hindsight``). What
-        they would have gained may be staked, once, up to what the request began with: a drafter
-        that is never right gains nothing in hindsight, either. Should its drafts come to less than
-        that says, no more than that is lost until they have gained something.
+        they would have gained may be staked, as far as hindsight is trusted (``TRUST_SHARE``) and
+        up to what the request began with: a drafter that is never right gains nothing in hindsight,
+        either. Should its drafts come to less than that says, no more than that is lost until they
+        have gained something.
 
         Args:
             runs: of each draft its judged tokens and their confidences, as of ``add_draft``.
@@ -322,12 +348,14 @@ class RowState:
                 chance = self.shared.calibration.chance(confidence)
                 self._confidence_ratio.add(success, chance)
             missed = self._missed + sum(accepted) - LOOK_MARGIN * price * len(accepted)
-            self._missed = max(-self._staked, missed)
+            self._missed = min(self._staked, max(-self._staked, missed))
         granted = min(self._missed, self._trust, self._staked - self.stake)
         if granted > 0.0:
             self.stake += granted
             self._missed -= granted
             self._trust -= granted
+            self._granted += granted
+            self._since = 0.0
         self._waits = min(2 * self._waits, LAST_LOOK)
         self.next_look, self._rests = self._waits, 0
 

@@ -171,8 +171,9 @@ class Experience:
         acceptances: of a request's first, second, ... drafted token once those before it are
             accepted.
         ledger: what their drafts gained less what they lost, in tokens of plain rounds.
-        credit: plain passes of one row that probes may lose: a share of all rounds but probes;
-            negative where requests ended that had more in advance than they came to earn.
+        credit: plain passes of one row that probes and looking back may take: a share of all
+            rounds but probes; negative where requests ended that had more in advance than they came
+            to earn.
         usual_length: tokens of the requests that ended, on the average; infinite of none.
         mixture: of requests whose drafts are right more often and less often than all of them.
     """

@@ -1,5 +1,6 @@
 """What each row drafts in a round, and what is learnt from how it went."""
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -89,11 +90,16 @@ class Speculator:
         controller, state, drafter = self._by_host, row.state, self.drafter
         if not row.seen or state is None or drafter is None or controller is None:
             return
+        if room(row) < 1:
+            return
         if controller.looks_back(state, len(row.seen), row.length):
             head = None
             if self._head is not None:
                 head = self._head = self._head.including(row.own_ids)
-            controller.observe_hindsight(state, look_back(row, drafter, head), row.length)
+            began = time.perf_counter()
+            runs = look_back(row, drafter, head)
+            seconds = time.perf_counter() - began
+            controller.observe_hindsight(state, runs, row.length, seconds)
             row.seen.clear()
 
     def attempt(
@@ -446,7 +452,7 @@ class Speculator:
         """
         if row.index is not None:
             row.index.extend(emitted)
-        if states is None or attempt.draft.num_passes:
+        if states is None or attempt.draft.num_passes or row.finish_reason is not None:
             row.seen.clear()
         elif tells(row, self.drafter) and row.state is not None and not row.state.last:
             remember(row, emitted, states)

@@ -206,7 +206,9 @@ class Paper:
         self.chosen.append(max(counts))
 
     def _look_back(self, r: Request) -> None:
-        if not r.seen or not self.controller.looks_back(r.state, len(r.seen), CONTEXT):
+        if not r.seen or r.tokens - r.emitted < 2:
+            return
+        if not self.controller.looks_back(r.state, len(r.seen), CONTEXT):
             return
         runs = [([], [])]
         for right, confidence in r.seen:

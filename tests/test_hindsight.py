@@ -12,12 +12,13 @@ from layerskip import SamplingParams, SelfSpeculativeLM
 from layerskip.asks import Ask
 from layerskip.controller import Controller
 from layerskip.drafting import EarlyExitDrafter
-from layerskip.estimates import RowState
+from layerskip.estimates import TRUST_SHARE, RowState
 from layerskip.experience import Experience
 from layerskip.hindsight import tells
 from layerskip.plan import PlanFile
 
 CUT = SamplingParams(temperature=0.9, top_k=20, seed=5)
+RIGHT = [([True] * 8, [0.9] * 8)]
 # What a pass of the head alone takes makes looking back cheap, or not.
 COSTS = {
     "usual": table(head=0.08),
@@ -33,8 +34,8 @@ class Watched(Controller):
         super().__init__(cost_of(5.0), follows_clock=False)
         self.runs = []
 
-    def observe_hindsight(self, state, runs, context):
-        super().observe_hindsight(state, runs, context)
+    def observe_hindsight(self, state, runs, context, seconds):
+        super().observe_hindsight(state, runs, context, seconds)
         self.runs += runs
 
 
@@ -45,7 +46,7 @@ def test_hindsight_says_what_drafts_come_to(toy, sampling, kept):
     known = PlanFile(PLANS["exit"], draft_vocabulary=kept)
     lm = SelfSpeculativeLM(toy(), None, known, lookup=False)
     lm._controller = told = Watched()
-    text = run(lm, sampling=sampling, max_new_tokens=32).token_ids
+    text = run(lm, sampling=sampling, max_new_tokens=33).token_ids
     found = [pair for right, sure in told.runs for pair in zip(right, sure, strict=True)]
     # After 2 tokens, 4, 8, and 16, of which it looks at the last 8.
     places, made = [*range(14), *range(22, 30)], []
@@ -67,6 +68,18 @@ def test_looking_back_at_what_never_pays_stays_within_the_bound(cost, tokens, ac
     """As for rows that do not: at most 3 % slower than plain decoding."""
     requests = steady(acceptance, count=24, tokens=tokens)
     assert against_plain(looking(cost).run(requests)) >= 0.97
+
+
+@pytest.mark.parametrize(
+    ("cost", "good", "bad"),
+    [("cheap", 2, 8), ("cheap", 12, 24), ("cheap", 4, 32), ("usual", 2, 8), ("dear", 8, 8)],
+)
+def test_texts_that_are_right_where_nothing_is_drafted_stay_within_the_bound(cost, good, bad):
+    """What hindsight grants them is lost beside the stake and the probes; the worst of 144 such."""
+    for shift in (good, 0):
+        right = [float((n + shift) % (good + bad) < good) for n in range(64)]
+        texts = [Request(64, right.__getitem__) for _ in range(4)]
+        assert against_plain(looking(cost).run(texts)) >= 0.97
 
 
 @pytest.mark.parametrize(("cost", "least"), [("usual", 1.4), ("cheap", 1.5)])
@@ -99,16 +112,66 @@ def looking(cost: str, *, looks_back: bool = True):
 def test_what_hindsight_lets_a_row_stake_is_lost_once():
     """A drafter that comes to less than hindsight says is not believed again until it gains."""
     state = RowState(Experience((0.8,)), stake=1.0)
-    right = [([True] * 8, [0.9] * 8)]
     state.settle(-1.2, -1.2)
-    state.look_back(right, 0.0, 0.2)
-    assert state.stake == pytest.approx(0.8), "as much as it began with may be lost once more"
-    state.settle(-0.8, -0.8)
-    state.look_back(right, 0.0, 0.2)
+    state.look_back(RIGHT, 0.0, 0.2)
+    once = TRUST_SHARE - 0.2
+    assert state.stake == pytest.approx(once), "a share of what it began with may be lost once more"
+    state.settle(-once, -once)
+    state.look_back(RIGHT, 0.0, 0.2)
     assert state.stake == pytest.approx(0.0)
-    state.settle(0.5, 0.5)
-    state.look_back(right, 0.0, 0.2)
-    assert state.stake == pytest.approx(1.0)
+    state.settle(once + 0.1, once + 0.1)
+    state.look_back(RIGHT, 0.0, 0.2)
+    assert state.stake == pytest.approx(once + 0.2), "what it gained beyond what it had lost"
+    assert state.has_lost
+
+
+def test_what_was_gained_and_lost_again_is_not_granted():
+    """Else a drafter might lose its gains twice, time and again; nor do look-ups speak for it."""
+    state = RowState(Experience((0.8,)), stake=1.0)
+    state.settle(-1.0, -1.0)
+    state.look_back(RIGHT, 0.0, 0.2)
+    state.settle(-state.stake, -state.stake)
+    for _ in range(5):
+        state.settle(0.9, 0.9)
+        state.settle(-0.9, -0.9)
+        state.look_back(RIGHT, 0.0, 0.2)
+    state.settle(0.9, 0.9, looked_up=True)
+    state.settle(-0.9, -0.9)
+    state.look_back(RIGHT, 0.0, 0.2)
+    assert state.stake == pytest.approx(0.0)
+
+
+def test_what_is_granted_is_no_gain():
+    """A request that ends early gives back what it had in advance, if it gained nothing."""
+    shared = Experience((0.8,))
+    state = RowState(shared, stake=1.0, advance=64)
+    state.reserve(0.01)
+    state.settle(-0.9, -0.9)
+    state.look_back(RIGHT, 0.0, 0.2)
+    state.settle(0.8, 0.8)
+    assert state.stake > 1.0
+    assert state.has_lost
+    state.end(10)
+    assert shared.credit == pytest.approx(0.0)
+
+
+def test_hindsight_of_long_ago_grants_nothing():
+    state = RowState(Experience((0.8,)), stake=1.0)
+    for _ in range(10):
+        state.look_back(RIGHT, 0.0, 0.2)
+    state.settle(-1.5, -1.5)
+    state.look_back([([False], [0.9])] * 8, 0.0, 0.2)
+    assert state.stake == pytest.approx(-0.5)
+
+
+def test_hindsight_is_of_one_request():
+    """Its neighbours and those after it know no more than before."""
+    controller = Controller(COSTS["usual"], (0.8,), follows_clock=False)
+    state, shared = controller.row("greedy", 64), controller.row("greedy", 64).shared
+    before = repr(shared), shared.mixture.shares
+    for _ in range(4):
+        state.look_back([([False], [0.9])] * 8, 0.0, 0.2)
+    assert (repr(shared), shared.mixture.shares) == before
 
 
 def test_hindsight_of_wrong_drafts_lets_a_row_stake_nothing():
@@ -154,6 +217,43 @@ def test_a_row_with_nothing_to_stake_probes_if_hindsight_says_that_it_pays(right
     ask = Ask(state, 100, 10, looks_back=True)
     (choice,) = controller.choose([ask], drafts=True)
     assert (choice.num_draft_tokens, state.probing) == ((1, True) if right else (0, False))
+
+
+def test_what_was_kept_for_looking_back_is_for_probes_of_a_batch():
+    """A row that has been alone cannot look back any more, and nobody would try a token again."""
+    controller = Controller(COSTS["usual"], (0.8,), follows_clock=False)
+    states = [controller.row("greedy", 64) for _ in range(2)]
+    for state in states:
+        state.settle(-1.0, -1.0)
+        state.reserve(0.01)
+    asks = [Ask(state, 100, 10) for state in states]
+    assert all(choice.num_draft_tokens == 1 for choice in controller.choose(asks, drafts=True))
+
+
+def test_what_does_not_pay_for_a_probe_stays_for_looking_back():
+    controller = Controller(COSTS["usual"], (0.8,), follows_clock=False)
+    state = controller.row("greedy", 64)
+    state.shared.credit = -2.0
+    state.settle(-1.0, -1.0)
+    state.reserve(0.01)
+    state.look_back(RIGHT, 0.0, 0.2)
+    state.settle(-state.stake, -state.stake)
+    (choice,) = controller.choose([Ask(state, 100, 10, looks_back=True)], drafts=True)
+    assert choice.num_draft_tokens == 0
+    assert state.affords(0.6)
+    assert state.shared.credit == -2.0
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_look_that_took_longer_makes_the_next_one_dearer(follows):
+    """Where the distribution is cut the vocabulary is sorted for each token that is looked at."""
+    controller = Controller(COSTS["usual"], (0.8,), follows_clock=follows)
+    state = controller.row("greedy", 64)
+    state.next_look = 0
+    assert controller.looks_back(state, 8, 100)
+    controller.observe_hindsight(state, RIGHT, 100, 20 * controller.times.looking_back(8))
+    state.next_look = 0
+    assert controller.looks_back(state, 8, 100) is not follows
 
 
 @pytest.mark.parametrize(
@@ -222,6 +322,18 @@ def test_rows_of_a_batch_do_not_look_back(toy):
     for _ in range(3):
         batch.step()
     assert first.seen == second.seen == []
+
+
+def test_a_row_that_has_ended_keeps_nothing_to_look_back_at(toy):
+    """Noise of the whole vocabulary among it; nor does it look with no token left to draft."""
+    lm = with_controller(toy, told := Watched(), lookup=False)
+    batch = lm.open_batch(max_new_tokens=32, num_draft_tokens="auto", sampling=SAMPLED)
+    added = batch.add(REPEATING)
+    row = batch._rows.row(added)
+    while batch.unfinished:
+        batch.step()
+    assert not row.seen
+    assert sum(len(right) for right, _ in told.runs) == 14, "not after the 31st of 32 tokens"
 
 
 def test_an_interrupted_look_changes_nothing(toy, monkeypatch):
