@@ -22,8 +22,12 @@ PACE_ERROR, PACE_DRIFT = 0.8, 0.02
 DRAFT_ERROR = 0.35  # quick tables were off by -30 to +60 % for drafts,
 SIZE_ERROR = 0.15  # and by -17 to +25 % for passes of 8 rows (bench/LOG.md, 2026-11-21)
 SIZE_LIKENESS = 0.8  # correlation of the errors of a pass and of one twice as large
-ROUND_NOISE = 0.1  # of one round
+# Of one round, at least: where times are further off than was thought they say as much less, up to
+# so many times, learnt by so much of each. With 0.1 a core that others use as well made drafts look
+# dear, and texts were decoded plainly (bench/LOG.md, 2026-11-29).
+ROUND_NOISE, MOST_NOISE, NOISE_RATE = 0.1, 4.0, 0.1
 OUTLIER = 1.5  # deviations: what is beyond says no more than that
+USUAL = 0.76  # the mean of squared deviations, cut off there, of times as far off as was thought
 SURE = 2.0  # deviations that a price is below the table's by, before less than that is charged
 NUM_SIZES = 7  # up to one row quantum, two, four, ...: passes of one row to 64
 PACE, DRAFT, FIRST_SIZE = 0, 1, 2
@@ -43,6 +47,7 @@ class Clocks:
 
     def __init__(self) -> None:
         count = FIRST_SIZE + NUM_SIZES
+        self._noisier = 1.0  # than ROUND_NOISE
         self._mean = [0.0] * count
         self._spread = [[0.0] * count for _ in range(count)]
         self._spread[PACE][PACE] = PACE_ERROR**2
@@ -72,10 +77,13 @@ class Clocks:
         places = [(PACE, 1.0), *weights]
         # The covariance of the sum with each error, and its own variance.
         along = [sum(row[i] * w for i, w in places) for row in spread]
-        variance = sum(along[i] * w for i, w in places) + ROUND_NOISE**2
+        variance = sum(along[i] * w for i, w in places) + (self._noisier * ROUND_NOISE) ** 2
         bound = OUTLIER * math.sqrt(variance)
         surprise = told - sum(mean[i] * w for i, w in places)
-        surprise = min(max(surprise, -bound), bound) / variance
+        surprise = min(max(surprise, -bound), bound)
+        noisier = self._noisier * math.exp(NOISE_RATE * (surprise**2 / variance - USUAL))
+        self._noisier = min(max(noisier, 1.0), MOST_NOISE)
+        surprise /= variance
         # New lists: of two threads' updates one may be lost, but none is made twice.
         self._mean = mean = [m + a * surprise for m, a in zip(mean, along, strict=True)]
         self._spread = [

@@ -1,6 +1,8 @@
 """What rounds' clocks make of a cost table: made-up seconds, so that every figure is exact."""
 
 import math
+import statistics
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -93,6 +95,25 @@ def test_a_machine_that_was_another_at_first_leaves_no_pass_dear_or_cheap(pace, 
     draft, verify = (now / then for now, then in zip(beside_plain(controller), said, strict=True))
     assert draft == pytest.approx(1.0, abs=0.03)
     assert verify == pytest.approx(1.0, abs=0.03)
+
+
+def test_passes_that_vary_more_than_is_thought_say_less():
+    """Others use the core, and the table is right: their moments are no reason to draft less."""
+    said, found = beside_plain(Controller(table())), []
+    for seed in range(20):
+        controller, chance = Controller(table()), Random(seed)
+        for i in range(100):
+            drafts, verify = (math.exp(chance.gauss(0.0, 0.4)) for _ in range(2))
+            plain = {"tokens": 1, "pace": verify}
+            run_rounds(
+                controller, 1, **(plain if i % 10 == 9 else {"drafts": drafts, "verify": verify})
+            )
+            found.append([a / b for a, b in zip(beside_plain(controller), said, strict=True)])
+    draft, verify = (
+        statistics.fmean(abs(math.log(x)) for x in of) for of in zip(*found, strict=True)
+    )
+    assert draft < 0.17
+    assert verify < 0.09
 
 
 def test_one_plain_pass_in_ten_tells_a_wrong_table_from_a_slow_machine():
