@@ -14,9 +14,10 @@ from layerskip.pace import NO_OFFER, Pace, Split, bet, offer, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
 HYSTERESIS = 0.03
-# Of its plain time, what a request may lose: to drafts that it stakes, and to probes. Deciding
-# takes some, too, and all together has to stay below 3 %. The first one that ends long before its
-# limit loses more: nobody can know that it will.
+# Of its plain time, what a request may lose: to drafts that it stakes, to which hindsight may add a
+# third, and to probes. Deciding takes some, too, and all together has to stay below 3 %, but for
+# texts that are right only where nothing is drafted. The first one that ends long before its limit
+# loses more: nobody can know that it will.
 STAKE_SHARE, PROBE_SHARE = 0.015, 0.01
 MOST_CREDIT = 1.0  # plain passes
 MOST_AT_REST = 32  # rounds in which no row is asked again whether to draft
