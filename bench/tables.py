@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -300,9 +300,9 @@ def perplexity(stage: Mapping[str, Any]) -> float:
     return float(stage["exits"][0]["perplexity"])
 
 
-def workloads(files: Files) -> str:
+def workloads(files: Files, name: str = "workloads") -> str:
     """Kinds of text by mode, plain decoding being 1."""
-    lines, record = [], files.latest("workloads")
+    lines, record = [], files.latest(name)
     for one in record["workloads"]:
         if not one["prompts"]:
             continue
@@ -432,6 +432,7 @@ TABLES: dict[str, Callable[[Files], str]] = {
     "where": where,
     "recipes": recipes,
     "workloads": workloads,
+    "workloads-float": partial(workloads, name="workloads-float32"),
     "never-slower": never_slower,
     "simulation": simulation,
     "drift": drift,
