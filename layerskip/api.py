@@ -537,7 +537,9 @@ class SelfSpeculativeLM:
     ) -> Batch:
         """An empty batch that rows join and leave between rounds.
 
-        The arguments are defaults for its rows, as in ``generate``.
+        The arguments are defaults for its rows, as in ``generate``. A seed that ``sampling`` leaves
+        open is drawn once, now: rows that bring no ``sampling`` of their own share it, and those
+        with the same prompt have the same text.
         """
         check_sampling(sampling)
         if not isinstance(logits_processor, Sequence):

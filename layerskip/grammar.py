@@ -165,5 +165,5 @@ def _loaded(schema: Any) -> Any:
 
 def _literal(text: str) -> str:
     """A string of the notation: JSON's escapes are among its own, but for pairs of surrogates."""
-    escapes = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+    escapes = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t", "\0": "\\u0000"}
     return '"' + "".join(escapes.get(c, c) for c in text) + '"'

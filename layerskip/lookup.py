@@ -156,9 +156,14 @@ class LookupStore:
         """Keep a finished request's text. Guesses wait meanwhile (under 1 us a token).
 
         Raises:
-            TypeError: a token is not an integer.
+            TypeError: it is no sequence of integers.
             ValueError: a token is negative, or 2**31 or more.
         """
+        raw = isinstance(tokens, str | bytes | bytearray | memoryview)  # an array would read memory
+        if raw or not isinstance(tokens, Sequence):
+            raise TypeError(f"a text must be a list of token ids, got {type(tokens).__name__}")
+        if any(isinstance(token, bool) for token in tokens):
+            raise TypeError("token ids must be integers, got a bool")
         text = _checked(tokens)[-self._half :]
         if not text:
             return

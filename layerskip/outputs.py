@@ -187,7 +187,7 @@ class DecodeStats:
     def tokens_per_second(self) -> float:
         """Decoding speed: tokens after each request's first, over the time after the prefills."""
         later = self.new_tokens - self.num_requests
-        return later / self.decode_seconds if self.decode_seconds else 0.0
+        return max(0, later) / self.decode_seconds if self.decode_seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Fields and derived figures, ready for JSON."""
@@ -203,7 +203,7 @@ class DecodeStats:
         rounds' seconds. Cache bytes are the largest."""
         parts = list(parts)
         if not parts:
-            return cls()
+            return cls(num_requests=0)
         sums = {f.name: sum(getattr(part, f.name) for part in parts) for f in fields(cls)}
         sums["kv_cache_bytes"] = max(part.kv_cache_bytes for part in parts)
         return cls(**sums)

@@ -131,6 +131,8 @@ class PlanFile:
             _check_vocabulary(self.draft_vocabulary)
         if self.cost is not None and not isinstance(self.cost, CostTable):
             raise TypeError(f"cost must be a CostTable or None, got {self.cost!r}")
+        if not isinstance(self.acceptance, tuple):
+            raise TypeError(f"acceptance must be a tuple of shares, got {self.acceptance!r}")
         for share in self.acceptance:
             check_number("an acceptance", share, 0.0, 1.0)
         _check_calibration(self.calibration)

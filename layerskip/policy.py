@@ -72,6 +72,8 @@ class Policy:
             raise TypeError(f"rules must be a tuple of Rule, got {self.rules!r}")
         if self.label is not None and not isinstance(self.label, str):
             raise TypeError(f"a policy's label must be text or None, got {self.label!r}")
+        if not isinstance(self.measured, Mapping):
+            raise TypeError(f"measured must be a mapping, got {self.measured!r}")
         for task in {rule.task for rule in self.rules}:
             own = (rule.prompt_tokens for rule in self.rules if rule.task == task)
             for (_, end), (start, _) in pairwise(sorted(own, key=itemgetter(0))):
@@ -116,7 +118,8 @@ class Policy:
         Raises:
             ValueError: it is none, is of another version, or a rule is not right.
         """
-        if not isinstance(content, Mapping) or content.get("version") != POLICY_VERSION:
+        version = content.get("version") if isinstance(content, Mapping) else None
+        if type(version) is not int or version != POLICY_VERSION:
             got = content.get("version") if isinstance(content, Mapping) else content
             raise ValueError(f"a policy of version {POLICY_VERSION} was expected, got {got!r}")
         unknown = sorted(set(content) - {"version", "label", "rules", "measured"})

@@ -377,8 +377,12 @@ def _check(word: str, value: Any, place: str) -> None:
     number = number and (isinstance(value, int) or math.isfinite(value))
     if word in NUMBERS:
         fine, wanted = number and (word != "multipleOf" or value > 0), "a number"
+        wanted += " above 0" if word == "multipleOf" else ""
     elif word in COUNTS:
-        fine, wanted = number and value >= 0 and value == int(value), "a number of at least 0"
+        fine, wanted = (
+            number and value >= 0 and value == int(value),
+            "a number of at least 0, without a fraction",
+        )
     elif word == "enum":
         fine, wanted = isinstance(value, list) and _is_json(value), "a list of JSON values"
     elif word == "required":

@@ -150,8 +150,12 @@ def _check_largest(largest: Sequence[float], position: int, row: int | None) -> 
         if not math.isfinite(score):
             message = (
                 f"the scores at position {position + i} are NaN, infinite or rule out every token; "
-                "use bfloat16 or float32 in place of float16, and look at the logits processors "
-                "and the grammar"
+                + (
+                    "look at the rules of sampling, the logits processors and the grammar"
+                    if score == -math.inf
+                    else "use bfloat16 or float32 in place of float16, and look at the logits "
+                    "processors and the grammar"
+                )
             )
             raise ValueError(message) if row is None else RowError(message, row)
 

@@ -1,5 +1,6 @@
 """What both recipes do around their steps: what they read, going on, the bar, and what is left."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -63,9 +64,25 @@ def run_script(
     path = Path(script)
     first = (description or "").split("\n")[0]
     try:
-        run(from_command_line(cls, first, path.with_suffix(".yaml"), argv))
+        settings = from_command_line(cls, first, path.with_suffix(".yaml"), argv)
+        check_folder(settings.out)
+        run(settings)
     except ValueError as error:
         raise SystemExit(f"{path.stem}: {error}") from None
+
+
+def check_folder(out: str | Path) -> None:
+    """Raise unless a folder is there or can be made: before a model is loaded and trained for it.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    path = Path(out)
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ValueError(f"out {out} cannot be made: {there} is no folder")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"out {out} cannot be made: folder {there} is not writable")
 
 
 def source_folder(model: str) -> Path | str:

@@ -345,6 +345,14 @@ def test_tokens_that_are_none_are_not_taken(backend):
     assert not any(matcher.advance(token) for token in (-1, VOCAB_SIZE, 10**9, 0, 1))
 
 
+@pytest.mark.parametrize("character", [chr(code) for code in range(32)])
+def test_a_choice_may_hold_control_characters(backend, character):
+    """The notation that choices are written in ends at a NUL."""
+    letter = backend.matcher(Grammar.choice([f"a{character}b", f"{character}1"]))
+    assert letter.advance(backend_id(backend, "a"))
+    assert not letter.advance(backend_id(backend, "b"))
+
+
 def test_a_stream_and_transformers_give_the_same(ending, tokenizer):
     out = ending.generate(PROMPT, grammar=PERSON, sampling=SAMPLED)
     steps = ending.stream(PROMPT, grammar=PERSON, sampling=SAMPLED)

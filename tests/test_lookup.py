@@ -130,6 +130,15 @@ def test_what_is_no_token_id_is_refused_and_nothing_kept(tokens, error, message)
     assert index.guess(1) == Guess((2,), 1)
 
 
+@pytest.mark.parametrize("text", [b"abcdefgh", "ab", {9, 1}, [True, False]])
+def test_a_store_takes_lists_of_token_ids_alone(text):
+    """Bytes would be read as memory, four to a token."""
+    store = LookupStore()
+    with pytest.raises(TypeError, match="token ids"):
+        store.add(text)
+    assert len(store) == 0
+
+
 def test_a_guess_is_a_value():
     with pytest.raises(FrozenInstanceError):
         Guess((1,), 1).match_length = 2

@@ -466,6 +466,12 @@ def test_mistakes_are_said_before_a_model_is_loaded(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_folder_without_a_name_is_refused(capsys) -> None:
+    """That of the shell's working directory, if a variable was empty."""
+    assert main(["measure", "/no/model", "--prompts", "p.jsonl", "--out", ""]) == 2
+    assert capsys.readouterr().err.startswith("layerskip: --out must name a folder, got ''")
+
+
 def test_an_interrupted_command_says_how_to_go_on(command, tmp_path, monkeypatch) -> None:
     path = tmp_path / "traffic.jsonl"
     path.write_text('{"prompt": "a"}\n', encoding="utf-8")

@@ -80,7 +80,9 @@ def test_merging_adds_up_all_but_the_cache():
     assert both.num_requests == 2
     assert both.tokens_per_second == (14 - 2) / both.decode_seconds  # each has a first token
     assert both.acceptance_rate == 8 / 12
-    assert DecodeStats.merge([]) == DecodeStats()
+    nothing = DecodeStats.merge([])
+    assert nothing == DecodeStats(num_requests=0)
+    assert DecodeStats.merge([both, nothing]) == both
 
 
 def test_json_has_the_documented_fields():

@@ -317,6 +317,8 @@ def test_where_no_file_can_be_is_said(tmp_path):
         ({"draft_vocabulary": [1]}, TypeError, r"must be a tuple of token ids or None, got \[1\]"),
         ({"cost": {"a": 1}}, TypeError, "cost must be a CostTable or None, got {'a': 1}"),
         ({"acceptance": (2.0,)}, ValueError, "an acceptance must be finite and between 0 and 1"),
+        ({"acceptance": [0.5]}, TypeError, r"acceptance must be a tuple of shares, got \[0.5\]"),
+        ({"acceptance": 0.5}, TypeError, "acceptance must be a tuple of shares, got 0.5"),
         ({"calibration": {"block": ()}}, ValueError, r'must map "greedy", "sampled" or both to'),
         ({"calibration": {"greedy": ((0.5,),)}}, TypeError, "must be a tuple of pairs of numbers"),
         ({"calibration": {"greedy": ()}}, ValueError, "one or more points of increasing"),

@@ -66,6 +66,7 @@ RULE = {"task": "code", "prompt_tokens": [0, 8], "max_draft_tokens": 0}
     [
         ([], "a policy of version 1 was expected, got \\[\\]"),
         (changed(version=2), "a policy of version 1 was expected, got 2"),
+        (changed(version=True), "a policy of version 1 was expected, got True"),
         (changed(rule=[]), "a policy has no 'rule'"),
         (changed(rules={}), "rules must be a list"),
         (changed(rules=[3]), "rule 1 needs prompt_tokens and max_draft_tokens, got 3"),
@@ -89,6 +90,11 @@ def test_a_file_that_is_no_policy_is_refused_with_its_name(tmp_path, content, se
     with pytest.raises(ValueError, match=sentence) as error:
         Policy.load(path)
     assert str(path) in str(error.value)
+
+
+def test_what_was_measured_is_a_mapping():
+    with pytest.raises(TypeError, match="measured must be a mapping, got 3"):
+        Policy(measured=3)
 
 
 @pytest.fixture(scope="module")

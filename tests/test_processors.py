@@ -416,8 +416,10 @@ def test_a_processor_may_give_the_same_tensor_each_time(wrap):
 
 def test_every_token_a_bad_word_is_one_sentence(wrap):
     everything = SamplingParams(bad_words_ids=[[t] for t in range(VOCAB_SIZE)])
-    with pytest.raises(ValueError, match=r"scores at position 21 .* rule out every token"):
+    with pytest.raises(ValueError, match=r"scores at position 21 .* rule out every token") as error:
         run(wrap("exit"), everything)
+    assert "look at the rules of sampling" in str(error.value)
+    assert "float16" not in str(error.value)
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 3])

@@ -12,7 +12,7 @@ from recipe_modules import imported
 
 @pytest.fixture(scope="module")
 def recipes() -> Iterator[SimpleNamespace]:
-    with imported(["settings"]) as modules:
+    with imported(["settings", "lora_early_exit", "exit_adapter"]) as modules:
         yield modules
 
 
@@ -115,3 +115,16 @@ def test_words_are_words(recipes: SimpleNamespace, tmp_path: Path) -> None:
     settings = recipes.settings.read(settings_class(recipes), config, ["exit_layer=auto"])
     assert (settings.mixed_precision, settings.curriculum) == ("no", "none")
     assert settings.exit_layer == "auto"
+
+
+@pytest.mark.parametrize("recipe", ["lora_early_exit", "exit_adapter"])
+def test_an_output_that_is_a_file_is_said_before_a_model_is_loaded(
+    recipes: SimpleNamespace, tmp_path: Path, recipe: str
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for out in (file, file / "below"):
+        given = [f"model={tmp_path / 'none'}", f"data={file}", f"out={out}"]
+        with pytest.raises(SystemExit, match=rf"^{recipe}: out .* cannot be made: .*file is no f"):
+            getattr(recipes, recipe).main(given)
+    assert file.read_text() == "mine"

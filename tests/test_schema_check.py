@@ -127,6 +127,11 @@ BAD = [
     ({"allOf": [{"type": "integer"}, {"type": "string"}]}, "contradicts itself"),
     ({"type": "integer", "minimum": 5, "maximum": 3}, "contradicts itself"),
     ({"properties": {"a": False}, "required": ["a"]}, "contradicts itself"),
+    ({"type": "integer", "multipleOf": 0}, "'multipleOf' at /multipleOf must be a number above 0"),
+    (
+        {"type": "string", "maxLength": 2.5},
+        "'maxLength' at /maxLength must be a number of at least 0, w",
+    ),
     ({"type": "strnig"}, "'type' at /type must be one or more of null, boolean"),
     ({"properties": {"a": {"minLength": "3"}}}, "at /properties/a/minLength must be a number"),
     ({"properties": {"a": 3}}, "what stands at /properties/a is no schema: 3"),
