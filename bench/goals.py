@@ -181,7 +181,7 @@ def of_drift(buckets: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         held = [f["median_delay"] < 200.0 and f["false_alarms_per_100000"] < 1.0 for f in found]
         slowest = max(f["median_delay"] for f in found)
         falsest = max(f["false_alarms_per_100000"] for f in found)
-        told = f"{sum(held)} of {len(held)}; at most {slowest:.0f} and {falsest:.2f}"
+        told = f"{sum(held)} of {len(held)}; at most {slowest:.0f} and {falsest:.4f}"
         wanted = "under 200, under 1"
         what = f"drafts until drift is told, false alarms in 100,000: {drafter}"
         lines.append([what, wanted, told])

@@ -311,6 +311,15 @@ def test_one_request_alone(tmp_path):
     assert (found.off, found.paired, found.inequality) == (None, None, None)
 
 
+def test_requests_of_one_token_have_no_speed(tmp_path, capsys):
+    """As the totals of the same folder say: nothing came after the first."""
+    folder = write_run(tmp_path / "runs", [Request(i, rounds=()) for i in range(3)], arms=("auto",))
+    assert acceptance_report(folder).total.on.tokens_per_second is None
+    assert main(["report", str(folder)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[-3] for line in lines if line[-8:-7] == ["on"]] == ["-", "-"]
+
+
 def test_an_interval_is_told_of_six_requests_or_more(tmp_path, capsys):
     """Of three its interval holds what it is of three times in four, not 95 in a hundred."""
     requests = [r for i in range(5) for r in pair(i, ((4, i % 3),) * 3)]

@@ -314,6 +314,8 @@ BAD = {
     "no requests": (["--runs", "{tmp}/empty"], "has no finished request"),
     "no drafts": (["--runs", "{tmp}/plain"], "measure with an arm other than 0"),
     "damaged": (["--runs", "{tmp}/damaged"], "is not complete"),
+    "no rounds": (["--runs", "{tmp}/lost"], "rounds.jsonl lacks the rounds of 1 of"),
+    "no file of rounds": (["--runs", "{tmp}/gone"], "put it back, or measure again"),
     "users": (["--acceptance", "0.5", "--concurrency", "0"], "concurrency must be a whole number"),
     "users, words": (["--acceptance", "0.5", "--concurrency", "a"], "numbers with commas"),
     "requests": (["--acceptance", "0.5", "--requests", "0"], "the number of requests must be"),
@@ -337,6 +339,11 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, words):
     runs(tmp_path / "empty", {})
     runs(tmp_path / "plain", {"0/0": [PREFILL, (0, 0, 1, {})]})
     damaged = runs(tmp_path / "damaged", EXITS)
+    lost, gone = (runs(tmp_path / name, EXITS) / "rounds.jsonl" for name in ("lost", "gone"))
+    first = json.loads(lost.read_text().splitlines()[0])["request_id"]
+    lines = lost.read_text().splitlines(keepends=True)
+    lost.write_text("".join(line for line in lines if json.loads(line)["request_id"] != first))
+    gone.unlink()
     with (damaged / "rounds.jsonl").open("a") as file:
         file.write('{"request_id": "0/4"}\n')
     try:

@@ -142,12 +142,13 @@ def _latency_table(report: "AcceptanceReport") -> Table:
         arms = [(name, t) for name, t in (("off", row.off), ("on", row.on)) if t is not None]
         for name, times in arms:
             first, last = name == arms[0][0], name == arms[-1][0]
+            speed = times.tokens_per_second
             table.add_row(
                 escape(row.bucket.name) if first else "",
                 name,
                 str(times.end_to_end.count),
                 *(f"{1e3 * times.end_to_end.at(p):.0f}" for p in (50, 90, 99)),
-                f"{times.tokens_per_second:.0f}",
+                "-" if speed is None else f"{speed:.0f}",
                 *(ratios if last else ["", ""]),
             )
     if len(report.routes) > MOST_ROWS:

@@ -230,7 +230,7 @@ def _latency(requests: Columns, bursts: Sequence[BurstCount]) -> Latency | None:
         per_token=distribution(decode[several] / later[several]),
         end_to_end=end_to_end,
         burst=counted_distribution(bins, total / sum(bins.values())) if bins else None,
-        tokens_per_second=float(later[several].sum() / seconds) if seconds > 0.0 else 0.0,
+        tokens_per_second=float(later[several].sum() / seconds) if seconds > 0.0 else None,
     )
 
 

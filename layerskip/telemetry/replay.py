@@ -92,6 +92,11 @@ def _replay(folder: str | Path, table: CostTable) -> Replay:
         if request is not None:
             times.add(line, request.elapsed)
             request.add(line, behind)
+    if lacking := sum(r.prefill is None for r in requests.values()):
+        raise ValueError(
+            f"{Path(folder) / ROUNDS} lacks the rounds of {lacking} of {len(requests)} requests; "
+            "put it back, or measure again"
+        )
     paces = times.paces() if same else None
     recorded = Recorded(_texts(list(requests.values()), paces), behind)
     return Replay(

@@ -128,14 +128,15 @@ class Latency:
         end_to_end: until the last token, by request.
         burst: of a round, which emits its tokens together: drafting and verifying; by round,
             quantiles exact to 0.3 %.
-        tokens_per_second: all tokens after the first ones, over all seconds after them.
+        tokens_per_second: all tokens after the first ones, over all seconds after them; None of
+            requests of one token.
     """
 
     ttft: Distribution
     per_token: Distribution | None
     end_to_end: Distribution
     burst: Distribution | None
-    tokens_per_second: float
+    tokens_per_second: float | None
 
 
 @dataclass(frozen=True)
