@@ -14,8 +14,16 @@ from typing import Any
 
 from settings import read
 
-from layerskip.checkpoint import load_config
+from layerskip.checkpoint import BUILTIN, builtin_folder, load_config
+from layerskip.params import check_integer
 
+READ = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+)
 ADAM_BYTES = 16  # a trained parameter: float32 weight, gradient and two moments
 
 
@@ -42,6 +50,10 @@ class StepShape:
     activation_bytes: int = 2
     compared: bool = True
     gradient_checkpointing: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "seq_len", "rank", "chunk_tokens", "weight_bytes", "activation_bytes"):
+            check_integer(name, getattr(self, name), 1)
 
 
 @dataclass(frozen=True)
@@ -133,7 +145,12 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit("usage: python recipes/memory.py MODEL [name=value ...]")
     try:
         shape = read(StepShape, None, argv[1:])
-        memory = step_memory(load_config(argv[0]), shape)
+        config = load_config(builtin_folder() if argv[0] == BUILTIN else argv[0])
+        if lacking := [name for name in READ if not hasattr(config, name)]:
+            raise ValueError(
+                f"{argv[0]} is not like a Llama: its config has no {', '.join(lacking)}"
+            )
+        memory = step_memory(config, shape)
     except ValueError as error:
         raise SystemExit(f"memory: {error}") from None
     for name, value in {**asdict(memory), "total": memory.total}.items():

@@ -497,6 +497,22 @@ def test_arithmetic_of_memory_bounds_what_torch_keeps(
     assert 0.6 * bound < measured < 1.2 * bound  # masks and rotary tables are in it, too
 
 
+def test_memory_is_told_of_what_it_knows_alone(
+    recipe: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a sentence; and of the built-in checkpoint by its name, as everywhere."""
+    recipe.memory.main(["builtin", "rows=1"])
+    assert "total" in capsys.readouterr().out
+    for wrong in ("rows=0", "rows=-3", "seq_len=0"):
+        with pytest.raises(SystemExit, match=f"^memory: {wrong.split('=')[0]} must be"):
+            recipe.memory.main(["builtin", wrong])
+    GPT2Config().save_pretrained(tmp_path)
+    with pytest.raises(
+        SystemExit, match="is not like a Llama: its config has no intermediate_size"
+    ):
+        recipe.memory.main([str(tmp_path)])
+
+
 def test_a_model_of_a_billion_fits_into_24_gigabytes(recipe: SimpleNamespace) -> None:
     """Of Llama-3.2-1B's shape, with the settings that the YAML names."""
     config = SimpleNamespace(
