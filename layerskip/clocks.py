@@ -23,8 +23,8 @@ DRAFT_ERROR = 0.35  # quick tables were off by -30 to +60 % for drafts,
 SIZE_ERROR = 0.15  # and by -17 to +25 % for passes of 8 rows (bench/LOG.md, 2026-11-21)
 SIZE_LIKENESS = 0.8  # correlation of the errors of a pass and of one twice as large
 # Of one round, at least: where times are further off than was thought they say as much less, up to
-# so many times, learnt by so much of each. With 0.1 a core that others use as well made drafts look
-# dear, and texts were decoded plainly (bench/LOG.md, 2026-11-29).
+# so many times, learnt by so much of each. Where that was not learnt noise made drafts look dear,
+# and more rounds were plain (on paper; bench/LOG.md, 2026-11-29).
 ROUND_NOISE, MOST_NOISE, NOISE_RATE = 0.1, 4.0, 0.1
 OUTLIER = 1.5  # deviations: what is beyond says no more than that
 USUAL = 0.76  # the mean of squared deviations, cut off there, of times as far off as was thought

@@ -160,6 +160,8 @@ class LookupStore:
             ValueError: a token is negative, or 2**31 or more.
         """
         raw = isinstance(tokens, str | bytes | bytearray | memoryview)  # an array would read memory
+        if not raw and hasattr(tokens, "tolist"):  # of numpy, or torch
+            tokens = tokens.tolist()
         if raw or not isinstance(tokens, Sequence):
             raise TypeError(f"a text must be a list of token ids, got {type(tokens).__name__}")
         if any(isinstance(token, bool) for token in tokens):

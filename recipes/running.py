@@ -67,7 +67,7 @@ def run_script(
         settings = from_command_line(cls, first, path.with_suffix(".yaml"), argv)
         check_folder(settings.out)
         run(settings)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(f"{path.stem}: {error}") from None
 
 

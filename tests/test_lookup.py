@@ -6,7 +6,9 @@ import random
 import threading
 from dataclasses import FrozenInstanceError
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -137,6 +139,9 @@ def test_a_store_takes_lists_of_token_ids_alone(text):
     with pytest.raises(TypeError, match="token ids"):
         store.add(text)
     assert len(store) == 0
+    store.add(np.array([1, 2]))
+    store.add(torch.tensor([3, 4]))
+    assert len(store) == 5  # and one between them
 
 
 def test_a_guess_is_a_value():
