@@ -145,8 +145,7 @@ class RowState:
                 all, whatever they gained for this one.
         """
         self.shared.ledger += gained
-        if not looked_up:
-            self._renew(gained)
+        self._since += 0.0 if looked_up else gained
         if spent:
             self.shared.credit -= spent
             self.stake += max(0.0, gained)
@@ -158,13 +157,6 @@ class RowState:
             self.shared.credit -= paid
             gained += paid / each
         self.stake += gained
-
-    def _renew(self, gained: float) -> None:
-        """Trust hindsight again by what drafts have gained since it last granted something, less
-        what they lost: what was gained and lost again is not granted as well."""
-        before, self._since = max(0.0, self._since), self._since + gained
-        trust = self._trust + max(0.0, self._since) - before
-        self._trust = min(max(0.0, trust), TRUST_SHARE * self._staked)
 
     def claim(self, earned: float) -> None:
         """Have what the first rounds will earn for probes, once: of a text that began badly the
@@ -349,13 +341,14 @@ class RowState:
                 self._confidence_ratio.add(success, chance)
             missed = self._missed + sum(accepted) - LOOK_MARGIN * price * len(accepted)
             self._missed = min(self._staked, max(-self._staked, missed))
-        granted = min(self._missed, self._trust, self._staked - self.stake)
+        # What was gained and lost again is not granted as well.
+        trust = min(self._trust + max(0.0, self._since), TRUST_SHARE * self._staked)
+        granted = min(self._missed, trust, self._staked - self.stake)
         if granted > 0.0:
             self.stake += granted
             self._missed -= granted
-            self._trust -= granted
+            self._trust, self._since = trust - granted, 0.0
             self._granted += granted
-            self._since = 0.0
         self._waits = min(2 * self._waits, LAST_LOOK)
         self.next_look, self._rests = self._waits, 0
 

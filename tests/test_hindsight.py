@@ -141,6 +141,14 @@ def test_what_was_gained_and_lost_again_is_not_granted():
     assert state.stake == pytest.approx(0.0)
 
 
+def test_what_was_gained_and_lost_again_is_no_reason_to_grant_less():
+    state = RowState(Experience((0.8,)), stake=1.0)
+    for gained in (2.0, -2.0, -1.0):
+        state.settle(gained, gained)
+    state.look_back(RIGHT, 0.0, 0.2)
+    assert state.stake == pytest.approx(TRUST_SHARE)
+
+
 def test_what_is_granted_is_no_gain():
     """A request that ends early gives back what it had in advance, if it gained nothing."""
     shared = Experience((0.8,))
