@@ -39,6 +39,7 @@ from typing import Any
 from bad_drafters import Corrupted, install
 from figures import over_best, typical_prediction
 from lab import draft_model_of
+from measuring import reason
 from modes import ALONE, TUNED, Theirs
 from paired import (
     Clock,
@@ -63,7 +64,7 @@ from rich.table import Table
 from tasks import TASKS, examples_of, spread
 
 from layerskip import DecodeStats, SamplingParams, SelfSpeculativeLM
-from layerskip.compare import repeated_share
+from layerskip.compare import REFUSALS, repeated_share
 from layerskip.cost import CostTable
 from layerskip.metrics import acceptance_by_position
 from layerskip.params import NumDraftTokens
@@ -173,7 +174,11 @@ class Workload:
         chance, setting = random.Random(0), self.setting
         tuned = [m.name for m in self.modes if m.name in TUNED]
         for name in tuned:
-            best = self.theirs.tune(name, prompts[-TUNING_PROMPTS:], setting.tokens)
+            try:
+                best = self.theirs.tune(name, prompts[-TUNING_PROMPTS:], setting.tokens)
+            except REFUSALS as error:
+                told = f"transformers' {name} does not run on this model: {reason(error)}"
+                raise SystemExit(f"{told}; --no-theirs leaves their modes out") from error
             self.theirs.settings[name] = best
         if tuned and len(prompts) >= setting.limit + TUNING_PROMPTS:  # else these have to do
             prompts = prompts[:-TUNING_PROMPTS]

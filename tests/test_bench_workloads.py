@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benching import COST, bench_modules, run, toy_arguments
+from benching import COST, bench_modules, refuse, run, toy_arguments
 from toys import PLANS
 
 from layerskip.cost import CostTable
@@ -237,6 +237,19 @@ def test_workloads_has_transformers_three_assisted_modes(
     assert drafts[1] in (2, 3)
     assert drafts[2] is None
     assert modes["hf-early-exit"]["settings"]["assistant_early_exit"] == 2
+
+
+def test_a_mode_that_transformers_refuses_ends_workloads_in_a_sentence(
+    scripts: SimpleNamespace,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(scripts.modes.Theirs, "decode", lambda *_, **__: refuse())
+    given = [*workload_arguments(arguments, tmp_path / "out.json"), "--draft-model", "none"]
+    given.remove("--no-theirs")
+    with pytest.raises(SystemExit, match=r"hf-early-exit does not run .* with .*; --no-theirs"):
+        run(scripts.workloads, [*given, "--workloads", "code"], monkeypatch)
 
 
 def test_tables_are_measured_over_the_plan_s_draft_vocabulary(
