@@ -5,6 +5,7 @@ The scripts import each other by plain names, so they are modules only for a whi
 
 import gc
 import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,14 @@ def bench_modules(*names: str) -> Iterator[SimpleNamespace]:
     for name in set(sys.modules) - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == BENCH:
             del sys.modules[name]
+
+
+def suite_options() -> ModuleType:
+    """bench/conftest.py; by its own name it would be that of the tests."""
+    spec = importlib.util.spec_from_file_location("bench_conftest", BENCH / "conftest.py")
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    return conftest
 
 
 def toy_checkpoint(folder: Path, tokenizer: Any) -> Path:

@@ -1,6 +1,5 @@
 """The benchmark suite: its prompts, its cells, its modes."""
 
-import importlib.util
 import random
 import re
 from collections.abc import Iterator
@@ -13,7 +12,18 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from benching import BENCH, COST, REPO, TEXTS, TOLD, bench_modules, refuse, toy_checkpoint, toy_lab
+from benching import (
+    BENCH,
+    COST,
+    REPO,
+    TEXTS,
+    TOLD,
+    bench_modules,
+    refuse,
+    suite_options,
+    toy_checkpoint,
+    toy_lab,
+)
 from toys import PLANS, random_ids
 
 from layerskip import SamplingParams, SelfSpeculativeLM
@@ -300,16 +310,6 @@ def test_the_draft_model_is_trained_once_with_the_built_in_tokenizer(
     assert ours["vocab_size"] == theirs["vocab_size"]
 
 
-@pytest.fixture(scope="module")
-def options_of_cells(bench: SimpleNamespace) -> Any:
-    """bench/conftest.py; by its own name it would be that of the tests."""
-    path = BENCH / "conftest.py"
-    spec = importlib.util.spec_from_file_location("options_of_cells", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     ("option", "value", "told"),
     [
@@ -320,21 +320,21 @@ def options_of_cells(bench: SimpleNamespace) -> Any:
     ],
 )
 def test_options_of_cells_are_refused_before_anything_is_loaded(
-    options_of_cells: Any, option: str, value: Any, told: str
+    bench: SimpleNamespace, option: str, value: Any, told: str
 ) -> None:
     usual = {"--limit": 12, "--seconds": 46.0, "--matrix": "quick", "--device": "auto"}
     with pytest.raises(pytest.UsageError, match=told):
-        options_of_cells.pytest_configure(SimpleNamespace(getoption={**usual, option: value}.get))
+        suite_options().pytest_configure(SimpleNamespace(getoption={**usual, option: value}.get))
 
 
 def test_a_checkpoint_that_is_none_ends_the_cells_in_one_sentence(
-    options_of_cells: Any, bench: SimpleNamespace, lab: Any, tmp_path: Path
+    bench: SimpleNamespace, lab: Any, tmp_path: Path
 ) -> None:
-    right, nowhere = lab.options, str(tmp_path / "nowhere")
+    right, nowhere, opened = lab.options, str(tmp_path / "nowhere"), suite_options().opened
     for wrong in ({"model": nowhere}, {"draft_model": nowhere}):
         with pytest.raises(pytest.exit.Exception, match="nowhere' is not a folder"):
-            options_of_cells.opened(replace(right, **wrong))
-    assert options_of_cells.opened(right).draft_model is not None
+            opened(replace(right, **wrong))
+    assert opened(right).draft_model is not None
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.0, "2 prompts of 4 end"), (1e6, "all 4 prompts")])

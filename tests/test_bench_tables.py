@@ -1,6 +1,5 @@
 """What a cell and a run of them tell, and the tables and pictures made of that."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -8,11 +7,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benching import BENCH, REPO, bench_modules, refuse, toy_checkpoint, toy_lab
+from benching import BENCH, REPO, bench_modules, refuse, suite_options, toy_checkpoint, toy_lab
 
 from layerskip.journal import Journal
 
@@ -166,18 +165,10 @@ def test_its_file_says_where_and_with_what_but_no_names(written: Any) -> None:
     assert "id" in written["commit_info"]
 
 
-def options() -> ModuleType:
-    """The suite's conftest.py."""
-    spec = importlib.util.spec_from_file_location("bench_conftest", BENCH / "conftest.py")
-    conftest = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conftest)
-    return conftest
-
-
 def test_no_prompts_are_refused_before_anything_is_loaded(bench: Any) -> None:
     def configure(limit: int, seconds: float) -> None:
         asked = {"--limit": limit, "--seconds": seconds, "--matrix": "quick", "--device": "auto"}
-        options().pytest_configure(SimpleNamespace(getoption=asked.get))
+        suite_options().pytest_configure(SimpleNamespace(getoption=asked.get))
 
     for limit in (0, -3):
         with pytest.raises(pytest.UsageError, match=f"--limit must be 1 or more.*, got {limit}"):
@@ -193,7 +184,7 @@ def test_the_whole_matrix_leaves_single_samples_out(
     bench: Any, matrix: str, kept: set[str]
 ) -> None:
     document = {"benchmarks": [{"stats": {"mean": 1.0, "data": [1.0]}}]}
-    options().pytest_benchmark_update_json(
+    suite_options().pytest_benchmark_update_json(
         SimpleNamespace(getoption={"--matrix": matrix}.get), document
     )
     assert set(document["benchmarks"][0]["stats"]) == kept
