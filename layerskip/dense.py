@@ -73,8 +73,9 @@ class Projections:
         """See how the weights lie."""
         self.packed = joined([linear.weight for linear in self.linears])
         biases = [linear.bias for linear in self.linears]
-        self.bias = None if biases[0] is None else joined(biases)
-        if biases[0] is not None and self.bias is None:
+        given = [bias for bias in biases if bias is not None]
+        self.bias = joined(given) if len(given) == len(biases) else None
+        if given and self.bias is None:  # some have none, or they lie apart
             self.packed = None
         self.blocks: Tensor | None = None
 

@@ -199,6 +199,29 @@ def test_a_prompt_in_chunks_gives_the_logits_of_transformers(monkeypatch, toy, w
     assert torch.count_nonzero(cache.keys[:, 0]) == 0
 
 
+@pytest.mark.parametrize("biased", [("q_proj",), ("k_proj", "v_proj")])
+@pytest.mark.parametrize("fused", [False, True])
+def test_some_projections_of_an_input_may_have_biases_and_others_none(biased, fused):
+    """``fused``: their weights follow each other, as where they were one."""
+    model = make_model()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            maps = {n: getattr(layer.self_attn, n) for n in ("q_proj", "k_proj", "v_proj")}
+            rows = [len(linear.weight) for linear in maps.values()]
+            parts = torch.cat([linear.weight for linear in maps.values()]).split(rows)
+            for (name, linear), part in zip(maps.items(), parts, strict=True):
+                if fused:
+                    linear.weight = torch.nn.Parameter(part)
+                if name in biased:
+                    linear.bias = torch.nn.Parameter(torch.ones(len(linear.weight)))
+    ids = random_ids(20)
+    stack = DecoderStack(model)
+    with torch.inference_mode():
+        logits = stack.prefill(ids, stack.new_cache(num_rows=1, num_slots=20), 0)
+        theirs = model(torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(logits, theirs, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_where_rows_never_agree_tokens_run_one_by_one(monkeypatch, toy, wrap, dtype):
     monkeypatch.setattr(exactness_module, "rows_agree", lambda *_: False)
