@@ -82,8 +82,8 @@ class SelfSpeculativeLM:
             whose adapters are layers (LoRA and its like) the active adapters count; of one from
             ``torch.compile`` the model inside is run, not what was compiled. On a CPU its weights
             are read where they lie; of those that ``from_pretrained`` loads dense layers may have
-            copies in the order that products read, which is faster (1.3 times; 2.5 in float32 where
-            passes hold no spare rows then: bench/LOG.md, 2026-11-23 and 2026-11-29).
+            copies in the order that products read, which is faster (bench/LOG.md, 2026-11-23;
+            ``bench/wrapped.py``).
         tokenizer: its tokenizer; None takes and gives token ids. It may know fewer ids than the
             model (vocabularies are padded), but not more.
         plan: which layers draft, or a plan file with what is known of them; None drafts by

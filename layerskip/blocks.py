@@ -1,4 +1,4 @@
-"""Weights in the order in which a processor's products read them.
+"""Weights in the order in which a processor's products read them, and products that need no order.
 
 torch has each product bring its weight into oneDNN's blocked order anew, or do without it, which
 for the few rows of a decode pass takes up to twice as long (bench/LOG.md, 2026-11-23). A model that
@@ -33,6 +33,14 @@ def stamp(weights: Iterable[Tensor]) -> Stamp:
 def multiplied(x: Tensor, copy: Tensor, bias: Tensor | None) -> Tensor:
     """``(rows, in)`` by a copy of an ``(out, in)`` weight, as ``F.linear`` has it."""
     return torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")  # noqa: SLF001
+
+
+def multiplied_in_place(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As ``multiplied``, by the weight itself. A row alone would take another kernel, and get other
+    bits than beside others: it is multiplied beside itself."""
+    if x.shape[0] == 1:
+        return multiplied(x.expand(2, -1), weight, bias)[:1]
+    return multiplied(x, weight, bias)
 
 
 def blocked(weight: Tensor) -> Tensor:
@@ -110,15 +118,31 @@ def why_not(weights: Sequence[Tensor]) -> str | None:
     return None
 
 
+def read_in_place(weights: Sequence[Tensor]) -> bool:
+    """Whether few rows in float32 are to be multiplied by oneDNN where these weights lie.
+
+    torch leaves them to a library whose products need spare rows for a row's bits to stay, and take
+    up to twice as long for as many. By what the processor is, never by a clock: of those without
+    AVX-512 it is known (bench/LOG.md, 2026-11-29), of the others it was not measured.
+    """
+    first = weights[0]
+    if first.device.type != "cpu" or first.dtype != torch.float32:
+        return False
+    known = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    return known and works(first.dtype, in_place=True) and all(w.is_contiguous() for w in weights)
+
+
 @cache
-def works(dtype: torch.dtype) -> bool:
-    """Whether torch has such products here, and the processor arithmetic of this dtype."""
+def works(dtype: torch.dtype, *, in_place: bool = False) -> bool:
+    """Whether torch has such products here, by copies or in place, and the processor arithmetic of
+    this dtype."""
     ops = torch.ops.mkldnn  # torch has no public way to ask, nor to multiply
     try:
         if dtype == torch.bfloat16 and not ops._is_mkldnn_bf16_supported():  # noqa: SLF001
             return False
         ones = torch.ones(ROWS, ROWS, dtype=dtype, device="cpu")
-        return bool((multiplied(ones, blocked(ones), None) == ROWS).all())
+        weight = ones if in_place else blocked(ones)
+        return bool((multiplied(ones, weight, None) == ROWS).all())
     except (AttributeError, RuntimeError):
         return False
 

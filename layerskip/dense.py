@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from layerskip.blocks import Blocks, Copies, multiplied, why_not
+from layerskip.blocks import (
+    Blocks,
+    Copies,
+    multiplied,
+    multiplied_in_place,
+    read_in_place,
+    why_not,
+)
 from layerskip.draft_head import Projection
 from layerskip.layout import Layout
 
@@ -63,10 +70,11 @@ class Projections:
     Attributes:
         packed: ``(all outs, in)``, a view of weights that lie side by side, or None.
         blocks: a copy of it that products read faster, or None.
+        in_place: whether oneDNN multiplies by the weights where they lie.
     """
 
     def __init__(self, *linears: nn.Linear) -> None:
-        self.linears = linears
+        self.linears, self.in_place = linears, False
         self.settle()
 
     def settle(self) -> None:
@@ -86,9 +94,10 @@ class Projections:
     def _multiplied(self, x: Tensor) -> Tensor:
         if self.blocks is not None:
             return multiplied(x, self.blocks, self.bias)
+        run = multiplied_in_place if self.in_place else F.linear
         if len(self.linears) > 1 and self.packed is not None:
-            return F.linear(x, self.packed, self.bias)
-        parts = [F.linear(x, m.weight, m.bias) for m in self.linears]
+            return run(x, self.packed, self.bias)
+        parts = [run(x, m.weight, m.bias) for m in self.linears]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
@@ -198,6 +207,10 @@ class DenseLayer:
 class DenseModel:
     """``embed``, ``run`` and ``head`` of a model whose layers all fit.
 
+    Args:
+        model: the twin.
+        exact: False takes the products that are fastest for the rows that come.
+
     Attributes:
         windows: each layer's sliding window, None where it sees everything.
     """
@@ -207,7 +220,7 @@ class DenseModel:
     softcap = sinks = None
     probed = (0,)
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, exact: bool = True) -> None:
         self._body, self._lm_head = model.model, model.lm_head
         self._layers = [DenseLayer(layer, i) for i, layer in enumerate(self._body.layers)]
         first = self._layers[0]
@@ -217,22 +230,32 @@ class DenseModel:
         self.windows = windows_of(model)
         self._copies: Copies | None = getattr(model, COPIES, None)
         plain = type(self._lm_head) is nn.Linear and unhooked(self._lm_head)
-        heads = [Projections(self._lm_head)] if plain and self._copies is not None else []
+        heads = [Projections(self._lm_head)] if plain else []
         self._head: Projection = heads[0] if heads else self._lm_head
         self._maps = [*(m for layer in self._layers for m in layer.maps), *heads]
         self._blocks = self._in_blocks()
-        copied = ", and copied in blocks" if self._blocks is not None else ""
+        self._in_place = exact and self._blocks is None and read_in_place(self._weights)
+        for own in self._maps:
+            own.in_place = self._in_place
+        by = ", and copied in blocks" if self._blocks is not None else ""
+        by = ", multiplied by oneDNN" if self._in_place else by
         how = "packed" if first.qkv.packed is not None else "where they lie"
-        self.backend = f"dense layers by torch, weights {how}{copied}"
+        self.backend = f"dense layers by torch, weights {how}{by}"
         weight = self._body.embed_tokens.weight
         self._like = weight.new_zeros(1, 1, 1)
         empty = weight.new_zeros(0)
         self._rope: Rope = (empty, empty)
 
     @property
-    def copied(self) -> bool:
-        """Whether products are of copies."""
-        return self._blocks is not None
+    def by_onednn(self) -> bool:
+        """Whether oneDNN multiplies, by copies or weights, which may give a row the same bits among
+        any number of them."""
+        return self._in_place or self._blocks is not None
+
+    @property
+    def _weights(self) -> list[Tensor]:
+        """Of all products."""
+        return [linear.weight for m in self._maps for linear in m.linears]
 
     def _in_blocks(self) -> Blocks | None:
         """Copies of all weights for all products, or None: somebody else's model, or there is a
@@ -241,8 +264,7 @@ class DenseModel:
         weights = [w for w in packed if w is not None and w.is_contiguous()]
         if self._copies is None or len(weights) < len(self._maps) or why_not(weights) is not None:
             return None
-        parameters = [linear.weight for m in self._maps for linear in m.linears]
-        blocks = self._copies.of(weights, parameters)
+        blocks = self._copies.of(weights, self._weights)
         for own, copy in zip(self._maps, blocks.copies, strict=True):
             own.blocks = copy
         return blocks

@@ -83,7 +83,8 @@ SWITCHED_OFF = Exactness(
 
 
 def probe(stack: "DecoderStack") -> Exactness:
-    """The smallest padding at which rows do not influence each other; sets it on ``stack``."""
+    """The smallest padding at which rows do not influence each other. It is tried on ``stack``,
+    which is left with the last trial: what is returned is for the caller to set."""
     blocks: tuple[int, ...] = SLOT_BLOCKS
     tiles: tuple[int, ...] = (TILE,)
     if not stack.one_row:

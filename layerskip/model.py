@@ -76,7 +76,7 @@ class DecoderStack:
         owner = cast(PreTrainedModel, inner)
         self.twin = share_twin(owner)
         self.shared = SharedWeights(owner, self.twin)
-        self._forward = forward = self._make_forward(owner)
+        self._forward = forward = self._make_forward(owner, exact=exact)
         config = self.twin.config
         self.backend = forward.backend
         self.num_layers: int = config.num_hidden_layers
@@ -104,9 +104,9 @@ class DecoderStack:
 
     @property
     def may_be_small(self) -> bool:
-        """Whether passes without spare rows are worth a proof: float32, and products of copies. Of
+        """Whether passes without spare rows are worth a proof: float32, and oneDNN's products. Of
         an adapter's products none is probed."""
-        return self.dtype == torch.float32 and self._forward.copied and not self._adapted
+        return self.dtype == torch.float32 and self._forward.by_onednn and not self._adapted
 
     @property
     def widest_window(self) -> int | None:
@@ -151,10 +151,12 @@ class DecoderStack:
         exactness = self.exactness
         return min(exactness.row_quantum, exactness.product_rows) if exactness.wanted else None
 
-    def _make_forward(self, owner: PreTrainedModel) -> "DenseModel | Skeleton | PackedModel":
+    def _make_forward(
+        self, owner: PreTrainedModel, *, exact: bool
+    ) -> "DenseModel | Skeleton | PackedModel":
         """What runs the layers of the twin."""
         if all(fits(layer) for layer in decoder_layers(self.twin)):
-            return DenseModel(self.twin)
+            return DenseModel(self.twin, exact=exact)
         return Skeleton(self.twin, owner.config._attn_implementation)  # noqa: SLF001
 
     def _settle(self, exact: bool) -> Exactness:

@@ -66,7 +66,7 @@ class PackedStack(DecoderStack):
         self.ops = ops
         super().__init__(model)
 
-    def _make_forward(self, owner: "PreTrainedModel") -> PackedModel:  # noqa: ARG002
+    def _make_forward(self, owner: "PreTrainedModel", *, exact: bool) -> PackedModel:  # noqa: ARG002
         if self.ops is None:
             self.ops = ops_on(self.twin.device)
         return PackedModel(self.twin, self.ops)

@@ -76,7 +76,7 @@ class PackedModel:
     """
 
     one_row = False
-    divides_products = copied = False
+    divides_products = by_onednn = False
     softcap = sinks = None
     probed = (0,)
     backend = "packed weights by our kernels, prompts by torch's products and attention"

@@ -136,7 +136,7 @@ class Skeleton:
         softcap, sinks: of the attention of layer 0.
     """
 
-    divides_products = copied = False
+    divides_products = by_onednn = False
 
     def __init__(self, twin: PreTrainedModel, attention_before: str) -> None:
         self._run = Run()

@@ -41,6 +41,7 @@ SCRIPTS = (
     "simulation",
     "structured",
     "tasks",
+    "wrapped",
 )
 
 
@@ -569,6 +570,23 @@ def test_ragged_passes_are_measured_in_few_calls_and_in_many(
     assert found.keys() == passes.keys()
     assert all(seconds > 0.0 for three in found.values() for seconds in three)
     assert min(asked.count(call) for call in ragged.CALLS) >= 2 * len(passes)
+
+
+def test_a_wrapped_model_is_compared_with_the_same_one_loaded_and_transformers(
+    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    asked = "--width 64 --layers 3 --vocab 200 --new-tokens 5 --turns 1"
+    monkeypatch.setattr("sys.argv", ["wrapped.py", *asked.split()])
+    scripts.wrapped.main()
+    *told, _, theirs, one, two, three, four, five, six = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in told] == [
+        "wrapped",
+        "wrapped, torch's products",
+        "loaded",
+    ]
+    figures = [line[40:].split() for line in (theirs, one, two, three, four, five, six)]
+    assert all(float(figure[0]) > 0.0 for figure in figures)
+    assert all(figure[-2:] == ["the", "same"] for figure in figures)
 
 
 def test_a_commit_with_changed_files_is_told_apart_by_the_changes(scripts, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from toys import DTYPES, PLANS, VOCAB_SIZE, make_model
 from zoo import NUM_LAYERS, make_toy
 
 from layerskip import DraftPlan, GenerationOutput, SamplingParams, SelfSpeculativeLM
-from layerskip.blocks import multiplied
+from layerskip.blocks import multiplied, works
 from layerskip.cache import Segment
 from layerskip.exactness import small_agree, tails
 from layerskip.fingerprint import cost_key
@@ -396,6 +396,29 @@ def test_float32_passes_have_no_spare_rows_where_bits_allow_it(monkeypatch, samp
             hidden = lm.stack.run_layers(hidden, [0], cache, [Segment(0, 3, count)])
             assert len(lm.stack.logits(hidden)) == len(hidden) == (count if count <= 8 else 16)
     assert set(widths) == {1, 3, 5, 8, 16}
+    trial = Trial(lm, AROUND_BLOCKS, settings_of(sampling, 10))
+    expected = list(trial.alone(0))
+    check_bits(trial.alone(5), expected)
+    for num_draft_tokens in (0, 1, 3):
+        check_bits(trial.together(num_draft_tokens, shuffled(num_draft_tokens)), expected)
+    check_bits(iter(trial.mixed((0, 1, 2, 3, 4, 5, 6, 8), shuffled(4))), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "sampling"),
+    [("llama", "even", "sampled"), ("qwen2", "odd", "greedy")],
+)
+def test_bits_of_float32_weights_that_are_multiplied_where_they_lie(
+    monkeypatch, family, shape, sampling
+):
+    monkeypatch.setattr(
+        "layerskip.dense.read_in_place", lambda _: works(torch.float32, in_place=True)
+    )
+    model = make_model(family, "float32", shape)
+    lm = SelfSpeculativeLM(model, None, PLANS["skipping"], num_draft_tokens=4)
+    if works(torch.float32, in_place=True):
+        assert "multiplied by oneDNN" in lm.stack.backend
+        assert lm.stack.may_be_small
     trial = Trial(lm, AROUND_BLOCKS, settings_of(sampling, 10))
     expected = list(trial.alone(0))
     check_bits(trial.alone(5), expected)

@@ -11,7 +11,7 @@ from toys import DTYPES, FAMILIES, SHAPES, make_model, random_ids
 from transformers import PreTrainedModel
 
 import layerskip.blocks as blocks_module
-from layerskip.blocks import Blocks, memory_bytes, why_not
+from layerskip.blocks import Blocks, memory_bytes, multiplied_in_place, read_in_place, why_not
 from layerskip.model import DecoderStack, pack_model
 
 COPIED = "weights packed, and copied in blocks"
@@ -124,6 +124,72 @@ def test_what_gets_no_copies(monkeypatch):
     weights = [torch.zeros(50, 50)] * 3
     if why_not(weights[:2]) is None:
         assert "an eighth of the machine's memory" in str(why_not(weights))
+
+
+IN_PLACE = "dense layers by torch, weights where they lie, multiplied by oneDNN"
+
+
+@pytest.fixture
+def in_place_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor whose float32 products are oneDNN's of weights where they lie."""
+    monkeypatch.setattr("layerskip.dense.read_in_place", read_in_place)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+
+
+@available
+@pytest.mark.usefixtures("in_place_here")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_in_place_are_those_of_torch(family, shape):
+    model = make_model(family, "float32", shape)
+    held, free = DecoderStack(model), DecoderStack(model, exact=False)
+    assert held.backend == IN_PLACE
+    assert free.backend == "dense layers by torch, weights where they lie"  # a row alone is faster
+    got, want = logits(held), logits(free)
+    torch.testing.assert_close(got, want, atol=1e-5 * float(want.abs().max()), rtol=0.0)
+
+
+@available
+@pytest.mark.usefixtures("in_place_here")
+@pytest.mark.parametrize("change", [in_place, past_the_counter])
+def test_a_prompt_sees_weights_in_place_that_have_changed(change: Callable):
+    model = make_model()
+    stack = DecoderStack(model)
+    before = logits(stack)
+    change(model.model.layers[1].mlp.up_proj.weight)
+    change(model.lm_head.weight)
+    after = logits(stack)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, logits(DecoderStack(model)))
+
+
+@available
+def test_a_row_alone_is_multiplied_as_beside_others(monkeypatch):
+    rows = []
+    multiplied = blocks_module.multiplied
+    monkeypatch.setattr(
+        blocks_module, "multiplied", lambda x, *rest: rows.append(len(x)) or multiplied(x, *rest)
+    )
+    weight, bias, x = torch.randn(40, 24), torch.randn(40), torch.randn(3, 24)
+    alone = [multiplied_in_place(row, weight, bias) for row in x.split(1)]
+    whole = multiplied_in_place(x, weight, bias)
+    assert rows == [2, 2, 2, 3]  # a single one has a kernel of its own
+    torch.testing.assert_close(torch.cat(alone), whole)
+    assert [len(row) for row in alone] == [1, 1, 1]
+    torch.testing.assert_close(whole, x @ weight.t() + bias, atol=1e-4, rtol=0.0)
+
+
+@available
+@pytest.mark.usefixtures("in_place_here")
+def test_which_weights_are_read_in_place(monkeypatch):
+    weight = torch.zeros(4, 3)
+    assert read_in_place([weight, weight])
+    assert not read_in_place([weight, torch.zeros(3, 4).t()])
+    assert not read_in_place([weight.bfloat16()])
+    assert not read_in_place([weight.to("meta")])
+    assert DecoderStack(loaded()).backend == f"dense layers by torch, {COPIED}"
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert not read_in_place([weight])  # nobody has measured it
 
 
 @pytest.mark.skipif(
