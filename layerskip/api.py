@@ -617,8 +617,7 @@ class SelfSpeculativeLM:
         Returns:
             ``(rows, tokens)`` ids, or with ``return_dict_in_generate`` transformers' output object.
         """
-        first, own = next(model.parameters()), next(self.stack.twin.parameters())
-        if first.data_ptr() != own.data_ptr():
+        if not self.stack.shared.are_those_of(model):
             raise ValueError("custom_generate belongs to another model; wrap this one")
         call = hf.Call(
             model,
@@ -626,7 +625,7 @@ class SelfSpeculativeLM:
             logits_processor,
             stopping_criteria,
             generation_config,
-            hf.callers_streamer() if streamer is None else streamer,
+            hf.callers_streamer(model) if streamer is None else streamer,
             model_kwargs,
         )
         batch = self.open_batch(

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -96,21 +97,37 @@ class Call:
                 "custom_generate starts from an empty cache; to go on from an earlier text, use "
                 "generate(..., cache=out.cache) of the wrapper"
             )
-        if self.generation_config.return_dict_in_generate and not isinstance(
-            held, DynamicCache | None
-        ):
+        if self.returns_cache and not isinstance(held, DynamicCache | None):
+            instead = "past_key_values"
+            if not _is_callers(held):
+                instead = "cache_implementation or return_dict_in_generate"
             raise ValueError(
                 "custom_generate gives keys and values back in a DynamicCache, and a "
-                f"{type(held).__name__} was asked for; leave out cache_implementation and "
-                "past_key_values, or return_dict_in_generate"
+                f"{type(held).__name__} was asked for; leave out {instead}"
             )
         if self.streamer is not None and len(self.input_ids) > 1:
             raise ValueError(
                 f"a streamer takes one sequence, and the batch has {len(self.input_ids)}"
             )
 
+    @property
+    def returns_cache(self) -> bool:
+        """Whether keys and values go back: with the output, or in a cache that the caller gave."""
+        if self.model_kwargs.get("use_cache") is False:
+            return False
+        held = self.model_kwargs.get("past_key_values")
+        return bool(self.generation_config.return_dict_in_generate) or _is_callers(held)
+
     def _check_inputs(self) -> None:
         """Raise if the caller's own inputs would be left out, and give other tokens."""
+        for name in ("attention_mask", "position_ids"):
+            given = self.model_kwargs.get(name)
+            if given is not None and given.shape[-1] != self.input_ids.shape[-1]:
+                # From a mask of ones transformers makes positions, and leaves it out.
+                raise ValueError(
+                    f"custom_generate got input_ids of {self.input_ids.shape[-1]} tokens and an "
+                    f"attention_mask or position_ids of {given.shape[-1]}; give as many"
+                )
         taken = inspect.signature(self.model.forward).parameters
         if "token_type_ids" in taken and "token_type_ids" in self.model_kwargs:
             raise ValueError(
@@ -123,8 +140,7 @@ class Call:
         counted = kept.long().cumsum(-1) - 1
         if given is None:
             return
-        same = given.to(kept.device) == counted if given.shape[-1] == kept.shape[-1] else ~kept
-        if not (same | ~kept).all():
+        if not ((given.to(kept.device) == counted) | ~kept).all():
             raise ValueError(
                 "custom_generate counts positions from each row's first token; leave out "
                 "position_ids"
@@ -206,7 +222,7 @@ class HostedRow:
             sampling=sampling or SamplingParams(),
             logits_processor=(partial(self.process, before),) if before else (),
             warpers=(partial(self.warp, behind),) if behind else (),
-            return_cache=dictionary and self.call.model_kwargs.get("use_cache") is not False,
+            return_cache=self.call.returns_cache,
             # A stopping criterion ends the row as well; a grammar has to know what may.
             eos_ids=eos_ids_of(config) if grammar is not None else frozenset(),
             ends=self.ends,
@@ -275,6 +291,7 @@ def _returned(
     pad = 0 if config.pad_token_id is None else int(config.pad_token_id)
     new = [[*o.token_ids, *[pad] * (longest - len(o.token_ids))] for o in outputs]
     sequences = torch.cat([call.input_ids, torch.tensor(new, device=device)], dim=1)
+    cache = _as_dynamic_cache(call, [o.cache for o in outputs], num_layers)
     if not config.return_dict_in_generate:
         return sequences
     fields: dict[str, Any] = {
@@ -282,7 +299,6 @@ def _returned(
         for at, name in enumerate(("logits", "scores"))
         if getattr(config, f"output_{name}")
     }
-    cache = _as_dynamic_cache(call, [o.cache for o in outputs], num_layers)
     return GenerateDecoderOnlyOutput(
         sequences=cast(LongTensor, sequences), past_key_values=cache, **fields
     )
@@ -327,10 +343,22 @@ def _as_dynamic_cache(
     return cache
 
 
-def callers_streamer() -> Any:
+def _is_callers(cache: Any) -> bool:
+    """Whether ``generate`` was given this cache, which transformers (5.17 to 5.23) notes in it."""
+    return bool(getattr(cache, "_is_user_defined", False))
+
+
+def callers_streamer(model: PreTrainedModel) -> Any:
     """The streamer given to ``generate``, which transformers (5.17 to 5.23) drops for callables.
 
-    Called from ``custom_generate``, it reads the argument where ``generate`` has it.
+    Called for ``custom_generate``, or from a function around it, it reads the argument where the
+    model's ``generate`` has it.
     """
-    frame = sys._getframe(2)  # noqa: SLF001
-    return frame.f_locals.get("streamer") if frame.f_code.co_name == "generate" else None
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001
+    while frame is not None:
+        code, where = frame.f_code, frame.f_globals.get("__name__")
+        if code.co_name == "generate" and where == GenerateDecoderOnlyOutput.__module__:
+            known = frame.f_locals
+            return known.get("streamer") if known.get("self") is model else None
+        frame = frame.f_back
+    return None

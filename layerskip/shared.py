@@ -58,6 +58,12 @@ class SharedWeights:
                 "load_state_dict with assign=True); wrap it again"
             )
 
+    def are_those_of(self, model: nn.Module) -> bool:
+        """Whether a model is the one that was wrapped, or has its tensors and no others."""
+        if model is self._owner():
+            return True
+        return [w.data_ptr() for w in model.parameters()] == [w.data_ptr() for w in self._weights]
+
     def stamp(self) -> Stamp:
         """Changes whenever torch sees the weights change: see ``blocks.stamp``."""
         return stamp(self._weights)

@@ -1,6 +1,7 @@
 """``model.generate(custom_generate=lm.custom_generate)`` gives what ``model.generate`` gives."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import (
     GPT2LMHeadModel,
     LogitsProcessor,
     LogitsProcessorList,
+    StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -411,6 +413,64 @@ def test_another_model_is_refused(exit_lm):
     other = make_model()
     with pytest.raises(ValueError, match="belongs to another model"):
         other.generate(**one(), **GREEDY, custom_generate=exit_lm.custom_generate)
+
+
+def test_a_model_that_shares_some_weights_is_another(model, exit_lm):
+    student = make_model(num_hidden_layers=2)
+    student.model.embed_tokens = model.model.embed_tokens
+    with pytest.raises(ValueError, match="belongs to another model"):
+        student.generate(**one(), **GREEDY, custom_generate=exit_lm.custom_generate)
+    same = make_model()
+    same.load_state_dict(model.state_dict(), assign=True)
+    wanted = model.generate(**one(), **GREEDY)
+    got = same.generate(**one(), **GREEDY, custom_generate=exit_lm.custom_generate)
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("inputs", [one(), padded()], ids=["one", "left-padded"])
+def test_a_cache_of_the_caller_is_filled(model, exit_lm, inputs):
+    theirs, ours = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    text = model.generate(**inputs, **GREEDY, past_key_values=theirs)
+    got = model.generate(
+        **inputs, **GREEDY, past_key_values=ours, custom_generate=exit_lm.custom_generate
+    )
+    assert torch.equal(got, text)
+    assert ours.get_seq_length() == theirs.get_seq_length() == text.shape[1] - 1
+    more = torch.nn.functional.pad(inputs["attention_mask"], (0, NEW), value=1)
+    for layer, layer_of_theirs in zip(ours.layers, theirs.layers, strict=True):
+        kept = more[:, None, :-1, None] == 1
+        torch.testing.assert_close(
+            layer.keys * kept, layer_of_theirs.keys * kept, atol=1e-4, rtol=1e-4
+        )
+    wanted = model.generate(text, attention_mask=more, past_key_values=theirs, **GREEDY)
+    assert torch.equal(
+        model.generate(text, attention_mask=more, past_key_values=ours, **GREEDY), wanted
+    )
+
+
+def test_a_cache_of_the_caller_that_cannot_be_filled_is_refused(model, exit_lm):
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    with pytest.raises(ValueError, match="a StaticCache was asked for; leave out past_key_values"):
+        model.generate(
+            **one(), **GREEDY, past_key_values=cache, custom_generate=exit_lm.custom_generate
+        )
+
+
+def test_a_streamer_is_found_behind_a_function_around_ours(model, exit_lm):
+    def around(*args, **kwargs):
+        return exit_lm.custom_generate(*args, **kwargs)
+
+    streamer = Collector()
+    text = model.generate(**one(), **GREEDY, streamer=streamer, custom_generate=around)
+    assert streamer.ended
+    assert list(itertools.chain(*streamer.pieces)) == text[0].tolist()
+
+
+@pytest.mark.parametrize("mask", [torch.ones(1, 11).long(), torch.tensor([[0] + [1] * 10])])
+def test_a_mask_of_another_width_is_refused(model, exit_lm, mask):
+    ids = one(9)["input_ids"]
+    with pytest.raises(ValueError, match=r"input_ids of 9 tokens and .* of 11"):
+        model.generate(ids, attention_mask=mask, **GREEDY, custom_generate=exit_lm.custom_generate)
 
 
 def test_positions_that_are_counted_otherwise_are_refused(model, exit_lm):
