@@ -3,7 +3,6 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from layerskip.drafting import EarlyExitDrafter
 from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
 from layerskip.exit_adapter import ExitAdapter
 from layerskip.grammar_xgrammar import XGrammarBackend
-from layerskip.loading import check_exit, check_plan_depth, eos_ids_of, load_parts
+from layerskip.loading import check_plan_depth, eos_ids_of, load_parts, with_exit_of
 from layerskip.lookup import LookupStore
 from layerskip.outputs import GenerationOutput, Round
 from layerskip.packed import open_stack
@@ -134,9 +133,7 @@ class SelfSpeculativeLM:
         known = plan if isinstance(plan, PlanFile) else PlanFile(plan)
         check_plan_depth(getattr(model, "config", None), None, known.plan)
         if exit_adapter is not None:
-            if known.plan is None:
-                known = replace(known, plan=exit_adapter.shape.plan)
-            check_exit(known.plan, exit_adapter.shape)
+            known = with_exit_of(known, exit_adapter.shape)
         self.stack, self._stack_choice = open_stack(
             model, exact=exact, packed=packed, adapter=exit_adapter
         )

@@ -51,7 +51,7 @@ def load_parts(
             plan = own if shape is None else _at_exit(own, shape)
     known = plan if isinstance(plan, PlanFile) else PlanFile(plan)
     if shape is not None:
-        check_exit(known.plan, shape, exit_layer)
+        known = with_exit_of(known, shape, exit_layer)
     loaded, tokenizer = load_checkpoint(
         folder,
         dtype=dtype,
@@ -101,16 +101,28 @@ def _at_exit(known: PlanFile | None, shape: AdapterShape) -> PlanFile:
     )
 
 
-def check_exit(plan: DraftPlan | None, shape: AdapterShape, exit_layer: int | None = None) -> None:
-    """Raise unless drafts leave where an adapter goes on."""
+def with_exit_of(known: PlanFile, shape: AdapterShape, exit_layer: int | None = None) -> PlanFile:
+    """A plan file whose drafts leave where an adapter goes on, which one without a plan means.
+
+    Args:
+        exit_layer: asked for instead of a plan.
+
+    Raises:
+        ValueError: drafts are to leave elsewhere.
+    """
+    plan = known.plan
     where = exit_layer if plan is None else plan.exit_layer
+    if plan is None and where is None:
+        return replace(known, plan=shape.plan)
     if where != shape.exit_layer:
-        skips = plan and plan.exit_layer is None
-        said = f"runs layers {ranges(plan.layers)}" if plan and skips else f"exits after {where}"
+        said = f"exits after {where}"
+        if plan is not None and where is None:
+            said = f"runs layers {ranges(plan.layers)}"
         raise ValueError(
             f"the exit adapter goes on after layer {shape.exit_layer}, and the plan {said}; give "
             "that exit, or no plan"
         )
+    return known
 
 
 def check_plan_depth(config: Any, exit_layer: int | None, plan: DraftPlan | None) -> None:

@@ -315,6 +315,14 @@ def test_from_pretrained_exits_where_the_adapter_is(folder, trained, caplog):
     assert not caplog.records
 
 
+def test_a_plan_file_without_a_plan_means_the_adapter_s_exit(folder, trained):
+    """For what is loaded as for a model that is wrapped: what else the file says stays."""
+    file = PlanFile(None, 2, measurements={"verdict": "no plan pays"})
+    lm = SelfSpeculativeLM.from_pretrained(folder, plan=file, exit_adapter=trained)
+    assert (lm.plan.exit_layer, lm.num_draft_tokens) == (3, 2)
+    assert lm.plan_file.measurements["verdict"] == "no plan pays"
+
+
 def test_an_adapter_s_own_plan_is_read_before_the_checkpoint_s(folder, trained, tmp_path):
     model = shutil.copytree(folder, tmp_path / "model")
     (model / "layerskip.json").write_text('{"version": 9}')
