@@ -275,6 +275,34 @@ def test_measured_costs_may_differ_between_starts(lm, traffic, full, tmp_path, m
     assert CostTable.from_dict(run["cost"]) == COST
 
 
+@pytest.mark.parametrize(
+    ("cost", "said"),
+    [
+        ({}, r"\(cost.threads None, now 1\)"),
+        ({"cost": None}, r"\(cost.threads None, now 1\)"),
+        ({"cost": {}}, r"\(cost.threads None, now 1\)"),
+        ({"cost": "dear"}, r"run\.json: cost must be an object or null, got 'dear'"),
+    ],
+)
+def test_a_run_without_its_costs_is_refused_in_one_sentence(
+    lm, traffic, full, tmp_path, cost, said
+) -> None:
+    folder = shutil.copytree(full, tmp_path / "runs")
+    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    del run["cost"]
+    (folder / "run.json").write_text(json.dumps(run | cost), encoding="utf-8")
+    with pytest.raises(ValueError, match=said):
+        measure(lm, traffic, folder, settings=SETTINGS, model="toy")
+
+
+def test_a_run_without_the_name_of_its_label_has_none(lm, traffic, full, tmp_path) -> None:
+    folder = shutil.copytree(full, tmp_path / "runs")
+    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    del run["label"]
+    (folder / "run.json").write_text(json.dumps(run), encoding="utf-8")
+    assert list(summarize(folder).tasks) == [""]
+
+
 def test_a_folder_that_holds_something_else_is_left_alone(lm, traffic, tmp_path) -> None:
     (tmp_path / "run.json").write_text('{"mine": 1}', encoding="utf-8")
     with pytest.raises(ValueError, match=r"run\.json is no measurement of version 1"):

@@ -179,7 +179,8 @@ def read_run(folder: str | Path) -> dict[str, Any]:
     content = read_json(Path(folder) / RUN, "measurement")
     if not isinstance(content, dict) or content.get("version") != RUNS_VERSION:
         raise ValueError(f"{Path(folder) / RUN} is no measurement of version {RUNS_VERSION}")
-    for name, kind, what in (("sampling", dict, "an object"), ("label", str, "a text")):
+    kinds = (("sampling", dict, "an object"), ("cost", dict, "an object"), ("label", str, "a text"))
+    for name, kind, what in kinds:
         if not isinstance(content.get(name), kind | None):
             got = content[name]
             raise ValueError(f"{Path(folder) / RUN}: {name} must be {what} or null, got {got!r}")
@@ -278,8 +279,8 @@ def _check_settings(folder: Path, found: Mapping[str, Any], own: Mapping[str, An
 
 def _settings(run: Mapping[str, Any]) -> dict[str, Any]:
     """What must not change between two starts, by dotted name, as JSON has it."""
-    cost = run["cost"]
-    kept = {k: v for k, v in run.items() if k != "version"} | {"cost": cost and cost["key"]}
+    cost = run.get("cost") or {}  # none in a file that was changed
+    kept = {k: v for k, v in run.items() if k != "version"} | {"cost": cost.get("key")}
     return dict(_flat("", json.loads(json.dumps(kept))))
 
 

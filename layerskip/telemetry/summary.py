@@ -92,7 +92,7 @@ def summarize(folder: str | Path) -> Summary:
             prompts += 1
             equal += len({r["tokens_sha256"] for r in requests}) == 1
         for request in requests:
-            task = request["labels"].get(run["label"], "")
+            task = request["labels"].get(run.get("label"), "")
             if task not in tasks and len(tasks) >= MOST_TASKS:
                 task = OTHER_TASKS
             arms = tasks.setdefault(task, {arm: Totals() for arm in run["arms"]})
