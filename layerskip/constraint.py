@@ -1,8 +1,9 @@
 """A grammar's word on one row's tokens: masks for draft and verify, where it ends, what it forces.
 
 A ``Constraint`` answers for any text, as a function of the text alone: its matcher is moved to the
-tokens that are asked about, back over drafted ones that were dropped and on over new ones. So an
-error anywhere leaves nothing to repair, and draft and verify share what they ask.
+tokens that are asked about, back over drafted ones that were dropped and on over new ones. So draft
+and verify share what they ask, and an error anywhere leaves nothing to repair: a matcher that was
+interrupted on its way begins again.
 """
 
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ class Constraint:
         self._eos_ids = [token for token in sorted(eos_ids) if 0 <= token < vocab_size]
         self._path: list[int] = []  # tokens that the matcher has taken
         self._states: dict[int, _State] = {}  # by number of tokens taken, along the path
+        self._in_step = True  # whether the path is the matcher's: not while that moves
         first = self._state((), 0)
         # Before its marker anything may stand: what counts is how the grammar itself begins.
         begins = self._following(matcher.inner) if isinstance(matcher, AfterMarker) else None
@@ -143,13 +145,14 @@ class Constraint:
         Args:
             certain: without the last, unless the text ends with it.
         """
-        count = 0
+        count, self._in_step = 0, False
         for token in tokens:
             if token in self._eos_ids or not self._matcher.advance(token):
                 break
             count += 1
         ends = self._matcher.complete
         self._matcher.rollback(count)
+        self._in_step = True
         return tokens[: count - 1] if certain and count and not ends else tokens[:count]
 
     def forget_before(self, position: int) -> None:
@@ -200,20 +203,27 @@ class Constraint:
         Args:
             same: length of the common prefix of ``output`` and the path.
         """
-        same = min(same, count)
+        same, taken, self._in_step = min(same, count), True, False
         if same < len(self._path):
             self._matcher.rollback(len(self._path) - same)
             del self._path[same:]
             for gone in [n for n in self._states if n > same]:
                 del self._states[gone]
         for token in output[same:count]:
-            if token in self._eos_ids or not self._matcher.advance(token):
-                return False
+            taken = token not in self._eos_ids and self._matcher.advance(token)
+            if not taken:
+                break
             self._path.append(token)
-        return True
+        self._in_step = True
+        return taken
 
     def _shared(self, output: Sequence[int]) -> int:
         """Length of the common prefix of the path and ``output``."""
+        if not self._in_step:  # an interruption came in between
+            self._matcher.reset()
+            self._path.clear()
+            self._states.clear()
+            self._in_step = True
         most = min(len(self._path), len(output))
         if list(output[:most]) == self._path[:most]:
             return most
@@ -277,6 +287,11 @@ class AfterMarker:
         if count > inside:
             del self._text[len(self._text) - (count - inside) :]
             self._found = False
+
+    def reset(self) -> None:
+        self.inner.reset()
+        self._text.clear()
+        self._inside, self._found = 0, False
 
     def forced(self) -> tuple[int, ...]:
         return self.inner.forced() if self._found else ()

@@ -44,6 +44,9 @@ class Matcher(Protocol):
     def rollback(self, count: int) -> None:
         """Take the last ``count`` tokens back."""
 
+    def reset(self) -> None:
+        """Take all tokens back, even if the call before was interrupted anywhere."""
+
     def forced(self) -> tuple[int, ...]:
         """Tokens of the text that has to follow whatever happens, as the tokenizer would write
         it; another spelling may be allowed too."""

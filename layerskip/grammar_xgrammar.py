@@ -166,6 +166,10 @@ class XGrammarMatcher:
             self._matcher.rollback(count)
             del self._begun[-count:]
 
+    def reset(self) -> None:
+        self._matcher.reset()
+        self._begun = [False]
+
     def forced(self) -> tuple[int, ...]:
         try:
             text = self._matcher.find_jump_forward_string()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from enumeration import Game, assert_same_law
+from interrupting import assert_same_wherever_interrupted
 from torch import Tensor
 
 from layerskip import SamplingParams
@@ -17,6 +18,8 @@ Text = tuple[int, ...]
 EOS, VOCAB = 0, 5
 PROMPT = (4, 4)
 SENTENCES = ((1,), (1, 2), (1, 2, 3), (2, 1, 1), (3, 2, 1, 4), (3, 3))
+# A marker: bytes of tokens 1 to 4 are those of "ab", "c", "bc" and "x"; 0 is the end.
+BYTES = (b"", b"ab", b"c", b"bc", b"x")
 
 
 @dataclass
@@ -54,6 +57,9 @@ class Listed:
     def rollback(self, count: int) -> None:
         assert count <= len(self.text)
         self.text = self.text[: len(self.text) - count]
+
+    def reset(self) -> None:
+        self.text = ()
 
     def forced(self) -> Text:
         tokens: Text = ()
@@ -137,6 +143,24 @@ def test_any_walk_gives_what_a_new_matcher_gives():
             constraint.forget_before(len(PROMPT) + keep)
 
 
+@pytest.mark.parametrize("before", [(), (3,)])
+def test_an_interruption_at_any_place_changes_no_answer(before):
+    """Ctrl-C, also where the matcher has moved and nobody has written it down."""
+
+    def made() -> Constraint:
+        return constraint_of(AfterMarker(Listed(), b"bc", BYTES) if before else Listed())
+
+    start, scores = (*PROMPT, *before), torch.zeros(2, VOCAB)
+    questions: list[tuple[str, tuple]] = [
+        ("guess", ((*start, 2), (), 4)),
+        ("masked", (scores, (*start, 3, 2, 1))),
+        ("closed", ((*start, 3, 3),)),
+        ("guess", ((*start, 3), (2, 1, 1), 4)),
+        ("few", ((*start, 1),)),
+    ]
+    assert_same_wherever_interrupted(made, questions)
+
+
 def test_a_state_is_filled_once_for_draft_and_verify():
     matcher = Listed()
     constraint = constraint_of(matcher)
@@ -186,10 +210,6 @@ def test_masks_survive_packing():
         assert words.dtype == torch.int32  # SGLang #24283: another type ends the scheduler
         assert words.shape == (-(-size // 32),)
         assert torch.equal(unpacked(words, size), mask)
-
-
-# A marker: bytes of tokens 1 to 4 are those of "ab", "c", "bc" and "x"; 0 is the end.
-BYTES = (b"", b"ab", b"c", b"bc", b"x")
 
 
 def marked(text: Text, marker: bytes = b"bc") -> AfterMarker:

@@ -60,6 +60,7 @@ from typing import Any
 import pytest
 import torch
 from grammars import random_root, random_tokens
+from interrupting import assert_same_wherever_interrupted
 from optional import needed
 from toys import PLANS, VOCAB_SIZE, byte_symbols, make_model
 from transformers import PreTrainedModel
@@ -169,6 +170,28 @@ def test_rollback_windows_leave_what_a_new_matcher_has(backend, name):
         del text[max(0, len(text) - rng.randint(1, 6)) :]
         if len(text) > 30:
             text.clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("schema", '{"name":"ab","age":20}'), ("regex", "foobar12é"), ("marker", "hm</t>yes")],
+)
+def test_an_interruption_at_any_place_changes_no_answer(backend, tokenizer, name, text):
+    """Ctrl-C, also between xgrammar's move and what we know of it."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def made() -> Constraint:
+        matcher = backend.matcher(GRAMMARS[name])
+        return Constraint(matcher, prompt_length=0, eos_ids=frozenset({1}), vocab_size=VOCAB_SIZE)
+
+    rows = torch.zeros(2, VOCAB_SIZE)
+    questions: list[tuple[str, tuple]] = [
+        ("guess", (ids[:2], ids[2:5], 3)),
+        ("masked", (rows, ids[:4])),
+        ("masked", (rows, (*ids[:3], ids[0]))),
+        ("closed", (ids,)),
+    ]
+    assert_same_wherever_interrupted(made, questions)
 
 
 def test_a_batch_of_grammars_gives_each_row_what_it_gives_alone(ending):
