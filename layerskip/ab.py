@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerskip.ab_result import SIDES, ABResult, Pair, Run, Side
-from layerskip.encoding import Prompt, PromptEncoder
+from layerskip.encoding import Prompt
 from layerskip.outputs import GenerationOutput
 from layerskip.params import (
     AUTO,
@@ -172,13 +172,10 @@ def _tasks(
     lm: "SelfSpeculativeLM", traffic: Traffic, max_new_tokens: int
 ) -> tuple[list[Task], dict[int, str]]:
     """Requests that fit, and of the others, why not."""
-    encoder = PromptEncoder(
-        lm.tokenizer, vocab_size=lm.stack.vocab_size, max_positions=lm.stack.max_positions
-    )
     tasks, left_out = [], dict[int, str]()
     for request in traffic:
         try:
-            ids = encoder.encode_fitting(request.prompt, request.messages, max_new_tokens)
+            ids = lm.encode_fitting(request.prompt, request.messages, max_new_tokens)
         except (ValueError, TypeError) as error:
             left_out[request.index] = str(error)
             continue

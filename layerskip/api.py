@@ -635,6 +635,12 @@ class SelfSpeculativeLM:
         """Token ids of a prompt, checked against the vocabulary and the context."""
         return self._encoder.encode(prompt)
 
+    def encode_fitting(
+        self, prompt: Prompt | None, messages: Sequence[Message] | None, max_new_tokens: int
+    ) -> list[int]:
+        """Token ids of one prompt, or chat, that leaves room for so many new ones."""
+        return self._encoder.encode_fitting(prompt, messages, max_new_tokens)
+
 
 def _check_arguments(
     plan: object, num_draft_tokens: object, lookup: object, policy: object, exit_adapter: object

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from layerskip import __version__
-from layerskip.encoding import PromptEncoder
 from layerskip.fingerprint import device_name
 from layerskip.outputs import GenerationOutput
 from layerskip.params import (
@@ -142,9 +141,6 @@ class Measurement:
         self.lm, self.traffic, self.settings, self.folder = lm, traffic, settings, folder
         self.measured, self.first_reason = False, ""
         self._on_left_out, self._warm = on_left_out, False
-        self._encoder = PromptEncoder(
-            lm.tokenizer, vocab_size=lm.stack.vocab_size, max_positions=lm.stack.max_positions
-        )
         self._samples = Counter((_task(s["labels"], traffic), s["arm"]) for s in folder.samples())
 
     def steps(self) -> Iterator[int]:
@@ -169,7 +165,7 @@ class Measurement:
     def _encoded(self, request: Request) -> list[int]:
         """Its token ids; none if it is left out."""
         try:
-            return self._encoder.encode_fitting(
+            return self.lm.encode_fitting(
                 request.prompt, request.messages, self.settings.max_new_tokens
             )
         except (ValueError, TypeError) as error:
