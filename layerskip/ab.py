@@ -18,6 +18,7 @@ from layerskip.params import (
     check_integer,
     check_num_draft_tokens,
     check_sampling,
+    following_seed,
 )
 from layerskip.policy import Policy
 from layerskip.telemetry.traffic import Traffic
@@ -195,7 +196,7 @@ def _decoder(
         output = following.generate(
             task.token_ids,
             max_new_tokens=max_new_tokens,
-            sampling=replace(sampling, seed=(seed + task.index) % (MAX_SEED + 1)),
+            sampling=replace(sampling, seed=following_seed(seed, task.index)),
             num_draft_tokens=arm.num_draft_tokens,
             labels=task.labels,
         )

@@ -21,12 +21,12 @@ from layerskip.model import DecoderStack
 from layerskip.outputs import DecodeStats, GenerationOutput, Round
 from layerskip.params import (
     AUTO,
-    MAX_SEED,
     NumDraftTokens,
     SamplingParams,
     Verification,
     check_integer,
     check_sampling,
+    following_seed,
 )
 from layerskip.plan import DraftPlan
 from layerskip.policy import Policy
@@ -202,7 +202,7 @@ class Batch:
         settings = settings or self.settings
         seed = settings.sampling.seed
         if seed is not None and not settings.sampling.greedy:
-            seed = (seed + seed_offset) % (MAX_SEED + 1)
+            seed = following_seed(seed, seed_offset)
         else:
             seed = None
         room = self._stack.max_positions - len(prompt)

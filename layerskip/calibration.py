@@ -22,7 +22,7 @@ from layerskip.api import SelfSpeculativeLM
 from layerskip.cache import Segment
 from layerskip.model import DecoderStack
 from layerskip.outputs import GenerationOutput
-from layerskip.params import MAX_SEED, SamplingParams
+from layerskip.params import SamplingParams, following_seed
 from layerskip.plan import DraftPlan
 from layerskip.prompts import Example
 from layerskip.sampling import Sampler
@@ -76,7 +76,7 @@ def read_texts(
     for example in examples:
         if len(texts) == max_texts:
             break
-        seed = ((sampling.seed or 0) + len(texts)) % (MAX_SEED + 1)
+        seed = following_seed(sampling.seed or 0, len(texts))
         prompt = list(lm.tokenizer(example.prompt)["input_ids"])
         room = min(max_tokens, lm.stack.max_positions - len(prompt))
         if not prompt or room < 3:

@@ -155,6 +155,11 @@ def _checked_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
+def following_seed(seed: int, index: int) -> int:
+    """Of the i-th request behind one: ``seed + i``, or behind the largest seed from 0 on."""
+    return (seed + index) % (MAX_SEED + 1)
+
+
 def most_draft_tokens(num_draft_tokens: NumDraftTokens) -> int:
     """What a round may draft at most, and so the slots that it needs."""
     return MAX_AUTO_DRAFT_TOKENS if isinstance(num_draft_tokens, str) else num_draft_tokens

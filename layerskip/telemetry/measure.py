@@ -25,6 +25,7 @@ from layerskip.params import (
     check_integer,
     check_num_draft_tokens,
     check_sampling,
+    following_seed,
 )
 from layerskip.policy import Policy
 from layerskip.telemetry.runs import RunsFolder
@@ -82,7 +83,7 @@ class MeasureSettings:
 
     def sampling_of(self, index: int) -> SamplingParams:
         """Noise of its own for each prompt, the same in every arm."""
-        return replace(self.sampling, seed=(self.seed + index) % (MAX_SEED + 1))
+        return replace(self.sampling, seed=following_seed(self.seed, index))
 
 
 def measure(
