@@ -82,13 +82,9 @@ class Policy:
                         f"two rules of task {task!r} cover prompts of {start} tokens; keep one"
                     )
 
-    def task_of(self, labels: Mapping[str, str]) -> str:
-        """What the rules call a request's task."""
-        return labels.get(self.label, "") if self.label is not None else ""
-
     def max_draft_tokens(self, labels: Mapping[str, str], prompt_tokens: int) -> int | None:
         """As of the request's rule; None, too, for a request of which nothing is known."""
-        task = self.task_of(labels)
+        task = task_of(labels, self.label)
         caps = (rule.max_draft_tokens for rule in self.rules if rule.covers(task, prompt_tokens))
         return next(caps, None)
 
@@ -163,3 +159,8 @@ def _rule(number: int, content: Any) -> Rule:
         return Rule(**{**content, "task": content.get("task", ""), "prompt_tokens": tuple(span)})
     except (TypeError, ValueError) as error:
         raise ValueError(f"rule {number}: {error}") from None
+
+
+def task_of(labels: Mapping[str, str], label: str | None) -> str:
+    """A request's task: what it has for the label that holds it, or ""."""
+    return labels.get(label, "") if label is not None else ""

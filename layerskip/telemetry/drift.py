@@ -10,6 +10,7 @@ from typing import Any
 
 from layerskip.outputs import Round
 from layerskip.params import check_integer, check_number
+from layerskip.policy import task_of
 from layerskip.telemetry.baseline import LEAST_REQUESTS, Baseline, BinnedDraft
 from layerskip.telemetry.cusum import DRAFTS_PER_FALSE_ALARM, SHIFT, Cusum
 from layerskip.telemetry.drift_bucket import Alarm, Bucket, DriftState, PathPoint, Watched
@@ -74,7 +75,7 @@ class DriftMonitor:
 
     def __call__(self, record: Round) -> None:
         self.observe(
-            self._bucket_of(record.labels),
+            task_of(record.labels, self._label),
             record.request_id,
             record.num_accepted_tokens if record.num_draft_tokens else None,
             confidences=record.confidences,
@@ -141,9 +142,6 @@ class DriftMonitor:
                 raise ValueError(f"there is no bucket {bucket!r}; seen so far: {seen}")
             self._buckets[bucket].relearn()
 
-    def _bucket_of(self, labels: Mapping[str, str]) -> str:
-        return labels.get(self._label, "") if self._label is not None else ""
-
     def _bucket(self, name: str) -> Bucket:
         named = len(self._buckets) - (OTHER_BUCKET in self._buckets)
         if name not in self._buckets and named >= MOST_BUCKETS:
@@ -204,7 +202,7 @@ def find_drift(
     )
     for entry in rounds:
         monitor.observe(
-            entry["labels"].get(label, "") if label is not None else "",
+            task_of(entry["labels"], label),
             entry["request_id"],
             entry["num_accepted_tokens"] if entry["num_draft_tokens"] else None,
             confidences=entry.get("confidences") or (),

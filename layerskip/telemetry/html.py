@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from layerskip.files import reason_of, write_text
-from layerskip.policy import Policy
+from layerskip.policy import Policy, task_of
 from layerskip.telemetry import figures, tables
 from layerskip.telemetry.charts import WIDTH
 from layerskip.telemetry.report import ENOUGH_REQUESTS, AcceptanceReport
@@ -167,7 +167,7 @@ def _choose(
     seen: Counter[str] = Counter()
     ranked = []
     for sample in drafting:
-        task = sample["labels"].get(label, "")
+        task = task_of(sample["labels"], label)
         ranked.append((seen[task], sample))
         seen[task] += 1
     chosen = sorted(ranked, key=itemgetter(0))[:MAX_SAMPLES]

@@ -6,7 +6,7 @@ import os
 import platform
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +27,7 @@ from layerskip.params import (
     check_sampling,
     following_seed,
 )
-from layerskip.policy import Policy
+from layerskip.policy import Policy, task_of
 from layerskip.telemetry.runs import RunsFolder
 from layerskip.telemetry.summary import MOST_TASKS, Summary, summarize
 from layerskip.telemetry.traffic import LeftOut, Request, Traffic
@@ -142,7 +142,9 @@ class Measurement:
         self.lm, self.traffic, self.settings, self.folder = lm, traffic, settings, folder
         self.measured, self.first_reason = False, ""
         self._on_left_out, self._warm = on_left_out, False
-        self._samples = Counter((_task(s["labels"], traffic), s["arm"]) for s in folder.samples())
+        self._samples = Counter(
+            (task_of(s["labels"], traffic.label), s["arm"]) for s in folder.samples()
+        )
 
     def steps(self) -> Iterator[int]:
         """Go through all requests; yields how many are done."""
@@ -209,7 +211,7 @@ class Measurement:
     ) -> dict[str, Any] | None:
         """The text by origin, if it is among the first of its task."""
         tokenizer, drafting = self.lm.tokenizer, self.settings.drafting
-        key = _task(request.labels, self.traffic), str(arm)
+        key = task_of(request.labels, self.traffic.label), str(arm)
         known = key in self._samples or len(self._samples) < MOST_TASKS * len(drafting)
         wanted = known and self._samples[key] < self.settings.samples
         if tokenizer is None or arm not in drafting or not wanted:
@@ -247,10 +249,6 @@ def _pieces(
 
 def _request_id(request: Request, arm: NumDraftTokens) -> str:
     return f"{request.index}/{arm}"
-
-
-def _task(labels: Mapping[str, str], traffic: Traffic) -> str:
-    return labels.get(traffic.labels[0], "") if traffic.labels else ""
 
 
 def _record(
@@ -297,7 +295,7 @@ def _run(
     return {
         "model": model,
         "arms": [str(arm) for arm in settings.arms],
-        "label": traffic.labels[0] if traffic.labels else None,
+        "label": traffic.label,
         "labels": list(traffic.labels),
         "sampling": asdict(settings.sampling),
         "seed": settings.seed,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from layerskip.cost import CostTable
 from layerskip.outputs import Round
+from layerskip.policy import task_of
 from layerskip.telemetry.drift import MOST_BUCKETS, OTHER_BUCKET, DriftMonitor
 from layerskip.telemetry.gauges import Calibration, Drafts
 from layerskip.telemetry.runs import JsonLines
@@ -150,7 +151,7 @@ class PrometheusSink:
                 bucket.observe(record)
 
     def _bucket(self, record: Round) -> Drafts:
-        name = record.labels.get(self._label, "") if self._label is not None else ""
+        name = task_of(record.labels, self._label)
         if name not in self._buckets and len(self._buckets) >= MOST_BUCKETS:
             name = OTHER_BUCKET
         return self._buckets.setdefault(name, Drafts())

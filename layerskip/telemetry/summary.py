@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from layerskip.policy import task_of
 from layerskip.telemetry.runs import REQUESTS, read_lines, read_run
 
 MOST_TASKS = 100  # that are told apart: a label may have a value of its own in every request
@@ -92,7 +93,7 @@ def summarize(folder: str | Path) -> Summary:
             prompts += 1
             equal += len({r["tokens_sha256"] for r in requests}) == 1
         for request in requests:
-            task = request["labels"].get(run.get("label"), "")
+            task = task_of(request["labels"], run.get("label"))
             if task not in tasks and len(tasks) >= MOST_TASKS:
                 task = OTHER_TASKS
             arms = tasks.setdefault(task, {arm: Totals() for arm in run["arms"]})

@@ -63,6 +63,11 @@ class Traffic:
     num_bad_lines: int = 0
     bad_lines: tuple[LeftOut, ...] = ()
 
+    @property
+    def label(self) -> str | None:
+        """That which holds the task."""
+        return self.labels[0] if self.labels else None
+
     def __iter__(self) -> Iterator[Request]:
         return self.source()
 
