@@ -20,12 +20,12 @@ from layerskip.ambient import Decoding
 from layerskip.cache import KVCache
 from layerskip.device_round import DeviceRound
 from layerskip.graphs import Allowance, Recordings
+from layerskip.ops.catalog import MOST_DRAFTED
 from layerskip.packed import PackedStack
 from layerskip.params import most_draft_tokens
 from layerskip.plan import DraftPlan
 from layerskip.row import Row, RowSpec
 from layerskip.seats import (
-    MOST_DRAFTED,
     MOST_EOS,
     ON_THEIR_WAY,
     Frame,

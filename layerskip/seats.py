@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from layerskip.cache import KVCache
+from layerskip.ops.catalog import MOST_DRAFTED
 from layerskip.row import Row
 from layerskip.stopping import Choice
 
-MOST_DRAFTED = 31  # what acceptance on the device takes
 MOST_EOS = 32
 ON_THEIR_WAY = 2  # packets: one is waited for while the next is made
 # The smallest context that a recording is made for; the next ones are four times as large. One that

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from layerskip.graphs import Allowance, Recordings
+from layerskip.ops.catalog import MOST_DRAFTED
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
-from layerskip.seats import MOST_DRAFTED, Shape
+from layerskip.seats import Shape
 
 # A round of up to so many drafted tokens more may run in the place of one that is not recorded.
 # Each takes 0.3 to 0.35 of a plain token on an H200, a recording 4 to 19 plain tokens, and a round

@@ -10,10 +10,11 @@ from layerskip.cache import KVCache
 from layerskip.draft_head import DraftHead
 from layerskip.graphs import Allowance, GraphRecorder, Recorder, Recordings, RepeatingRecorder
 from layerskip.model import DecoderStack
+from layerskip.ops.catalog import MOST_DRAFTED
 from layerskip.packed import PackedStack
 from layerskip.plan import DraftPlan
 from layerskip.rounds import Rounds
-from layerskip.seats import MOST_DRAFTED, Seats
+from layerskip.seats import Seats
 
 KEPT = 2  # of those that nobody decodes with
 

@@ -21,9 +21,9 @@ from toys import make_model
 from layerskip import SamplingParams, SelfSpeculativeLM
 from layerskip.graphs import LIMIT_BYTES, RepeatingRecorder
 from layerskip.model import pack_model
+from layerskip.ops.catalog import MOST_DRAFTED
 from layerskip.packed import PackedStack
 from layerskip.recorded_passes import RecordedPasses
-from layerskip.seats import MOST_DRAFTED
 from layerskip.workbench import Workbench
 
 

@@ -12,6 +12,7 @@ TILE = 8  # tokens of one mma tile
 SPLIT_KEYS = 256  # of decode attention
 VOCAB_CHUNK = 64  # of lm_head
 VERIFY_CHUNK = 2048  # of block_verify
+MOST_DRAFTED = 31  # a warp accepts a sequence's drafted tokens and one more
 ELEMENT_BYTES = 2
 
 

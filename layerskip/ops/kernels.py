@@ -15,6 +15,7 @@ from layerskip.ops.catalog import (
     ATTENTION_TILES,
     ELEMENT_BYTES,
     HEAD_DIMS,
+    MOST_DRAFTED,
     PRODUCT_TILES,
     SPLIT_KEYS,
     TILE,
@@ -28,7 +29,6 @@ THREADS = 256
 WARPS = THREADS // 32
 ATTENTION_THREADS = 128
 MAX_GRID = 65535  # of a grid's second and third size
-MAX_DRAFT = 31  # a warp holds a sequence's drafted tokens and one more
 SUMMED_DIMS = 64  # of values, that a block of attention sums at a time
 UNIFORMS_PER_BLOCK = 4096
 SUMMARY_WORDS = 4  # of lm_head
@@ -408,5 +408,5 @@ def _product_smem(tiles: int) -> int:
 
 
 def _short_draft(op: str, k: int) -> None:
-    if k > MAX_DRAFT:
-        raise ValueError(f"{op}: {k} drafted tokens a sequence, at most {MAX_DRAFT}")
+    if k > MOST_DRAFTED:
+        raise ValueError(f"{op}: {k} drafted tokens a sequence, at most {MOST_DRAFTED}")
