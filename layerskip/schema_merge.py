@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from layerskip.schema_refs import escaped
 from layerskip.schema_values import json_equal, matches
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -162,7 +163,7 @@ class Node:
         """Schemas of properties by the pattern of their names."""
         place = self.places.get("patternProperties", "")
         found = self.words.get("patternProperties", {})
-        return {p: Node.of(s, f"{place}/{_escaped(p)}") for p, s in found.items()}
+        return {p: Node.of(s, f"{place}/{escaped(p)}") for p, s in found.items()}
 
     def property(self, name: str) -> "Node | None":
         """What a property of this name has to fulfil; None if it is free.
@@ -173,7 +174,7 @@ class Node:
         found = []
         named = self.words.get("properties", {})
         if name in named:
-            found.append(Node.of(named[name], f"{self.places['properties']}/{_escaped(name)}"))
+            found.append(Node.of(named[name], f"{self.places['properties']}/{escaped(name)}"))
         for pattern, part in self.pattern_parts().items():
             verdict = matches(pattern, name)
             if verdict is None:
@@ -324,10 +325,6 @@ def _items(one: Node, other: Node) -> dict[str, Any]:
     return found
 
 
-def _escaped(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1")
-
-
 def _one_spelling(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords that validate, older drafts' in today's spelling."""
     words = {word: value for word, value in schema.items() if word in KEYWORDS}
@@ -363,7 +360,7 @@ def _conditions(words: Mapping[str, Any], places: Mapping[str, str]) -> Iterator
             yield Condition("if", places["if"], *parts)
     for word in ("dependencies", "dependentRequired", "dependentSchemas"):
         for name, wanted in words.get(word, {}).items():
-            place = f"{places[word]}/{_escaped(name)}"
+            place = f"{places[word]}/{escaped(name)}"
             asked = {"required": [wanted]} if isinstance(wanted, str) else wanted
             then = Node.of({"required": asked} if isinstance(asked, list) else asked, place)
             # By ``required`` alone, what is no object has every property.

@@ -82,9 +82,11 @@ class References:
                     yield f"{uri}{name}", pointer
                 if isinstance(anchor, str):
                     yield f"{uri}#{anchor}", pointer
-                parts = [
-                    (str(k).replace("~", "~0").replace("/", "~1"), v) for k, v in value.items()
-                ]
-                stack += [(inner, f"{pointer}/{part}", uri) for part, inner in parts]
+                stack += [(v, f"{pointer}/{escaped(str(k))}", uri) for k, v in value.items()]
             elif isinstance(value, list):
                 stack += [(inner, f"{pointer}/{i}", uri) for i, inner in enumerate(value)]
+
+
+def escaped(key: str) -> str:
+    """A key as a part of a JSON pointer."""
+    return key.replace("~", "~0").replace("/", "~1")
