@@ -62,6 +62,7 @@ def new_table(
     *,
     left: Collection[str] = (),
     wrapped: Collection[str] = (),
+    gap: int = 2,
     title: str | None = None,
     caption: str | None = None,
 ) -> Table:
@@ -71,12 +72,15 @@ def new_table(
         columns: their names, of numbers.
         left: those of words instead.
         wrapped: those that may take several lines where a row is too long.
+        gap: blanks between two columns.
         title, caption: above and below.
     """
-    shown = Table(box=None, padding=(0, 1), pad_edge=False, title=title, caption=caption)
+    shown = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, title=title, caption=caption)
     for name in columns:
         side: Literal["left", "right"] = "left" if name in left else "right"
-        shown.add_column(name, justify=side, no_wrap=name not in wrapped)
+        # Digits that find no room leave a mark: 179 and no more is another number than 1798.
+        overflow: Literal["fold", "ellipsis"] = "fold" if name in wrapped else "ellipsis"
+        shown.add_column(name, justify=side, no_wrap=name not in wrapped, overflow=overflow)
     return shown
 
 

@@ -2,13 +2,13 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from layerskip.commands.options import output_of
+from layerskip.commands.options import new_table, output_of
 from layerskip.telemetry.buckets import OUTPUT_EDGES, PROMPT_EDGES, shown
 
 if TYPE_CHECKING:
@@ -87,14 +87,7 @@ TEXTS = ("task", "bucket", "arm", "drafts", "why")  # columns of words; the othe
 
 
 def _table(title: str, columns: tuple[str, ...]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, title=title)
-    for name in columns:
-        words = name in TEXTS
-        side: Literal["left", "right"] = "left" if words else "right"
-        # Digits that find no room leave a mark: 179 and no more is another number than 1798.
-        overflow: Literal["fold", "ellipsis"] = "fold" if words else "ellipsis"
-        table.add_column(name, justify=side, no_wrap=not words, overflow=overflow)
-    return table
+    return new_table(columns, left=TEXTS, wrapped=TEXTS, gap=1, title=title)
 
 
 def _acceptance_table(report: "AcceptanceReport") -> Table:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from layerskip.commands.options import output_of
+from layerskip.commands.options import new_table, output_of
+from layerskip.commands.progress import sharing
 
 if TYPE_CHECKING:
     from layerskip.cost import CostTable
@@ -79,9 +79,8 @@ def run_simulate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             f"The cost table ends at {table.verify.rows[-1]} rows, and beyond them is a guess: "
             "layerskip profile measures a finer one."
         )
-    columns = (TextColumn("simulating"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=console, transient=True)
-    task = progress.add_task("requests", total=1.0)
+    progress = sharing(console)
+    task = progress.add_task("simulating", total=1.0)
 
     def advanced(done: int, total: int) -> None:
         progress.start()  # not before the first word: bad input is told without a bar
@@ -219,21 +218,15 @@ def crossings(simulation: "Simulation") -> list[str]:
 
 def _shown(simulation: "Simulation") -> Table:
     """One line for each concurrency and policy."""
-    shown = Table(
-        box=None,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
+    times = [h for of in ("first", "token", "whole") for h in (f"{of}\np50", "\np90", "\np99")]
+    shown = new_table(
+        ("users", "policy", *times, "tok/s", "vs\noff"),
+        left=("policy",),
+        gap=1,
         title=f"{simulation.num_requests} requests each: first token and each further one in ms, "
         "end to end in s",
     )
-    shown.add_column("users", justify="right", no_wrap=True, min_width=3)
-    shown.add_column("policy", no_wrap=True)
-    for name in ("first", "token", "whole"):
-        for quantile in ("p50", "p90", "p99"):
-            heading = f"{name if quantile == 'p50' else ''}\n{quantile}"
-            shown.add_column(heading, justify="right", no_wrap=True)
-    for name in ("tok/s", "vs\noff"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    shown.columns[0].min_width = 3
     plain = {c.concurrency: c.tokens_per_second for c in simulation.cells if c.policy == "off"}
     for cell in simulation.cells:
         spreads = ((cell.first_token, 1e3), (cell.token, 1e3), (cell.end_to_end, 1.0))

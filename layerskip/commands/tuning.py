@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from layerskip.commands.options import (
@@ -18,7 +17,7 @@ from layerskip.commands.options import (
     output_of,
     quiet,
 )
-from layerskip.commands.progress import counting
+from layerskip.commands.progress import counting, sharing
 from layerskip.plan import PlanFile, ranges
 
 if TYPE_CHECKING:
@@ -78,10 +77,9 @@ def run_profile(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     lm = load(args)
     from layerskip.profiling import measure_cost
 
-    columns = (TextColumn("measuring passes"), BarColumn(), TimeElapsedColumn())
     began = time.perf_counter()
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("passes", total=1.0)
+    with sharing(console) as progress:
+        task = progress.add_task("measuring passes", total=1.0)
         table = measure_cost(
             lm.stack,
             lm.plan,
