@@ -166,8 +166,9 @@ def simulate(
     prefill = _prefills(stream, table)
     longest = int((stream.prompt_tokens + stream.tokens).max())
     cells: list[Cell] = []
-    total = len(concurrency) * len(policies) * num_requests
-    for number in sorted(set(concurrency)):
+    users = sorted(set(concurrency))
+    total = len(users) * len(drafted) * num_requests
+    for number in users:
         for name in drafted:
             costs = PassCosts(
                 table,

@@ -57,6 +57,20 @@ def test_a_request_of_one_token_ends_with_its_prefill():
     assert (cell.end_to_end.p50, cell.token.p50, cell.rows) == (1.0, 0.0, 0.0)
 
 
+def test_progress_counts_what_is_named_twice_once():
+    said: list[tuple[int, int]] = []
+    found = simulate(
+        flat(),
+        Synthetic((0.5,), 10, 100),
+        concurrency=[2, 1, 1],
+        policies=["off", "off"],
+        num_requests=600,
+        on_progress=lambda *of: said.append(of),
+    )
+    assert {total for _, total in said} == {600 * len(found.cells)} == {1200}
+    assert 600 < said[-1][0] <= 1200
+
+
 def texts(draw, number: int = 12) -> list[Text]:
     lengths = draw.integers(2, 40, number)
     return [
