@@ -631,6 +631,12 @@ def test_a_number_of_draft_tokens_that_is_none_is_said_as_such():
     assert "must be a number or 'auto', got 'many'" in got.err
 
 
+def test_info_of_a_model_of_one_layer_names_no_exit(tmp_path: Path) -> None:
+    make_model(num_hidden_layers=1).save_pretrained(tmp_path)
+    result = run("info", tmp_path, "--num-draft-tokens", 0, "--json")
+    assert result.document["exit_layers"] == "none"
+
+
 def test_info_of_a_given_exit_knows_the_trained_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,7 @@ def run_info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "supported": True,
         "architecture": stack.twin.config.model_type,
         "num_layers": stack.num_layers,
-        "exit_layers": f"1 to {stack.num_layers - 1}",
+        "exit_layers": f"1 to {stack.num_layers - 1}" if stack.num_layers > 1 else "none",
         "trained_exits": list(lm.trained_exits) or "the checkpoint does not say",
         **_plan_facts(args, lm),
         "vocab_size": stack.vocab_size,
