@@ -41,9 +41,9 @@ class DeviceRound:
         A row drafts ``most`` tokens, but none that could not be emitted. One whose logits are not
         finite is left as it was, at rest: the host finds out why.
         """
-        k, rows = shape.num_draft_tokens, slice(0, shape.num_rows)
+        drafted, rows = shape.num_draft_tokens, slice(0, shape.num_rows)
         lengths, left, pending = seats.lengths[rows], seats.num_left[rows], seats.pending[rows]
-        place = seats.places[: k + 1]
+        place = seats.places[: drafted + 1]
         # Places behind a row's draft; all of a row at rest, which has no token left.
         free = place > torch.minimum(seats.most[rows], left - 1)[:, None]
         slots = lengths[:, None] + place
@@ -51,9 +51,9 @@ class DeviceRound:
         following = slots.long() + 1 if shape.sampled else slots
         draft, hidden = self._draft(shape, seats, cache, at, following)
         draft = draft.masked_fill(free[:, 1:], -1)
-        hidden = self._run(shape, cache, hidden, self._later, at[0], k + 1)
+        hidden = self._run(shape, cache, hidden, self._later, at[0], drafted + 1)
         target, sure = self.stack.choose(hidden, _noise(shape, seats, following))
-        target, sure = (t.unflatten(0, (-1, k + 1)) for t in (target, sure))
+        target, sure = (t.unflatten(0, (-1, drafted + 1)) for t in (target, sure))
         # A probability, unless logits are not finite: then no comparison holds, or it is infinite.
         left.mul_((free | (sure <= CERTAIN)).all(1))
         accept = self.stack.ops.accept_tokens
@@ -65,21 +65,23 @@ class DeviceRound:
     def _draft(
         self, shape: Shape, seats: Seats, cache: KVCache, at: Tensor, following: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Drafted tokens, ``(rows, k)``, and what verify goes on from: the hidden states of the
-        pending token and of each drafted one after the shared layers, ``(rows * (k + 1), width)``.
+        """Drafted tokens, ``(rows, drafted)``, and what verify goes on from: the hidden states of
+        the pending token and of each drafted one after the shared layers, ``(rows * (drafted + 1),
+        width)``.
 
         Args:
-            at: ``(k + 1, rows)`` int32, the slot of each row's next token; -1: it drafts no more.
-            following: ``(rows, k + 1)``, positions of the tokens after those, of every row,
+            at: ``(drafted + 1, rows)`` int32, the slot of each row's next token; -1: it drafts no
+                more.
+            following: ``(rows, drafted + 1)``, positions of the tokens after those, of every row,
                 whether it drafts or rests; int64 where rows draw by them.
         """
-        k, token = shape.num_draft_tokens, seats.pending[: shape.num_rows]
+        drafted, token = shape.num_draft_tokens, seats.pending[: shape.num_rows]
         tokens, states = [], []
-        for i in range(k + 1):
+        for i in range(drafted + 1):
             hidden = self.stack.embed_ids(token)
             hidden = self._run(shape, cache, hidden, self._shared, at[i], 1)
             states.append(hidden)
-            if i < k:
+            if i < drafted:
                 deep = self._run(shape, cache, hidden, self._rest, at[i], 1)
                 noise = _noise(shape, seats, following[:, i : i + 1])
                 token, _ = self.stack.choose(deep, noise, self._vocab_ids)

@@ -281,7 +281,7 @@ class Rounds:
         enough for a recording to be a small share of it, another one runs in its place: that is far
         quicker than one that the host starts.
         """
-        shapes = (frame.shape(k) for k in (wanted, max(wanted, most)))
+        shapes = (frame.shape(count) for count in (wanted, max(wanted, most)))
         for shape in shapes:
             if self.recordings.has(shape):
                 return shape
@@ -300,7 +300,7 @@ class Rounds:
         """What runs in the place of a round that is not recorded: one that is, at worst a plain one
         that will be; None: nothing does."""
         found = stand_in(
-            count, lambda k: self.recordings.has(frame.shape(k)), may_be_fewer=frame.chosen
+            count, lambda other: self.recordings.has(frame.shape(other)), may_be_fewer=frame.chosen
         )
         if found is not None:
             return frame.shape(found)
@@ -344,7 +344,7 @@ class Rounds:
     def _read(self, flight: Flight) -> list[Landing]:
         numbers = self._receive(flight)
         self.usual &= flight.usual
-        k = flight.shape.num_draft_tokens
+        most = flight.shape.num_draft_tokens
         emitting = sum(numbers[at][-1] > 0 for at in flight.rows)
         of_round = flight.shape, flight.seconds, emitting
         landings = []
@@ -353,7 +353,7 @@ class Rounds:
             if num_sent == 0:  # the device lost it: the host takes it from where it stands
                 self.leave(row)
                 continue
-            draft, tokens = _verified(told, k) if k else ((), told)
+            draft, tokens = _verified(told, most) if most else ((), told)
             landings.append(Landing(row, choice, draft, tokens, num_sent, probing, *of_round))
         return landings
 

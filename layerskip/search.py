@@ -241,7 +241,7 @@ class _Search:
         """Whether the plan is new and, were all its drafts accepted, would be the best."""
         if plan.layers in self.tried:
             return False
-        perfect = [k + 1.0 for k in range(self.settings.max_draft_tokens + 1)]
+        perfect = [drafted + 1.0 for drafted in range(self.settings.max_draft_tokens + 1)]
         _, limit = predict(self._costs(plan), perfect, self.context)
         return limit > max(PAYS, BETTER * self._best().predicted)
 
@@ -257,9 +257,9 @@ class _Search:
     def _note(self, plan: DraftPlan, found_by: str, counts: Counts) -> None:
         table = self._costs(plan)
         c = table.draft_pass(1, self.context) / table.verify_pass(1, self.context)
-        k, speed = predict(table, counts.lengths, self.context)
+        best, speed = predict(table, counts.lengths, self.context)
         self.tried[plan.layers] = Tried(
-            plan, found_by, counts=counts, c=c, num_draft_tokens=k, predicted=speed
+            plan, found_by, counts=counts, c=c, num_draft_tokens=best, predicted=speed
         )
 
     def _costs(self, plan: DraftPlan) -> CostTable:

@@ -216,10 +216,10 @@ class Trimmer:
         table = self.table if ids is None else with_head_of(self.table, self._costs(ids))
         table = table.of(greedy=self.sampling.greedy)
         c = table.draft_pass(1, context) / table.verify_pass(1, context)
-        k, speed = predict(table, counts.lengths, context)
+        best, speed = predict(table, counts.lengths, context)
         covered = (1.0, 1.0) if ids is None else measured_coverage(ids, self._held)
         return TriedVocabulary(
-            ids, *covered, counts=counts, c=c, num_draft_tokens=k, predicted=speed
+            ids, *covered, counts=counts, c=c, num_draft_tokens=best, predicted=speed
         )
 
     def _context(self) -> float:
