@@ -245,25 +245,6 @@ def _table(
     drafts = DRAFT in typical
     grid.fill(typical, share)
     heads = {r: typical.get(("head", r, 0), 0.0) for r in grid.rows}
-
-    def curve(kind: str, less: dict[int, float]) -> Curve:
-        near = [typical[kind, r, grid.contexts[0]] for r in grid.rows]
-        seconds = []
-        for c in grid.contexts:
-            grown = [typical[kind, r, c] - n for r, n in zip(grid.rows, near, strict=True)]
-            # To attend further takes no longer for fewer rows; that it seemed so was the machine.
-            least = [*itertools.accumulate(reversed(grown), min)][::-1]
-            parts = zip(grid.rows, near, least, strict=True)
-            seconds.append(tuple(max(0.0, n + far - less.get(r, 0.0)) for r, n, far in parts))
-        return Curve(grid.rows, grid.contexts, tuple(seconds))
-
-    def another(kind: str) -> float:
-        together = typical.get((f"{kind} sequences", NUM_SEQUENCES, 0))
-        if together is None:
-            return 0.0
-        apart = together - typical[kind, NUM_SEQUENCES, 0]
-        return max(0.0, apart) / (NUM_SEQUENCES - 1)
-
     apart = {
         tokens: typical[several] - typical["verify", several[1], 0]
         for tokens in grid.tiles
@@ -277,15 +258,15 @@ def _table(
     # between two measured ones would turn the error of one into a price of each drafted token.
     tiles = tuple(t for t in stack.exactness.tiles if t < quantum and t in grid.rows)
     return CostTable(
-        draft_layers=curve("draft", heads) if drafts else FREE,
+        draft_layers=_curve(typical, grid, "draft", heads) if drafts else FREE,
         draft_head=Curve(grid.rows, (0,), (tuple(heads.values()),)) if drafts else FREE,
-        verify=curve("verify", {}),
+        verify=_curve(typical, grid, "verify", {}),
         sampling=typical["sampling", 1, 0],
         row_quantum=quantum,
         key=key,
         tiles=tiles,
-        draft_sequence=another("draft"),
-        verify_sequence=another("verify"),
+        draft_sequence=_another_sequence(typical, "draft"),
+        verify_sequence=_another_sequence(typical, "verify"),
         pass_rows=MAX_PASS_ROWS if stack.exactness.wanted else 0,
         judging=typical["sampling judging", 1, 0] / JUDGED,
         greedy_sampling=typical["greedy", 1, 0],
@@ -297,6 +278,30 @@ def _table(
         verify_tiles=tuple(apart.items()),
         large_quantum=stack.exactness.row_quantum if stack.exactness.small else 0,
     )
+
+
+def _curve(
+    typical: Mapping[Point, float], grid: Grid, kind: str, less: Mapping[int, float]
+) -> Curve:
+    """Seconds of passes of a kind, ``less`` what their rows take that is counted elsewhere."""
+    near = [typical[kind, r, grid.contexts[0]] for r in grid.rows]
+    seconds = []
+    for c in grid.contexts:
+        grown = [typical[kind, r, c] - n for r, n in zip(grid.rows, near, strict=True)]
+        # To attend further takes no longer for fewer rows; that it seemed so was the machine.
+        least = [*itertools.accumulate(reversed(grown), min)][::-1]
+        parts = zip(grid.rows, near, least, strict=True)
+        seconds.append(tuple(max(0.0, n + far - less.get(r, 0.0)) for r, n, far in parts))
+    return Curve(grid.rows, grid.contexts, tuple(seconds))
+
+
+def _another_sequence(typical: Mapping[Point, float], kind: str) -> float:
+    """Seconds that a pass takes longer for each further sequence that its rows are of."""
+    together = typical.get((f"{kind} sequences", NUM_SEQUENCES, 0))
+    if together is None:
+        return 0.0
+    apart = together - typical[kind, NUM_SEQUENCES, 0]
+    return max(0.0, apart) / (NUM_SEQUENCES - 1)
 
 
 def _clock(stack: DecoderStack, timings: Sequence[Timing]) -> int:
