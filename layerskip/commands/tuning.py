@@ -194,12 +194,7 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             console.print(f"the same command goes on from {escape(str(journal))}", highlight=False)
         raise
     journal.unlink(missing_ok=True)
-    console.print(_tried_table(result))
-    if result.trimming is not None:
-        if result.trimming.tried:
-            console.print(_vocabulary_table(result.trimming))
-        console.print(result.trimming.verdict, highlight=False)
-    console.print(f"{result.verdict}; written to {escape(args.out)}", highlight=False)
+    _show(result, args.out, console)
     plan, vocabulary = result.file.plan, result.file.draft_vocabulary
     return {
         "model": args.model,
@@ -208,6 +203,16 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "draft_vocabulary": None if vocabulary is None else len(vocabulary),
         **result.file.measurements,
     }
+
+
+def _show(result: "SearchResult", out: str, console: Console) -> None:
+    """What was tried, and what came of it."""
+    console.print(_tried_table(result))
+    if result.trimming is not None:
+        if result.trimming.tried:
+            console.print(_vocabulary_table(result.trimming))
+        console.print(result.trimming.verdict, highlight=False)
+    console.print(f"{result.verdict}; written to {escape(out)}", highlight=False)
 
 
 def _tried_table(result: "SearchResult") -> Table:
