@@ -32,6 +32,7 @@ from layerskip.prompts import Example
 
 MODES = ("plain", "layerskip", "hf", "hf-early-exit", "hf-early-exit-default", "hf-prompt-lookup")
 REPEAT_SPAN = 8
+WARM_UPS, TIMED = 3, 30  # bare passes of each kind
 FEWEST_TIMED = 3  # prompts, beside those that are tuned on
 # Of what kind transformers' error is where it cannot draft for a family is not said anywhere.
 REFUSALS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -164,19 +165,18 @@ class Comparison:
 
         self.early_exit = fastest(grid, prompts, seconds)
 
-    def theory(self, stats: DecodeStats, *, context: int, repeats: int = 30) -> dict[str, float]:
+    def theory(self, stats: DecodeStats, *, context: int) -> dict[str, float]:
         """Predicted speed-up, ``mean_accepted_length / (d c + v)``, from bare passes.
 
         There are d draft passes in a round; look-ups make them fewer than drafted tokens. Draft,
         verify and plain passes are timed in turn, at ``context`` committed slots.
 
         Returns:
-            ``c``, a draft token's pass, and ``v``, a full-depth pass of k+1 positions, in units of
-            one plain pass; and ``speedup``, the prediction.
+            ``c``, a draft token's pass, and ``v``, a full-depth pass over a draft and the token
+            before it, in units of one plain pass; and ``speedup``, the prediction.
         """
         stack, plan = self.lm.stack, self.lm.plan
-        k = stats.num_draft_tokens / max(1, stats.num_rounds)
-        rows = round(k) + 1
+        rows = round(stats.num_draft_tokens / max(1, stats.num_rounds)) + 1
         cache = stack.new_cache(num_rows=1, num_slots=context + rows)
         everything = tuple(range(stack.num_layers))
         draft_layers = stack.draft_layers(plan) if plan is not None else everything
@@ -195,8 +195,8 @@ class Comparison:
         with Decoding():
             times = [
                 (bare(draft_layers, 1, draft_head), bare(everything, rows), bare(everything, 1))
-                for _ in range(repeats + 3)
-            ][3:]
+                for _ in range(WARM_UPS + TIMED)
+            ][WARM_UPS:]
         c = statistics.median(draft / plain for draft, _, plain in times)
         v = statistics.median(verify / plain for _, verify, plain in times)
         passes = stats.num_draft_passes / max(1, stats.num_rounds)  # look-ups save some

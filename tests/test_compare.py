@@ -304,7 +304,7 @@ def predict(
         draft_head=None if head_seconds is None else head,
     )
     made = Comparison(None, lm, sampling=SamplingParams(), max_new_tokens=NEW)
-    return made.theory(stats, context=300, repeats=4)
+    return made.theory(stats, context=300)
 
 
 def test_theory_is_the_formula_over_bare_passes(monkeypatch: pytest.MonkeyPatch) -> None:
