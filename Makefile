@@ -1,7 +1,7 @@
 # Everything runs in .venv, which is made on first use and again when the pins change.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-matrix lint bench bench-full table kernels gpu-check gpu-bench clean
+.PHONY: help demo test test-most test-bits test-slow test-matrix lint bench bench-full table kernels gpu-check gpu-bench clean
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
@@ -22,19 +22,26 @@ demo: $(RUNTIME)  ## complete real code prompts with the built-in checkpoint, an
 	@$(BIN)/layerskip demo
 
 # On numbers this small, tests are quicker side by side with a thread each than one by one with
-# more. Bits are looked at with all threads, as users have them; those wait asleep, so that two
-# workers need not take turns at the cores.
+# more. Bits are looked at with all threads, as users have them, beside the others: what is said of
+# them comes when they end. Their threads wait asleep, so that nobody has to take turns at a core.
 BITS := tests/test_bits.py tests/test_model.py
+BITS_LOG := .cache/test-bits.log
 # Where the environment forbids bytecode, each of dozens of processes compiles all modules anew.
-test test-slow: export PYTHONDONTWRITEBYTECODE =
+test-most test-bits test-slow: export PYTHONDONTWRITEBYTECODE =
 # Tests compare with what a CPU does: "auto" must not find a GPU. `make gpu-check` looks for one, and
 # `pytest tests/kernels -k cuda` has the kernels' tests there.
-test test-slow: export CUDA_VISIBLE_DEVICES =
+test-most test-bits test-slow: export CUDA_VISIBLE_DEVICES =
 test: $(TOOLS)  ## the tests, but for the slow ones
+	@$(MAKE) --jobs 2 test-most test-bits
+
+test-most: $(TOOLS)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile \
 		$(addprefix --ignore ,$(BITS))
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --maxprocesses 4 \
-		--dist worksteal $(BITS)
+
+test-bits: $(TOOLS)
+	@mkdir -p $(dir $(BITS_LOG))
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q $(BITS) >$(BITS_LOG) 2>&1; \
+		status=$$?; cat $(BITS_LOG); exit $$status
 
 test-slow: $(TOOLS)  ## the slow tests alone
 	@$(BIN)/python -m pytest -q -m slow

@@ -17,7 +17,7 @@ from zoo import NUM_LAYERS, make_toy
 from layerskip import DraftPlan, GenerationOutput, SamplingParams, SelfSpeculativeLM
 from layerskip.blocks import multiplied, works
 from layerskip.cache import Segment
-from layerskip.exactness import small_agree, tails
+from layerskip.exactness import MAX_PASS_ROWS, small_agree, tails
 from layerskip.fingerprint import cost_key
 from layerskip.model import pack_model
 
@@ -372,7 +372,10 @@ def loaded(monkeypatch, multiplied: Callable, plan: str = "skipping") -> SelfSpe
 
 
 def one_by_one(x: torch.Tensor, *weights: Any) -> torch.Tensor:
-    """Products whose rows keep their bits among any number."""
+    """Products whose rows keep their bits among any number that a decode pass may have; a chunk of
+    a prompt is as long whoever decodes it."""
+    if len(x) > MAX_PASS_ROWS:
+        return multiplied(x, *weights)
     return torch.cat([multiplied(row, *weights) for row in x.split(1)])
 
 
