@@ -80,6 +80,12 @@ class Call:
             raise ValueError(f"custom_generate does not take {', '.join(unknown)}")
         if len(self.input_ids) == 0:
             raise ValueError("custom_generate got input_ids of no rows; give it one row or more")
+        held = self.model_kwargs.get("past_key_values")
+        if held is not None and held.get_seq_length() > 0:
+            raise ValueError(
+                "custom_generate starts from an empty cache; to go on from an earlier text, use "
+                "generate(..., cache=out.cache) of the wrapper"
+            )
         self._check_inputs()
         for name, allowed in UNSUPPORTED.items():
             value = getattr(self.generation_config, name, None)
@@ -91,12 +97,6 @@ class Call:
                     f"{type(processor).__name__} keeps a state of its own between calls, and "
                     "speculation asks about tokens that may be dropped; use plain generate"
                 )
-        held = self.model_kwargs.get("past_key_values")
-        if held is not None and held.get_seq_length() > 0:
-            raise ValueError(
-                "custom_generate starts from an empty cache; to go on from an earlier text, use "
-                "generate(..., cache=out.cache) of the wrapper"
-            )
         if self.returns_cache and not isinstance(held, DynamicCache | None):
             instead = "past_key_values"
             if not _is_callers(held):

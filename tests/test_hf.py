@@ -409,6 +409,19 @@ def test_a_filled_cache_is_refused(model, exit_lm):
         )
 
 
+def test_a_filled_cache_before_new_tokens_alone_is_refused(model, exit_lm):
+    first = model.generate(**one(), **GREEDY, return_dict_in_generate=True)
+    width = first.sequences.shape[1] + 2
+    with pytest.raises(ValueError, match="starts from an empty cache"):
+        model.generate(
+            torch.tensor([[5, 6, 7]]),
+            attention_mask=torch.ones(1, width).long(),
+            past_key_values=first.past_key_values,
+            **GREEDY,
+            custom_generate=exit_lm.custom_generate,
+        )
+
+
 def test_another_model_is_refused(exit_lm):
     other = make_model()
     with pytest.raises(ValueError, match="belongs to another model"):
