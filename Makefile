@@ -23,7 +23,7 @@ demo: $(RUNTIME)  ## complete real code prompts with the built-in checkpoint, an
 
 # On numbers this small, tests are quicker side by side with a thread each than one by one with
 # more. Bits are looked at with all threads, as users have them, beside the others: what is said of
-# them comes when they end. Their threads wait asleep, so that nobody has to take turns at a core.
+# them comes when they end. Their threads wait asleep: to wait costs nobody a core.
 BITS := tests/test_bits.py tests/test_model.py
 BITS_LOG := .cache/test-bits.log
 # Where the environment forbids bytecode, each of dozens of processes compiles all modules anew.

@@ -13,12 +13,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 MEMORY_SHARE = 1 / 8  # of the machine's: copies of larger models are not made
 LIMITS = (  # of a container, by control groups of version 2 and 1
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
+LARGE, MOSTLY = 2**20, 3 / 4  # elements of a weight; share of a model's that such weights hold
+FEW_ROWS = 64  # up to so many are quicker in place
 NUM_WATCHED = 64
 ROWS = 8
 Stamp = list[tuple[int, int | None]]
@@ -37,7 +40,10 @@ def multiplied(x: Tensor, copy: Tensor, bias: Tensor | None) -> Tensor:
 
 def multiplied_in_place(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """As ``multiplied``, by the weight itself. A row alone would take another kernel, and get other
-    bits than beside others: it is multiplied beside itself."""
+    bits than beside others: it is multiplied beside itself. Many rows, which a prompt has, are left
+    to torch."""
+    if x.shape[0] > FEW_ROWS:
+        return F.linear(x, weight, bias)
     if x.shape[0] == 1:
         return multiplied(x.expand(2, -1), weight, bias)[:1]
     return multiplied(x, weight, bias)
@@ -122,11 +128,15 @@ def read_in_place(weights: Sequence[Tensor]) -> bool:
     """Whether few rows in float32 are to be multiplied by oneDNN where these weights lie.
 
     torch leaves them to a library whose products need spare rows for a row's bits to stay, and take
-    up to twice as long for as many. By what the processor is, never by a clock: of those without
-    AVX-512 it is known (bench/LOG.md, 2026-11-29), of the others it was not measured.
+    longer for as many; of small weights, which caches hold, they are the faster ones. By what
+    processor and weights are, never by a clock: measured on an AMD processor with AVX2 alone
+    (bench/LOG.md, 2026-11-29), not on those with AVX-512.
     """
     first = weights[0]
     if first.device.type != "cpu" or first.dtype != torch.float32:
+        return False
+    large = sum(w.numel() for w in weights if w.numel() >= LARGE)
+    if large < MOSTLY * sum(w.numel() for w in weights):
         return False
     known = torch.backends.cpu.get_cpu_capability() == "AVX2"
     return known and works(first.dtype, in_place=True) and all(w.is_contiguous() for w in weights)

@@ -209,10 +209,12 @@ class DenseModel:
 
     Args:
         model: the twin.
-        exact: False takes the products that are fastest for the rows that come.
+        exact: False leaves weights that have no copies to torch's products, whatever the bits: a
+            row alone is twice as fast there.
 
     Attributes:
         windows: each layer's sliding window, None where it sees everything.
+        backend: what multiplies by which weights, in a few words.
     """
 
     one_row = False
@@ -233,14 +235,8 @@ class DenseModel:
         heads = [Projections(self._lm_head)] if plain else []
         self._head: Projection = heads[0] if heads else self._lm_head
         self._maps = [*(m for layer in self._layers for m in layer.maps), *heads]
-        self._blocks = self._in_blocks()
-        self._in_place = exact and self._blocks is None and read_in_place(self._weights)
-        for own in self._maps:
-            own.in_place = self._in_place
-        by = ", and copied in blocks" if self._blocks is not None else ""
-        by = ", multiplied by oneDNN" if self._in_place else by
-        how = "packed" if first.qkv.packed is not None else "where they lie"
-        self.backend = f"dense layers by torch, weights {how}{by}"
+        self._exact = exact
+        self._settle()
         weight = self._body.embed_tokens.weight
         self._like = weight.new_zeros(1, 1, 1)
         empty = weight.new_zeros(0)
@@ -252,10 +248,29 @@ class DenseModel:
         any number of them."""
         return self._in_place or self._blocks is not None
 
+    def _settle(self) -> None:
+        """See how the weights lie, and choose what multiplies by them."""
+        for own in self._maps:
+            own.settle()
+        self._places = self._places_now()
+        self._blocks = self._in_blocks()
+        self._in_place = self._exact and self._blocks is None and read_in_place(self._weights)
+        for own in self._maps:
+            own.in_place = self._in_place
+        by = ", and copied in blocks" if self._blocks is not None else ""
+        by = ", multiplied by oneDNN" if self._in_place else by
+        how = "packed" if self._layers[0].qkv.packed is not None else "where they lie"
+        self.backend = f"dense layers by torch, weights {how}{by}"
+
     @property
     def _weights(self) -> list[Tensor]:
         """Of all products."""
         return [linear.weight for m in self._maps for linear in m.linears]
+
+    def _places_now(self) -> list[int]:
+        """Where weights and biases of all products are."""
+        biases = [m.bias for own in self._maps for m in own.linears if m.bias is not None]
+        return [t.data_ptr() for t in (*self._weights, *biases)]
 
     def _in_blocks(self) -> Blocks | None:
         """Copies of all weights for all products, or None: somebody else's model, or there is a
@@ -270,11 +285,11 @@ class DenseModel:
         return blocks
 
     def refresh(self) -> None:
-        """Before a prompt: if weights have changed since they were copied, they are again."""
-        if self._blocks is not None and self._blocks.stale():
-            for own in self._maps:
-                own.settle()
-            self._blocks = self._in_blocks()
+        """Before a prompt: if weights have changed since they were copied, they are again; views
+        over weights that lie elsewhere by now are made anew."""
+        moved = self._places != self._places_now()
+        if moved or (self._blocks is not None and self._blocks.stale()):
+            self._settle()
 
     def embed(self, ids: Tensor) -> Tensor:
         """``(tokens,)`` -> ``(tokens, hidden)``."""

@@ -120,7 +120,8 @@ def _small(
     """Without spare rows up to a tile of them, if bits hold in all these sizes of passes.
 
     In float32 eight rows take a processor up to twice as long as one, and oneDNN's products of
-    copied weights give a row the same bits among any number (bench/LOG.md, 2026-11-29).
+    copied weights, or of weights where they lie, give a row the same bits among any number
+    (bench/LOG.md, 2026-11-29).
     """
     if not stack.may_be_small:
         return None

@@ -347,6 +347,9 @@ class DecoderStack:
     ) -> Iterator[tuple[Tensor, PrefillLayout]]:
         """Embedded pieces of a prompt from ``start`` on, and where each goes."""
         self._forward.refresh()
+        if self._forward.backend != self.backend:  # other products: nothing is proven of them
+            self.backend = self._forward.backend
+            self.pass_sizes.forget()
         ids, chunk = torch.tensor(token_ids, device=self.device), self.prefill_chunk
         while start < len(token_ids):
             end = min(len(token_ids), (start // chunk + 1) * chunk)

@@ -56,6 +56,10 @@ class PassSizes:
         exactness = self._stack.exactness
         self._proven[torch.get_num_threads(), exactness.row_quantum] = exactness.holds
 
+    def forget(self) -> None:
+        """What was proven: products are others by now."""
+        self._proven, self._product_rows, self._small = {}, {}, {}
+
     @Decoding()
     def prove_ahead(self, seconds: float) -> None:
         """Prove the sizes that passes may have, the smallest first, until ``seconds`` are over. The

@@ -63,7 +63,7 @@ def _sum_of_digits(number: int, base: int) -> int:
 def processor() -> Iterator[None]:
     """What a test finds must not hang on the machine: 16-bit products are never emulated, and
     weights of wrapped models are torch's to multiply by, but for the tests that say so
-    (tests/test_bits.py)."""
+    (tests/test_bits.py, tests/test_blocks.py)."""
     with (
         mock.patch("layerskip.exactness.emulates", return_value=False),
         mock.patch("layerskip.dense.read_in_place", return_value=False),

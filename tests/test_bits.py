@@ -421,7 +421,8 @@ def test_bits_of_float32_weights_that_are_multiplied_where_they_lie(
     lm = SelfSpeculativeLM(model, None, PLANS["skipping"], num_draft_tokens=4)
     if works(torch.float32, in_place=True):
         assert "multiplied by oneDNN" in lm.stack.backend
-        assert lm.stack.may_be_small
+        # A width that is no multiple of a vector leaves a tail at any number of rows but eights.
+        assert ("in passes of 1 to 8 rows" in lm.exactness) == (shape == "even")
     trial = Trial(lm, AROUND_BLOCKS, settings_of(sampling, 10))
     expected = list(trial.alone(0))
     check_bits(trial.alone(5), expected)

@@ -88,6 +88,35 @@ def test_a_prompt_sees_weights_that_have_changed(change: Callable, name: str):
     assert stack._forward._blocks is None or not stack._forward._blocks.stale()
 
 
+@pytest.mark.parametrize("move", [elsewhere, otherwise])
+@pytest.mark.parametrize("name", ["up_proj", "v_proj"])
+def test_a_prompt_sees_packed_weights_that_moved_without_copies(move: Callable, name: str):
+    """Side by side when the model was wrapped: a view over where they were shows old values."""
+    model = make_model().half()
+    pack_model(model)
+    stack = DecoderStack(model)
+    assert stack.backend == "dense layers by torch, weights packed"
+    before = logits(stack)
+    move(next(p for n, p in model.named_parameters() if name in n))
+    after = logits(stack)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, logits(DecoderStack(model)))
+
+
+@available
+def test_what_was_proven_of_copies_is_forgotten_with_them():
+    stack = DecoderStack(loaded())
+    with torch.inference_mode():
+        assert stack.pass_sizes.largest(16) == 16
+    proofs = stack.pass_sizes.num_proofs
+    otherwise(stack.twin.model.layers[0].mlp.up_proj.weight)
+    logits(stack)
+    assert stack.backend == "dense layers by torch, weights packed"
+    with torch.inference_mode():
+        assert stack.pass_sizes.largest(16) == 16
+    assert stack.pass_sizes.num_proofs > proofs
+
+
 @available
 def test_weights_that_stay_are_copied_once(monkeypatch):
     stack = DecoderStack(loaded())
@@ -133,6 +162,7 @@ IN_PLACE = "dense layers by torch, weights where they lie, multiplied by oneDNN"
 def in_place_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a processor whose float32 products are oneDNN's of weights where they lie."""
     monkeypatch.setattr("layerskip.dense.read_in_place", read_in_place)
+    monkeypatch.setattr(blocks_module, "LARGE", 1)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
 
 
@@ -164,7 +194,23 @@ def test_a_prompt_sees_weights_in_place_that_have_changed(change: Callable):
 
 
 @available
-def test_a_row_alone_is_multiplied_as_beside_others(monkeypatch):
+@pytest.mark.usefixtures("in_place_here")
+def test_chunks_of_a_prompt_are_left_to_torch(monkeypatch):
+    rows = []
+    multiplied = blocks_module.multiplied
+    monkeypatch.setattr(
+        blocks_module, "multiplied", lambda x, *rest: rows.append(len(x)) or multiplied(x, *rest)
+    )
+    stack = DecoderStack(make_model())
+    for length, met in ((65, {2}), (64, {2, 64})):  # 2: the head of the last position
+        rows.clear()
+        with torch.inference_mode():
+            stack.prefill(random_ids(length), stack.new_cache(num_rows=1, num_slots=length), 0)
+        assert set(rows) == met
+
+
+@available
+def test_a_row_alone_is_multiplied_beside_itself(monkeypatch):
     rows = []
     multiplied = blocks_module.multiplied
     monkeypatch.setattr(
@@ -188,8 +234,13 @@ def test_which_weights_are_read_in_place(monkeypatch):
     assert not read_in_place([weight.bfloat16()])
     assert not read_in_place([weight.to("meta")])
     assert DecoderStack(loaded()).backend == f"dense layers by torch, {COPIED}"
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    assert not read_in_place([weight])  # nobody has measured it
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+        assert not read_in_place([weight])  # nobody has measured it
+    monkeypatch.setattr(blocks_module, "LARGE", 12)
+    small = torch.zeros(4, 2)
+    assert read_in_place([weight, weight, small])  # 24 of 32 elements
+    assert not read_in_place([weight, small])
 
 
 @pytest.mark.skipif(
