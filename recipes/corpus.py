@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from layerskip.files import write_text
+
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_EVERY = 40  # files
 MAX_FILE_BYTES = 300_000  # larger ones in the standard library are tables, not code
@@ -112,7 +114,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 class Corpus:
-    """Token streams: training code and math, and held-out documents with their byte counts."""
+    """Token streams: training code and math, and held-out documents with their byte counts.
+
+    Args:
+        out: folder of the run. A ``tokenizer.json`` in it is the tokenizer; else one is trained.
+
+    Attributes:
+        found: whether the tokenizer was there.
+    """
 
     def __init__(
         self,
@@ -131,9 +140,15 @@ class Corpus:
             raise ValueError(f"{text} holds no .py, .txt or .md text to train on")
         questions = read_questions(math) if math else []
         self.math_held_out = read_questions(math_held_out) if math_held_out else []
-        path = out / "tokenizer.json"
-        if path.exists():
-            self.tokenizer = Tokenizer.from_file(str(path))
+        self._path = out / "tokenizer.json"
+        self.found = self._path.exists()
+        if self.found:
+            self.tokenizer = Tokenizer.from_file(str(self._path))
+            if (size := self.tokenizer.get_vocab_size()) > vocab_size:
+                raise ValueError(
+                    f"{self._path} has {size} ids, and the model {vocab_size}; delete it to have "
+                    "one trained, or give a larger vocab_size"
+                )
         else:
             self.tokenizer = train_tokenizer([*train.values(), *questions], vocab_size)
         if all(len(self.tokenizer.encode(held).ids) < 2 for held in self.held_out.values()):
@@ -141,14 +156,18 @@ class Corpus:
             raise ValueError(
                 f"what is held out of {text} ({names}) is shorter than two tokens; add more text"
             )
-        if not path.exists():
-            self.tokenizer.save(str(path))
         names = sorted(train)
         random.Random(seed).shuffle(names)
         self.code = self.encode(train[name] for name in names)
         self.math = self.encode(questions) if questions else None
         streams = [self.code] if self.math is None else [self.code, self.math]
         self.digest = hashlib.sha256(b"".join(s.tobytes() for s in streams)).hexdigest()[:16]
+
+    def keep_tokenizer(self) -> None:
+        """Write the tokenizer into the run's folder, if it is not there. Not before there is a
+        state: of a run that came to nothing it would be the tokenizer of the next one's text."""
+        if not self._path.exists():
+            write_text(self._path, self.tokenizer.to_str())
 
     def encode(self, texts: Iterator[str] | list[str]) -> np.ndarray:
         """One uint16 stream, documents separated by the end-of-text token."""

@@ -92,7 +92,8 @@ def evaluate_exits(
         exits: exit layers, below full depth; none gives the full model's loss alone.
         temperature: 0 compares argmaxes, ties to the lowest id.
         num_positions: drafted tokens that a chain is followed over.
-        max_tokens: of all samples together: of each its beginning first.
+        max_tokens: of all samples together: of each its beginning first. More are read where else
+            none that counts would be.
         max_sample_tokens: longer samples are read in pieces, each from position 0.
         exit_logits: of exits with an adapter; None: the stack's.
 
@@ -108,7 +109,8 @@ def evaluate_exits(
     for window, window_labels in _windows(samples, size):
         if read >= max_tokens:
             break
-        ids, labels = window[: max_tokens - read][:-1], torch.tensor(window_labels[1:])
+        room = max_tokens - read if positions else len(window)
+        ids, labels = window[:room][:-1], torch.tensor(window_labels[1:])
         labels = labels[: len(ids)]
         learned = labels != UNTRAINED
         if not learned.any():

@@ -61,7 +61,8 @@ def export_checkpoint(
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(partial)
-    exits = sorted(int(e) for e in (trainer.settings.exit_weights or {}))
+    trained = trainer.settings.exit_weights if trainer.settings.early_exit else None
+    exits = sorted(int(e) for e in (trained or {}))
     best = _best_exit(scores, exits)
     plan = {
         "version": 1,

@@ -82,11 +82,16 @@ def main(argv: list[str] | None = None) -> None:
             math=args.math,
             math_held_out=args.math_held_out,
         )
+        if corpus.found:
+            console.print(f"with the tokenizer that is in {args.out}", markup=False)
         trainer, state = Trainer(settings, args.device, corpus.digest), args.out / "state.pt"
         if state.exists():
             with loading(state, "begin again"):
                 trainer.load(state)
             console.print(f"going on from step {trainer.steps}, {trainer.seconds / 60:.1f} minutes")
+        else:
+            trainer.save(state)  # it knows its text, and with it the tokenizer's
+        corpus.keep_tokenizer()
     except (OSError, ValueError) as error:
         raise SystemExit(f"pretrain_small: {error}") from None
     stopped = train(trainer, corpus, state, console)

@@ -30,7 +30,8 @@ class RunLog:
         self.out, self.accelerator = out, accelerator
         self._path = out / METRICS
         if accelerator.is_main_process:
-            kept = [r for r in read_records(self._path) if r["step"] <= step]
+            # At step 0 there is no checkpoint: what is there is of a start that came to nothing.
+            kept = [r for r in read_records(self._path) if r["step"] <= step] if step else []
             write_text(self._path, "".join(json.dumps(r) + "\n" for r in kept))
         accelerator.init_trackers("tensorboard")
 

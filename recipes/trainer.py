@@ -65,6 +65,7 @@ class Settings:
                     f"exit_weights has a layer {layer}; an exit lies in [1, {self.num_layers - 1}] "
                     f"(num_layers={self.num_layers} is full depth); write others into a --config"
                 )
+        check_integer("num_layers", self.num_layers, 2)  # of one layer nothing can exit
 
 
 def chunked_attention(

@@ -684,6 +684,16 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(runs: SimpleNamespace) -> Non
     assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
 
 
+@pytest.mark.parametrize(("step", "kept"), [(0, []), (3, [0, 3])])
+def test_records_of_a_start_without_a_checkpoint_are_taken_out(
+    recipe: SimpleNamespace, tmp_path: Path, step: int, kept: list[int]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 3}\n{"step": 4}\n', "utf-8")
+    accelerator = SimpleNamespace(is_main_process=True, init_trackers=lambda _: None)
+    recipe.run_log.RunLog(tmp_path, accelerator, step=step)
+    assert [r["step"] for r in recipe.run_log.read_records(tmp_path / "metrics.jsonl")] == kept
+
+
 def test_a_run_leaves_its_records(recipe: SimpleNamespace, runs: SimpleNamespace) -> None:
     for out in (runs.merged, runs.kept):
         records = recipe.run_log.read_records(out / "metrics.jsonl")

@@ -186,6 +186,18 @@ def test_an_exit_that_is_none_and_text_without_labels_are_refused(
         recipes.exits.evaluate_exits(FakeStack(), samples[2:3], [1], temperature=0.0)
 
 
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_prompt_longer_than_all_that_is_read_leaves_something_to_predict(
+    recipes: SimpleNamespace, most: int
+) -> None:
+    samples = texts_of(recipes)[:2]
+    report = recipes.exits.evaluate_exits(
+        FakeStack(), samples, [1], temperature=0.0, max_tokens=most
+    )
+    whole = recipes.exits.evaluate_exits(FakeStack(), samples[:1], [1], temperature=0.0)
+    assert report == whole  # and of the next sample nothing
+
+
 class FakeClock:
     """Seconds that pass only where it is said."""
 

@@ -325,6 +325,62 @@ def test_files_that_are_all_held_out_are_divided(recipes: SimpleNamespace, tmp_p
     assert len(train["stringprep.py"]) == 19 * len(held_out["stringprep.py"])
 
 
+def test_a_tokenizer_is_kept_with_a_state_and_no_sooner(
+    recipes: SimpleNamespace, tmp_path: Path
+) -> None:
+    """Or a run that came to nothing would leave its own to another text's."""
+    text, kept = write_texts(tmp_path / "text", 6), tmp_path / "tokenizer.json"
+
+    def corpus(vocab_size: int) -> Any:
+        return recipes.corpus.Corpus(tmp_path, vocab_size=vocab_size, seed=0, text=text)
+
+    first = corpus(300)
+    assert not first.found
+    assert not kept.exists()
+    first.keep_tokenizer()
+    content = kept.read_text("utf-8")
+    again = corpus(400)
+    assert again.found
+    assert again.digest == first.digest
+    again.keep_tokenizer()
+    assert kept.read_text("utf-8") == content
+    size = first.tokenizer.get_vocab_size()
+    with pytest.raises(ValueError, match=f"has {size} ids, and the model {size - 1}; delete it"):
+        corpus(size - 1)
+
+
+def test_a_run_that_ends_before_its_first_step_knows_its_text(
+    recipes: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipes.pretrain_small, "train", lambda *_: True)  # as if it were stopped
+    options = ["--smoke", f"--out={tmp_path}/run"]
+    for name, count in (("text", 6), ("other", 5)):
+        write_texts(tmp_path / name, count)
+    recipes.pretrain_small.main([*options, f"--text={tmp_path}/text"])
+    with pytest.raises(SystemExit, match=r"pretrain_small: .*content of data"):
+        recipes.pretrain_small.main([*options, f"--text={tmp_path}/other"])
+    recipes.pretrain_small.main([*options, f"--text={tmp_path}/text"])
+
+
+def test_a_run_says_that_it_has_the_tokenizer_that_it_found(
+    recipes: SimpleNamespace, trained: dict[str, Any]
+) -> None:
+    assert "with the tokenizer that is in" not in trained["first"]
+    assert "with the tokenizer that is in" in trained["second"]
+
+
+def test_exits_that_were_not_trained_are_not_said_to_be(
+    recipes: SimpleNamespace, tmp_path: Path
+) -> None:
+    text = write_texts(tmp_path / "text", 6)
+    options = ("--text", text, "--minutes", 99, "--max-steps", 1, "--early-exit", 0)
+    in_process(recipes, command(tmp_path / "run", *options))
+    plan = json.loads((tmp_path / "run" / "checkpoint" / "layerskip.json").read_text("utf-8"))
+    assert plan["trained_exits"] == []
+    with pytest.raises(ValueError, match="num_layers must be at least 2"):
+        recipes.trainer.Settings(num_layers=1, early_exit=0.0)
+
+
 def test_a_single_token_is_not_enough_to_hold_out(recipes: SimpleNamespace, tmp_path: Path) -> None:
     text = write_texts(tmp_path / "text", 2)
     (text / "stringprep.py").write_text("x")  # held out by its hash
