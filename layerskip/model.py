@@ -64,9 +64,11 @@ class DecoderStack:
         widths: of the arrays that activations run over.
         score_changes: cap and sinks of attention scores, where the model has them.
         shared: the weights; it tells whether the model has others by now.
+        weights_may_move: whether values that lie elsewhere by now are found there.
     """
 
     prefill_chunk = PREFILL_CHUNK
+    weights_may_move = True
 
     def __init__(
         self, model: object, *, exact: bool = True, adapter: ExitAdapter | None = None
@@ -75,7 +77,7 @@ class DecoderStack:
         check_model(inner)
         owner = cast(PreTrainedModel, inner)
         self.twin = share_twin(owner)
-        self.shared = SharedWeights(owner, self.twin)
+        self.shared = SharedWeights(owner, self.twin, may_move=self.weights_may_move)
         self._forward = forward = self._make_forward(owner, exact=exact)
         config = self.twin.config
         self.backend = forward.backend

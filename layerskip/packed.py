@@ -64,6 +64,7 @@ class PackedStack(DecoderStack):
     """
 
     prefill_chunk = PREFILL_CHUNK
+    weights_may_move = False  # kernels, and rounds that were recorded, know their addresses
     _forward: PackedModel
 
     def __init__(self, model: object, *, ops: Any = None) -> None:

@@ -105,7 +105,7 @@ class PackedModel:
         self._no_rope = tuple(t[:, :0] for t in self._rope)
 
     def refresh(self) -> None:
-        """Nothing is copied of the weights: changes are seen."""
+        """Nothing is copied of the weights: changes are seen where they are."""
 
     def embed(self, ids: Tensor) -> Tensor:
         """``(tokens,)`` int64 -> ``(tokens, width)``."""

@@ -1,7 +1,7 @@
 """What a twin shares with its model: the weights, and how to see that the model has others."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,10 +34,12 @@ class SharedWeights:
     Args:
         owner: the model.
         twin: over the same tensors.
+        may_move: whether decoding finds weights whose values lie elsewhere by now.
     """
 
-    def __init__(self, owner: nn.Module, twin: nn.Module) -> None:
+    def __init__(self, owner: nn.Module, twin: nn.Module, *, may_move: bool = True) -> None:
         self._weights = list(twin.parameters())
+        self._fixed = None if may_move else _addresses(self._weights)
         self._kinds = _kinds(self._weights)
         self._owner, self._places = weakref.ref(owner), _places(owner)
 
@@ -48,7 +50,8 @@ class SharedWeights:
             ValueError: a weight was cast, moved or resized in its place, or another tensor is where
                 one was. Weights whose module is gone are no concern: new modules are not seen.
         """
-        if _kinds(self._weights) != self._kinds:
+        moved = self._fixed is not None and _addresses(self._weights) != self._fixed
+        if moved or _kinds(self._weights) != self._kinds:
             raise ValueError(
                 "the model was moved, cast or resized after it was wrapped; wrap it again"
             )
@@ -62,7 +65,7 @@ class SharedWeights:
         """Whether a model is the one that was wrapped, or has its tensors and no others."""
         if model is self._owner():
             return True
-        return [w.data_ptr() for w in model.parameters()] == [w.data_ptr() for w in self._weights]
+        return _addresses(model.parameters()) == _addresses(self._weights)
 
     def stamp(self) -> Stamp:
         """Changes whenever torch sees the weights change: see ``blocks.stamp``."""
@@ -98,6 +101,10 @@ def _places(model: nn.Module) -> list[Place]:
         places.append(Place(numbers.get(above, 0), name, weights, path))
         numbers[path] = len(numbers)
     return places
+
+
+def _addresses(weights: Iterable[Tensor]) -> list[int]:
+    return [w.data_ptr() for w in weights]
 
 
 def _kinds(weights: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size]]:

@@ -305,6 +305,17 @@ def hooked():
     return model
 
 
+def test_weights_that_lie_elsewhere_are_refused():
+    """Kernels know addresses: there, the old values would be read."""
+    model = copy.deepcopy(toy()).half()
+    pack_model(model)
+    stack = PackedStack(model)
+    stack.new_cache(num_rows=1, num_slots=8)
+    model.double().half()  # as to another device and back
+    with pytest.raises(ValueError, match="moved, cast or resized after it was wrapped; wrap it"):
+        stack.new_cache(num_rows=1, num_slots=8)
+
+
 def test_a_guest_keeps_its_weights_and_the_general_stack():
     model = make_toy("llama")
     places = [p.data_ptr() for p in model.parameters()]
