@@ -27,12 +27,13 @@ Way = Callable[[], list[int]]
 
 
 def make(options: argparse.Namespace) -> PreTrainedModel:
+    heads = options.width // 64
     config = LlamaConfig(
         hidden_size=options.width,
         intermediate_size=11 * options.width // 4,
         num_hidden_layers=options.layers,
-        num_attention_heads=options.width // 64,
-        num_key_value_heads=max(1, options.width // 256),
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 4 if heads % 4 == 0 else heads,
         vocab_size=options.vocab,
         bos_token_id=None,
         eos_token_id=None,
@@ -64,9 +65,11 @@ def ways_of(model: PreTrainedModel, new_tokens: int) -> dict[str, Way]:
         )
     for name, lm in decoders.items():
         print(f"{name}: {lm.stack.backend}; {lm.exactness}")
-    rounds = {0: "plain", DRAFTED: f"{DRAFTED} drafted"}
-    of_ours = {f"{n}, {r}": ours(lm, k) for n, lm in decoders.items() for k, r in rounds.items()}
-    return {"transformers' generate": theirs, **of_ours}
+    ways: dict[str, Way] = {"transformers' generate": theirs}
+    for name, lm in decoders.items():
+        ways[f"{name}, plain"] = ours(lm, 0)
+        ways[f"{name}, {DRAFTED} drafted"] = ours(lm, DRAFTED)
+    return ways
 
 
 def main() -> None:

@@ -595,12 +595,12 @@ class SelfSpeculativeLM:
         """For ``model.generate(**inputs, custom_generate=lm.custom_generate)``.
 
         Greedy search and sampling as ``generation_config`` says, with transformers' own logits
-        processors, stopping criteria and streamer, and its own outputs. Rows may be padded at
-        either end. A processor must be a function of its two arguments. Processors and criteria
-        are asked about one row at a time, shown as a batch of that row alone, and criteria without
-        scores. Where a row has ended before others, scores are 0. Of what ``grammar`` allows,
-        temperature, top-k and the like choose, as in ``generate``. A row ends where the model's
-        positions do; transformers goes on.
+        processors, stopping criteria and streamer, and its own outputs. A ``DynamicCache`` that was
+        given is filled, and has to be empty. Rows may be padded at either end. A processor must be
+        a function of its two arguments. Processors and criteria are asked about one row at a time,
+        shown as a batch of that row alone, and criteria without scores. Where a row has ended
+        before others, scores are 0. Of what ``grammar`` allows, temperature, top-k and the like
+        choose, as in ``generate``. A row ends where the model's positions do; transformers goes on.
 
         Args:
             model: the model that this object wraps.

@@ -305,6 +305,12 @@ def hooked():
     return model
 
 
+def test_whose_bits_rows_keep_is_said_of_the_device_that_decodes():
+    on_cpu, on_gpu = stack_of(), types.SimpleNamespace(device=torch.device("cuda"))
+    assert on_cpu.exactness.reason.endswith("rows keep their bits as far as torch's products do")
+    assert "by the construction of the kernels" in PackedStack._settle(on_gpu, True).reason
+
+
 def test_weights_that_lie_elsewhere_are_refused():
     """Kernels know addresses: there, the old values would be read."""
     model = copy.deepcopy(toy()).half()
