@@ -4,7 +4,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ TWICE_AS_MANY = 1.75
 # Beyond 32 tokens our kernels have twice as many columns: a pass of 33 takes 1.39 and 1.51 of one
 # of 32 on an H200 (bench/LOG.md, 2026-11-27), where a line from 32 to 64 has 1.02 and 1.03.
 STEP = 33
+# With AVX-512 passes of seven rows take 1.2 to 1.3 times as long as of four to six (bench/LOG.md,
+# 2026-11-29).
+BELOW_STEP = 6
 MAX_CACHE_BYTES = 2**29
 JUDGED = 8  # tokens of one sequence
 KINDS = ("sampling", "greedy")  # of sampling
@@ -44,6 +47,7 @@ class Grid:
         drafted: rows of which draft passes are, at a short context alone; ``fill`` reckons the
             others. Empty: of all rows and contexts.
         guessed: rows of which none is, twice the next smaller size: ``fill`` has them from that.
+        filled: rows of which none is, as a row alone has spare ones up to there.
         tiles: numbers of tokens that each of eight sequences has in a verify pass of theirs.
     """
 
@@ -53,22 +57,27 @@ class Grid:
     drafted: tuple[int, ...] = ()
     guessed: tuple[int, ...] = ()
     tiles: tuple[int, ...] = ()
+    filled: tuple[int, ...] = ()
 
     @property
     def whole(self) -> tuple[int, ...]:
         """Rows of which all passes are measured."""
-        return tuple(r for r in self.rows if r not in (*self.sketched, *self.guessed))
+        return tuple(r for r in self.measured if r not in self.sketched)
+
+    @property
+    def measured(self) -> tuple[int, ...]:
+        """Rows of which some passes are."""
+        return tuple(r for r in self.rows if r not in (*self.guessed, *self.filled))
 
     def points(self, *, drafts: bool, sequences: bool) -> list[Point]:
         """Every pass of a sweep."""
-        measured = [r for r in self.rows if r not in self.guessed]
-        points = [("verify", r, c) for r in measured for c in self.contexts]
+        points = [("verify", r, c) for r in self.measured for c in self.contexts]
         if drafts:
             contexts = self.contexts[:1] if self.drafted else self.contexts
             points += [("draft", r, c) for r in self.drafted or self.whole for c in contexts]
             points += [("head", r, 0) for r in self.whole]
         if sequences:
-            if max(measured) >= NUM_SEQUENCES:  # else one sequence has no room for so many
+            if max(self.measured) >= NUM_SEQUENCES:  # else one sequence has no room for so many
                 kinds = ("verify", "draft") if drafts else ("verify",)
                 points += [(f"{kind} sequences", NUM_SEQUENCES, 0) for kind in kinds]
                 points += [(kind, NUM_SEQUENCES, 0) for kind in kinds]
@@ -84,10 +93,11 @@ class Grid:
             share: of the layers, that a draft runs: its passes grow by as much of what full-depth
                 ones do, heads apart.
         """
-        for rows in self.guessed:
+        alike = [(rows, 1, 1.0) for rows in self.filled]
+        for rows, like, times in (*alike, *((r, r // 2, TWICE_AS_MANY) for r in self.guessed)):
             for (kind, r, context), seconds in list(typical.items()):
-                if 2 * r == rows and kind in ("verify", "draft", "head"):
-                    typical[kind, rows, context] = TWICE_AS_MANY * seconds
+                if r == like and kind in ("verify", "draft", "head"):
+                    typical[kind, rows, context] = times * seconds
         for rows in self.rows if self.drafted and DRAFT in typical else ():
             if rows not in self.sketched:
                 known = max(r for r in self.drafted if r <= rows)
@@ -111,8 +121,9 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     most = max(1, min(MAX_PASS_ROWS, stack.max_positions // 2))
     few, all_rows = max(quantum, 8), {t for t in stack.exactness.tiles if t < quantum}
     all_rows |= {quantum * 2**i for i in range(7)} | {1}
-    fine = tuple(sorted(r for r in all_rows if r <= most))
     exactness = stack.exactness
+    steps = exactness.fewest > 1 and most >= few
+    fine = tuple(sorted(r for r in {*all_rows, *((BELOW_STEP,) if steps else ())} if r <= most))
     one_by_one = exactness.by_token or (exactness.wanted and not exactness.holds)
     # Three points, the last one far out, and where the largest pass has twice as many rows, that.
     coarse = tuple(r for r in (1, few, (2 if one_by_one else 4) * few) if r <= most)
@@ -137,9 +148,18 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     if quick:  # what three drafted tokens take less than seven decides how many are drafted
         between = min(quantum, few, max(coarse))  # of few positions there is no larger size
         half = tuple(t for t in exactness.tiles if 1 < t < between)[-1:]
+        half = (BELOW_STEP,) if steps else half
         finest = Grid(tuple(sorted({*coarse, *half, *largest})), ends, half, coarse[:2], guessed)
     rest = Grid((*coarse, *largest), ends, (), finest.drafted, guessed)
-    return [finest, rest, Grid(coarse[:2], (0,))]
+    offered = [finest, rest, Grid(coarse[:2], (0,))]
+    if not steps:
+        return offered
+    return [
+        grid
+        if quantum in grid.rows
+        else replace(grid, rows=tuple(sorted((*grid.rows, quantum))), filled=(quantum,))
+        for grid in offered
+    ]
 
 
 class Passes:

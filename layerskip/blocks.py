@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from layerskip.fingerprint import device_name
+
 MEMORY_SHARE = 1 / 8  # of the machine's: copies of larger models are not made
 LIMITS = (  # of a container, by control groups of version 2 and 1
     Path("/sys/fs/cgroup/memory.max"),
@@ -129,8 +131,8 @@ def read_in_place(weights: Sequence[Tensor]) -> bool:
 
     torch leaves them to a library whose products need spare rows for a row's bits to stay, and take
     longer for as many; of small weights, which caches hold, they are the faster ones. By what
-    processor and weights are, never by a clock: measured on an AMD processor with AVX2 alone
-    (bench/LOG.md, 2026-11-29), not on those with AVX-512.
+    processor and weights are, never by a clock: measured on AMD's, with AVX2 alone and with AVX-512
+    (bench/LOG.md, 2026-11-29), and not on Intel's, whose that library is.
     """
     first = weights[0]
     if first.device.type != "cpu" or first.dtype != torch.float32:
@@ -138,8 +140,27 @@ def read_in_place(weights: Sequence[Tensor]) -> bool:
     large = sum(w.numel() for w in weights if w.numel() >= LARGE)
     if large < MOSTLY * sum(w.numel() for w in weights):
         return False
-    known = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    known = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    known &= "AMD" in device_name(first.device)
     return known and works(first.dtype, in_place=True) and all(w.is_contiguous() for w in weights)
+
+
+def fewest_rows(dtype: torch.dtype, *, copied: bool, in_place: bool) -> int:
+    """Of a decode pass on a processor where oneDNN multiplies, which may give a row the same bits
+    among any number of them: as many as take no longer than one. 0: others multiply.
+
+    With AVX-512 a row by a copy takes longer than three to six, and two as long as eight; else each
+    row takes more, but a row alone is multiplied by another kernel (bench/LOG.md, 2026-11-29).
+
+    Args:
+        copied: weights are, for ``multiplied``.
+        in_place: it is ``multiplied_in_place``, which sees to rows alone itself.
+    """
+    if copied:
+        return 4 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1
+    if in_place:
+        return 1
+    return 2 if dtype == torch.bfloat16 and works(dtype) else 0
 
 
 @cache

@@ -106,8 +106,8 @@ class CostTable:
         verify_tiles: pairs of tokens, 2 to those of a tile, ascending, and by how much a pass of
             eight sequences of so many each takes longer, or less long, than one of as many of one
             sequence. Where there is none, what a pass of one sequence grows by is each one's.
-        large_quantum: what passes of more rows than that are padded to a multiple of; 0: all are
-            to one of ``row_quantum``.
+        large_quantum: what passes of more rows than that are padded to a multiple of, where others
+            hold no spare rows beyond ``row_quantum``; 0: all are padded to a multiple of that.
     """
 
     draft_layers: Curve
@@ -305,7 +305,9 @@ class CostTable:
     def _padded(self, rows: int) -> int:
         if rows < self.row_quantum:
             return next((t for t in self.tiles if t >= rows), self.row_quantum)
-        quantum = self.large_quantum if 0 < self.large_quantum < rows else self.row_quantum
+        if rows <= self.large_quantum:
+            return rows
+        quantum = self.large_quantum or self.row_quantum
         return -(-rows // quantum) * quantum
 
     def save(self, path: str | Path) -> None:

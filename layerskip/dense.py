@@ -5,7 +5,7 @@ layer takes two thirds of the time on a CPU (bench/LOG.md). A layer that is not 
 file knows, or that somebody has hooked or adapted, goes through its own modules instead.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from layerskip.blocks import (
     Blocks,
     Copies,
+    fewest_rows,
     multiplied,
     multiplied_in_place,
     read_in_place,
@@ -243,10 +244,21 @@ class DenseModel:
         self._rope: Rope = (empty, empty)
 
     @property
-    def by_onednn(self) -> bool:
-        """Whether oneDNN multiplies, by copies or weights, which may give a row the same bits among
-        any number of them."""
-        return self._in_place or self._blocks is not None
+    def fewest_rows(self) -> int:
+        """Of a pass that may hold less than a quantum; else 0."""
+        if self._like.device.type != "cpu" or not isinstance(self._head, Projections):
+            return 0
+        copied = self._blocks is not None
+        return fewest_rows(self._like.dtype, copied=copied, in_place=self._in_place)
+
+    @property
+    def products(self) -> Iterator[tuple[Projections, Tensor, int]]:
+        """Those of a probed layer and the head: with each weight, and where its outputs begin."""
+        for own in (*self._layers[0].maps, self._maps[-1]):
+            start = 0
+            for linear in own.linears:
+                yield own, linear.weight, start
+                start += linear.out_features
 
     def _settle(self) -> None:
         """See how the weights lie, and choose what multiplies by them."""

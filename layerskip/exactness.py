@@ -5,31 +5,26 @@ that wherever the probe finds that they do: passes are padded to a multiple of s
 attention sees whole blocks of slots, masked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import product
+from itertools import chain, product
 from typing import TYPE_CHECKING
 
 import torch
 
 from layerskip.cache import SLOT_BLOCK, KVCache, Segment
-from layerskip.ops.reference import decode_attention
+from layerskip.roundings import SLOTS_OF_PROBE, Attend, attention_draws, revealing
 
 if TYPE_CHECKING:
     from layerskip.model import DecoderStack
 
 ROW_QUANTA = (8, 16, 32, 64)
 SLOT_BLOCKS = (128, 256, SLOT_BLOCK)
-SLOTS_OF_PROBE = 1024
 TILE, SMALLER_TILES = 8, (1, 2, 4)
-EXPONENTS = (-10, 14)  # float16 ends at 2 ** 16
-AMPLIFIED = 2.0**10  # the roundings of float32 scores of terms up to 2 ** 14 become about 1
 NUM_DRAWS = 3
 TAIL_FREE_BYTES = 128
 MAX_PASS_ROWS = 64
 ONE_BY_ONE = "tokens run one by one"
-Attend = Callable[[int, int, int], torch.Tensor]
 Caches = tuple[KVCache, KVCache]
 
 
@@ -47,7 +42,8 @@ class Exactness:
         wanted: False where passes take the rows that come, in one piece, whatever the bits.
         product_rows: most rows that a linear map takes at once; bits may need fewer. 1: it takes
             the pass's tokens one by one, and no spare row.
-        small: whether passes of fewer rows than a quantum hold no spare ones.
+        fewest: rows of the least pass, where passes of fewer rows than a quantum hold no spare
+            ones beyond them; 0: they are padded to a quantum.
     """
 
     holds: bool
@@ -57,7 +53,7 @@ class Exactness:
     tiles: tuple[int, ...] = (TILE,)
     wanted: bool = True
     product_rows: int = MAX_PASS_ROWS
-    small: bool = False
+    fewest: int = 0
 
     @property
     def by_token(self) -> bool:
@@ -68,7 +64,7 @@ class Exactness:
     def free_rows(self) -> int:
         """Rows of a pass that cost no more than one: one where tokens are multiplied, or run, by
         one, or come as they are."""
-        return self.row_quantum if self.holds and not self.by_token and not self.small else 1
+        return (self.fewest or self.row_quantum) if self.holds and not self.by_token else 1
 
     def tile(self, left: int) -> int:
         """Positions of a row that attention takes at once where it has so many left."""
@@ -119,34 +115,36 @@ def _small(
 ) -> Exactness | None:
     """Without spare rows up to a tile of them, if bits hold in all these sizes of passes.
 
-    In float32 eight rows take a processor up to twice as long as one, and oneDNN's products of
-    copied weights, or of weights where they lie, give a row the same bits among any number
+    Eight rows take a processor up to twice as long as a few, and oneDNN's products of copied
+    weights, or of weights where they lie, give a row the same bits among any number
     (bench/LOG.md, 2026-11-29).
     """
-    if not stack.may_be_small:
+    fewest = stack.fewest_rows
+    if not fewest:
         return None
-    reason = f"rows keep their bits in passes of 1 to {TILE} rows, larger ones padded to {TILE}s"
+    reason = f"rows keep their bits in passes of {fewest} to {TILE} rows, "
+    reason += f"larger ones padded to {TILE}s"
     for block in blocks:
-        stack.exactness = Exactness(True, TILE, block, reason, tiles, small=True)
+        stack.exactness = Exactness(True, TILE, block, reason, tiles, fewest=fewest)
         if stack.pass_sizes.are_small:
             return stack.exactness
     return None
 
 
 def small_agree(stack: "DecoderStack") -> bool:
-    """Whether passes of one to ``TILE`` rows, without spare ones, give each row the same bits.
+    """Whether passes of the fewest rows to ``TILE``, without spare ones, give each the same bits.
 
     One layer of each kind and the head, as in ``rows_agree``: on several draws of tokens, as one
     sequence and as two. Each token runs alone once, and all sizes are held against that.
     """
-    whole = tails(stack, TILE)
-    if "some" in whole or any(tails(stack, size) != whole for size in range(1, TILE)):
+    whole, sizes = tails(stack, TILE), range(stack.exactness.fewest, TILE)
+    if "some" in whole or any(tails(stack, size) != whole for size in sizes):
         return False
     generator, half = torch.Generator().manual_seed(0), TILE // 2
     far = max(min(509, stack.max_positions - TILE), 0)
     cases = [[Segment(0, 3, TILE)], [Segment(0, 5, half), Segment(1, far, half)]]
     caches = _two_caches(stack)
-    return all(
+    return products_agree(stack) and all(
         _prefixes_agree(
             stack,
             caches,
@@ -156,6 +154,29 @@ def small_agree(stack: "DecoderStack") -> bool:
         for _ in range(NUM_DRAWS)
         for segments in cases
     )
+
+
+def products_agree(stack: "DecoderStack") -> bool:
+    """Whether products give a row the same bits among the fewest rows to ``TILE``.
+
+    In float32 that shows in any text. Of 16-bit outputs one in thousands had other bits where two
+    rows were summed up in another order than eight (bench/LOG.md, 2026-11-29), and no text that is
+    tried need meet it: inputs are made of which nothing but the roundings is left.
+    """
+    if stack.dtype == torch.float32:
+        return True
+    generator, fewest = torch.Generator().manual_seed(0), stack.exactness.fewest
+    for project, weight, start in stack.products:
+        for _ in range(NUM_DRAWS):
+            x, outputs = revealing(weight, TILE, generator)
+            at = outputs + start
+            whole = project(x).gather(1, at)
+            first = (slice(size) for size in range(fewest, TILE))
+            last = (slice(-size, None) for size in range(fewest, TILE))
+            for rows in chain(first, last):
+                if not torch.equal(project(x[rows]).gather(1, at[rows]), whole[rows]):
+                    return False
+    return True
 
 
 def _two_caches(stack: "DecoderStack") -> Caches:
@@ -265,77 +286,6 @@ def attention_agrees(stack: "DecoderStack") -> bool:
 
 def _middles(block: int) -> range:
     return range(block // 2 - 1, SLOTS_OF_PROBE, block)
-
-
-def attention_draws(stack: "DecoderStack") -> list[Attend]:
-    """``attend(count, position, end)``: of one query ``count`` times over, each of which sees slots
-    up to ``position``, over ``end`` slots. On noise, and on two draws that show every rounding.
-
-    16-bit outputs hide the order in which sums were taken, but for one in some 100,000. So the
-    terms of a sum come in pairs that cancel: nothing but the roundings is left, and they differ in
-    most outputs wherever the order does. In one draw it is the scores, multiplied until they
-    matter; in the other the values, under equal weights.
-    """
-    generator = torch.Generator().manual_seed(0)
-    kv_heads, dim = stack.num_kv_heads, stack.head_dim
-    heads = stack.group * kv_heads
-
-    def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-
-    def spread(x: torch.Tensor) -> torch.Tensor:
-        """Of many magnitudes, else sums of a few bits each would need no rounding."""
-        exponents = torch.randint(*EXPONENTS, x.shape, generator=generator, device="cpu")
-        return x * exponents.to(x.dtype).exp2()
-
-    q, keys = noise(1, 1, heads, dim), noise(1, SLOTS_OF_PROBE, kv_heads, dim)
-    values = noise(1, SLOTS_OF_PROBE, kv_heads, dim)
-    number, sign = _cancelling(dim, generator)
-    scores = q[..., number], spread(keys)[..., number] * sign
-    wide_values = spread(values)
-
-    @cache
-    def opposites(position: int) -> torch.Tensor:
-        seen = position + 1
-        number, sign = _cancelling(seen, torch.Generator().manual_seed(seen))
-        cancelling = wide_values[:, number] * sign[:, None, None]
-        return torch.cat([cancelling, wide_values[:, seen:]], dim=1)
-
-    return [
-        _attention(stack, q, keys, lambda _: values, 1.0),
-        _attention(stack, *scores, lambda _: values, AMPLIFIED),
-        _attention(stack, torch.zeros_like(q), keys, opposites, 1.0),
-    ]
-
-
-def _cancelling(count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which number stands at each of ``count`` places, and its sign: each comes once with either,
-    in random order; zero at the place that an odd ``count`` leaves."""
-    half = count // 2
-    order = torch.randperm(count, generator=generator, device="cpu")
-    ones = torch.ones(half, dtype=torch.float32, device="cpu")
-    sign = torch.cat([ones, -ones, ones.new_zeros(count % 2)])
-    return order % half, sign[order]
-
-
-def _attention(
-    stack: "DecoderStack",
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: Callable[[int], torch.Tensor],
-    scale: float,
-) -> Attend:
-    q, keys = (x.to(stack.device, stack.dtype) for x in (q, keys))
-
-    @cache
-    def attend(count: int, position: int, end: int) -> torch.Tensor:
-        mask = torch.zeros(1, 1, stack.group * count, end, dtype=stack.dtype, device=stack.device)
-        mask[..., position + 1 :] = float("-inf")
-        queries, changes = q.repeat(1, count, 1, 1), stack.score_changes
-        v = values(position)[:, :end].to(stack.device, stack.dtype)
-        return decode_attention(queries, keys[:, :end], v, mask, scale, *changes)
-
-    return attend
 
 
 def rows_agree(

@@ -105,10 +105,16 @@ class DecoderStack:
             self.windows = (*self.windows, self.widest_window)
 
     @property
-    def may_be_small(self) -> bool:
-        """Whether passes without spare rows are worth a proof: float32, and oneDNN's products. Of
+    def fewest_rows(self) -> int:
+        """Of the least pass, if passes without spare rows beyond that are worth a proof; else 0. Of
         an adapter's products none is probed."""
-        return self.dtype == torch.float32 and self._forward.by_onednn and not self._adapted
+        return 0 if self._adapted else self._forward.fewest_rows
+
+    @property
+    def products(self) -> Iterable[tuple[Projection, Tensor, int]]:
+        """Of passes that may hold less than a quantum, with each weight, and where its outputs
+        begin."""
+        return self._forward.products
 
     @property
     def widest_window(self) -> int | None:

@@ -76,7 +76,8 @@ class PackedModel:
     """
 
     one_row = False
-    divides_products = by_onednn = False
+    divides_products = False
+    fewest_rows, products = 0, ()
     softcap = sinks = None
     probed = (0,)
     backend = "packed weights by our kernels, prompts by torch's products and attention"

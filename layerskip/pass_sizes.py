@@ -74,15 +74,15 @@ class PassSizes:
         """Rows of a pass of ``num_tokens``."""
         exactness = self._stack.exactness
         quantum = exactness.row_quantum
-        if num_tokens < quantum and exactness.small and self.are_small:
-            return num_tokens
+        if 0 < num_tokens < quantum and exactness.fewest and self.are_small:
+            return max(num_tokens, exactness.fewest)
         return -(-num_tokens // quantum) * quantum
 
     @property
     def are_small(self) -> bool:
         """Whether passes of fewer rows than a quantum come as they are, with this thread's cores:
         proven when it is first asked."""
-        if not self._stack.may_be_small:  # any more: the copies may be gone
+        if not self._stack.fewest_rows:  # any more: the copies may be gone
             return False
         threads = torch.get_num_threads()
         holds = self._small.get(threads)

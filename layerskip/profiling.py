@@ -276,7 +276,7 @@ def _table(
         slot_block=stack.exactness.slot_block if stack.exactness.slot_block > 1 else 0,
         draft_start=start,
         verify_tiles=tuple(apart.items()),
-        large_quantum=stack.exactness.row_quantum if stack.exactness.small else 0,
+        large_quantum=stack.exactness.row_quantum if stack.exactness.fewest else 0,
     )
 
 

@@ -136,7 +136,8 @@ class Skeleton:
         softcap, sinks: of the attention of layer 0.
     """
 
-    divides_products = by_onednn = False
+    divides_products = False
+    fewest_rows, products = 0, ()
 
     def __init__(self, twin: PreTrainedModel, attention_before: str) -> None:
         self._run = Run()

@@ -75,7 +75,7 @@ def _identity(stack: DecoderStack) -> tuple:
         type(stack),
         type(stack._forward),
         stack.backend,
-        stack.may_be_small,
+        stack.fewest_rows,
         layerskip.exactness.emulates(stack.device, stack.dtype),
         tuple(map(type, modules)),
         tuple(len(m._forward_hooks.keys() | m._forward_pre_hooks.keys()) for m in modules),

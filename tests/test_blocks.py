@@ -11,7 +11,14 @@ from toys import DTYPES, FAMILIES, SHAPES, make_model, random_ids
 from transformers import PreTrainedModel
 
 import layerskip.blocks as blocks_module
-from layerskip.blocks import Blocks, memory_bytes, multiplied_in_place, read_in_place, why_not
+from layerskip.blocks import (
+    Blocks,
+    fewest_rows,
+    memory_bytes,
+    multiplied_in_place,
+    read_in_place,
+    why_not,
+)
 from layerskip.model import DecoderStack, pack_model
 
 COPIED = "weights packed, and copied in blocks"
@@ -164,6 +171,7 @@ def in_place_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("layerskip.dense.read_in_place", read_in_place)
     monkeypatch.setattr(blocks_module, "LARGE", 1)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(blocks_module, "device_name", lambda _: "AMD EPYC")
 
 
 @available
@@ -234,9 +242,15 @@ def test_which_weights_are_read_in_place(monkeypatch):
     assert not read_in_place([weight.bfloat16()])
     assert not read_in_place([weight.to("meta")])
     assert DecoderStack(loaded()).backend == f"dense layers by torch, {COPIED}"
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-        assert not read_in_place([weight])  # nobody has measured it
+    for processor, capability, known in (
+        ("AMD EPYC", "AVX512", True),
+        ("AMD EPYC", "DEFAULT", False),
+        ("Intel(R) Xeon(R)", "AVX512", False),  # nobody has measured it
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=capability: name)
+            patch.setattr(blocks_module, "device_name", lambda _, name=processor: name)
+            assert read_in_place([weight]) == known
     monkeypatch.setattr(blocks_module, "LARGE", 12)
     small = torch.zeros(4, 2)
     assert read_in_place([weight, weight, small])  # 24 of 32 elements
@@ -272,3 +286,13 @@ def test_a_torch_without_such_products_makes_no_copies(monkeypatch, name):
     weight = torch.zeros(4, 4, dtype=torch.bfloat16)
     assert why_not([weight]) == "this processor or this torch has no such products"
     assert not blocks_module.works(torch.complex64)
+
+
+def test_the_fewest_rows_of_a_pass(monkeypatch):
+    monkeypatch.setattr(blocks_module, "works", lambda dtype: dtype == torch.bfloat16)
+    kinds = [(False, False), (False, True), (True, False)]
+    for capability, copied in (("AVX2", 1), ("AVX512", 4)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=capability: name)
+        for dtype, plain in ((torch.float32, 0), (torch.bfloat16, 2)):
+            got = [fewest_rows(dtype, copied=c, in_place=i) for c, i in kinds]
+            assert got == [plain, 1, copied]

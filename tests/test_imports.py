@@ -47,9 +47,9 @@ VALUES = {
 }
 # From the bottom up: a module may import what stands in the lines before its own.
 ENGINE = [
-    {"adapter_file", "blocks", "cache", "constraint", "estimates", "fingerprint", "graphs"},
-    {"grammar_xgrammar", "layout", "sampling", "stopping"},
-    {"asks", "draft_head"},
+    {"adapter_file", "cache", "constraint", "estimates", "fingerprint", "graphs"},
+    {"blocks", "grammar_xgrammar", "layout", "sampling", "stopping"},
+    {"asks", "draft_head", "roundings"},
     {"exactness", "dense", "admission", "guest", "verification", "processors", "row", "controller"},
     {"exit_block", "guessing", "packing", "pass_sizes", "shared", "skeleton"},
     {"exit_adapter", "packed_forward"},

@@ -11,7 +11,7 @@ from decoding import Interruption
 from snapshots import check_untouched, hf_text, snapshot
 from toys import DTYPES, FAMILIES, NUM_LAYERS, PLANS, SHAPES, VOCAB_SIZE, make_model, random_ids
 
-from layerskip import SelfSpeculativeLM, UnsupportedModelError, pass_sizes
+from layerskip import SelfSpeculativeLM, UnsupportedModelError, pass_sizes, roundings
 from layerskip import exactness as exactness_module
 from layerskip import layout as layout_module
 from layerskip import model as model_module
@@ -279,14 +279,14 @@ def test_rows_keep_their_bits_in_passes_that_were_proven(build, shape, dtype, pa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_probe_sees_scores_summed_in_another_order(monkeypatch, dtype):
     """Which 16-bit outputs hide, but for one in some 100,000."""
-    model, attend = make_model("llama", dtype), exactness_module.decode_attention
+    model, attend = make_model("llama", dtype), roundings.decode_attention
 
     def attend_otherwise(q, k, *rest):
         backwards = q.shape[1] == 4
         return attend(q.flip(-1), k.flip(-1), *rest) if backwards else attend(q, k, *rest)
 
     assert 4 in DecoderStack(model).exactness.tiles
-    monkeypatch.setattr(exactness_module, "decode_attention", attend_otherwise)
+    monkeypatch.setattr(roundings, "decode_attention", attend_otherwise)
     stack = DecoderStack(model)
     assert stack.exactness.holds
     assert 4 not in stack.exactness.tiles
@@ -296,7 +296,7 @@ def test_the_probe_sees_scores_summed_in_another_order(monkeypatch, dtype):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_probe_sees_values_summed_in_another_order(monkeypatch, dtype, shape):
     """Where slots are many; no pass of several rows is promised if nothing helps."""
-    model, attend = make_model("llama", dtype, shape), exactness_module.decode_attention
+    model, attend = make_model("llama", dtype, shape), roundings.decode_attention
 
     def attend_otherwise(q, k, v, mask, *rest):
         if k.shape[1] > 512:
@@ -304,7 +304,7 @@ def test_the_probe_sees_values_summed_in_another_order(monkeypatch, dtype, shape
         return attend(q, k, v, mask, *rest)
 
     assert DecoderStack(model).exactness.holds
-    monkeypatch.setattr(exactness_module, "decode_attention", attend_otherwise)
+    monkeypatch.setattr(roundings, "decode_attention", attend_otherwise)
     stack = DecoderStack(model)
     assert not stack.exactness.holds
     assert "run one by one" in stack.exactness.reason
