@@ -25,8 +25,8 @@ TWICE_AS_MANY = 1.75
 # Beyond 32 tokens our kernels have twice as many columns: a pass of 33 takes 1.39 and 1.51 of one
 # of 32 on an H200 (bench/LOG.md, 2026-11-27), where a line from 32 to 64 has 1.02 and 1.03.
 STEP = 33
-# With AVX-512 passes of seven rows take 1.2 to 1.3 times as long as of four to six (bench/LOG.md,
-# 2026-11-29).
+# By copied weights passes of seven rows take 1.2 to 1.3 times as long as of four to six where there
+# is AVX-512 (bench/LOG.md, 2026-11-29).
 BELOW_STEP = 6
 MAX_CACHE_BYTES = 2**29
 JUDGED = 8  # tokens of one sequence
@@ -141,8 +141,9 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     ends = tuple(sorted({0, contexts[-1]}))
     in_steps = exactness.wanted and not exactness.holds
     # Of as many tokens of one sequence a pass is measured, too.
-    several = (t for t in exactness.tiles if 1 < t <= quantum and NUM_SEQUENCES * t in fine)
-    finest = Grid(coarse, contexts) if in_steps else Grid(fine, contexts, tiles=tuple(several))
+    several = tuple(t for t in exactness.tiles if 1 < t <= quantum and NUM_SEQUENCES * t in fine)
+    several = () if exactness.fewest else several  # there a token more is another row
+    finest = Grid(coarse, contexts) if in_steps else Grid(fine, contexts, tiles=several)
     # A GPU reads weights as long for 64 rows as for 32 or nearly, and is quick enough to tell.
     guessed = () if on_gpu else largest
     if quick:  # what three drafted tokens take less than seven decides how many are drafted

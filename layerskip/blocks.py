@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from layerskip.fingerprint import device_name
+from layerskip.fingerprint import by_amd
 
 MEMORY_SHARE = 1 / 8  # of the machine's: copies of larger models are not made
 LIMITS = (  # of a container, by control groups of version 2 and 1
@@ -140,8 +140,7 @@ def read_in_place(weights: Sequence[Tensor]) -> bool:
     large = sum(w.numel() for w in weights if w.numel() >= LARGE)
     if large < MOSTLY * sum(w.numel() for w in weights):
         return False
-    known = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    known &= "AMD" in device_name(first.device)
+    known = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and by_amd()
     return known and works(first.dtype, in_place=True) and all(w.is_contiguous() for w in weights)
 
 

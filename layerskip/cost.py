@@ -84,7 +84,7 @@ class CostTable:
         verify: embedding, all layers and the full head.
         sampling: of the first token that a verify pass gives a sequence, the making of its noise
             included.
-        row_quantum: passes are padded to a multiple of this many rows.
+        row_quantum: passes are padded to a multiple of this many rows, but for ``large_quantum``.
         key: what the table is of: fingerprint of the model, plan, device, dtype, threads,
             exactness, versions.
         tiles: positions of a sequence that attention takes at once, where fewer rows than a
@@ -106,8 +106,8 @@ class CostTable:
         verify_tiles: pairs of tokens, 2 to those of a tile, ascending, and by how much a pass of
             eight sequences of so many each takes longer, or less long, than one of as many of one
             sequence. Where there is none, what a pass of one sequence grows by is each one's.
-        large_quantum: what passes of more rows than that are padded to a multiple of, where others
-            hold no spare rows beyond ``row_quantum``; 0: all are padded to a multiple of that.
+        large_quantum: what passes of more than a tile of rows are padded to a multiple of, where
+            others hold no spare ones beyond ``row_quantum``; 0: all are to a multiple of that.
     """
 
     draft_layers: Curve
@@ -305,7 +305,7 @@ class CostTable:
     def _padded(self, rows: int) -> int:
         if rows < self.row_quantum:
             return next((t for t in self.tiles if t >= rows), self.row_quantum)
-        if rows <= self.large_quantum:
+        if self.large_quantum and rows <= TILE:
             return rows
         quantum = self.large_quantum or self.row_quantum
         return -(-rows // quantum) * quantum

@@ -215,6 +215,7 @@ class DenseModel:
 
     Attributes:
         windows: each layer's sliding window, None where it sees everything.
+        fewest_rows: of a pass that may hold less than a quantum; else 0.
         backend: what multiplies by which weights, in a few words.
     """
 
@@ -244,14 +245,6 @@ class DenseModel:
         self._rope: Rope = (empty, empty)
 
     @property
-    def fewest_rows(self) -> int:
-        """Of a pass that may hold less than a quantum; else 0."""
-        if self._like.device.type != "cpu" or not isinstance(self._head, Projections):
-            return 0
-        copied = self._blocks is not None
-        return fewest_rows(self._like.dtype, copied=copied, in_place=self._in_place)
-
-    @property
     def products(self) -> Iterator[tuple[Projections, Tensor, int]]:
         """Those of a probed layer and the head: with each weight, and where its outputs begin."""
         for own in (*self._layers[0].maps, self._maps[-1]):
@@ -269,6 +262,10 @@ class DenseModel:
         self._in_place = self._exact and self._blocks is None and read_in_place(self._weights)
         for own in self._maps:
             own.in_place = self._in_place
+        weight, copied = self._weights[0], self._blocks is not None
+        known = weight.device.type == "cpu" and isinstance(self._head, Projections)
+        fewest = fewest_rows(weight.dtype, copied=copied, in_place=self._in_place)
+        self.fewest_rows = fewest if known else 0
         by = ", and copied in blocks" if self._blocks is not None else ""
         by = ", multiplied by oneDNN" if self._in_place else by
         how = "packed" if self._layers[0].qkv.packed is not None else "where they lie"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from layerskip.ambient import Decoding
-from layerskip.blocks import ROWS, blocked, multiplied, stamp, why_not
+from layerskip.blocks import ROWS, blocked, fewest_rows, multiplied, stamp, why_not
 from layerskip.cache import Segment
 
 if TYPE_CHECKING:
@@ -70,13 +70,13 @@ class HeadRows:
         return cls(ids, weight, bias, blocks)
 
     def __call__(self, x: Tensor) -> Tensor:
+        rows, copied = x.shape[-2], self.blocks is not None
+        least = fewest_rows(x.dtype, copied=True, in_place=False) if copied else ROWS
+        if rows < least:  # else their kernel, and q, would be those of so many
+            x = F.pad(x, (0, 0, 0, least - rows))
         if self.blocks is not None:
-            return multiplied(x, self.blocks, self.bias)
-        rows = x.shape[-2]
-        if rows < ROWS:  # else their kernel, and q, would be those of so many
-            padded = F.pad(x, (0, 0, 0, ROWS - rows))
-            return F.linear(padded, self.weight, self.bias)[..., :rows, :]
-        return F.linear(x, self.weight, self.bias)
+            return multiplied(x, self.blocks, self.bias)[..., :rows, :]
+        return F.linear(x, self.weight, self.bias)[..., :rows, :]
 
     def equal(self, head: nn.Linear) -> bool:
         """Whether some of the rows, spread over all, are still those of the head."""

@@ -35,15 +35,15 @@ class Exactness:
     Attributes:
         holds: True if passes of several rows give each row the bits it gets alone; else tokens
             run one by one.
-        row_quantum: passes are padded to a multiple of this many rows.
+        row_quantum: passes are padded to a multiple of this many rows, but for ``fewest``.
         slot_block: passes attend to a multiple of this many slots, masked.
         reason: one sentence for ``info``.
         tiles: numbers of positions that attention may take at once, ascending.
         wanted: False where passes take the rows that come, in one piece, whatever the bits.
         product_rows: most rows that a linear map takes at once; bits may need fewer. 1: it takes
             the pass's tokens one by one, and no spare row.
-        fewest: rows of the least pass, where passes of fewer rows than a quantum hold no spare
-            ones beyond them; 0: they are padded to a quantum.
+        fewest: rows of the least pass, where passes of up to ``TILE`` rows hold no spare ones
+            beyond them; 0: they are padded to a quantum, as others are.
     """
 
     holds: bool
@@ -63,7 +63,7 @@ class Exactness:
     @property
     def free_rows(self) -> int:
         """Rows of a pass that cost no more than one: one where tokens are multiplied, or run, by
-        one, or come as they are."""
+        one; else what the least pass holds."""
         return (self.fewest or self.row_quantum) if self.holds and not self.by_token else 1
 
     def tile(self, left: int) -> int:
@@ -116,18 +116,20 @@ def _small(
     """Without spare rows up to a tile of them, if bits hold in all these sizes of passes.
 
     Eight rows take a processor up to twice as long as a few, and oneDNN's products of copied
-    weights, or of weights where they lie, give a row the same bits among any number
-    (bench/LOG.md, 2026-11-29).
+    weights, or of weights where they lie, mostly give a row the same bits among any number of
+    others (bench/LOG.md, 2026-11-29).
     """
-    fewest = stack.fewest_rows
-    if not fewest:
-        return None
-    reason = f"rows keep their bits in passes of {fewest} to {TILE} rows, "
-    reason += f"larger ones padded to {TILE}s"
-    for block in blocks:
-        stack.exactness = Exactness(True, TILE, block, reason, tiles, fewest=fewest)
+    quickest = stack.fewest_rows
+    others = (2,) if quickest == 1 else ()  # a row alone may have a kernel of its own
+    for fewest, block in product((quickest, *others) if quickest else (), blocks):
+        # Of twelve rows passes take 0.84 of what those of sixteen do where four are quickest.
+        quantum = TILE // 2 if fewest > 1 else TILE
+        reason = f"rows keep their bits in passes of {fewest} to {TILE} rows, "
+        reason += f"larger ones padded to {quantum}s"
+        stack.exactness = Exactness(True, quantum, block, reason, tiles, fewest=fewest)
         if stack.pass_sizes.are_small:
             return stack.exactness
+        stack.pass_sizes.forget()
     return None
 
 
@@ -144,7 +146,7 @@ def small_agree(stack: "DecoderStack") -> bool:
     far = max(min(509, stack.max_positions - TILE), 0)
     cases = [[Segment(0, 3, TILE)], [Segment(0, 5, half), Segment(1, far, half)]]
     caches = _two_caches(stack)
-    return products_agree(stack) and all(
+    return products_agree(stack, sizes) and all(
         _prefixes_agree(
             stack,
             caches,
@@ -156,25 +158,28 @@ def small_agree(stack: "DecoderStack") -> bool:
     )
 
 
-def products_agree(stack: "DecoderStack") -> bool:
-    """Whether products give a row the same bits among the fewest rows to ``TILE``.
+def products_agree(
+    stack: "DecoderStack", sizes: Sequence[int], product_rows: int = MAX_PASS_ROWS
+) -> bool:
+    """Whether products give a row the same bits in passes of these sizes as in a smaller one.
 
     In float32 that shows in any text. Of 16-bit outputs one in thousands had other bits where two
     rows were summed up in another order than eight (bench/LOG.md, 2026-11-29), and no text that is
     tried need meet it: inputs are made of which nothing but the roundings is left.
     """
-    if stack.dtype == torch.float32:
+    if stack.dtype == torch.float32 or stack.device.type != "cpu":
         return True
-    generator, fewest = torch.Generator().manual_seed(0), stack.exactness.fewest
+    smaller = max(TILE, stack.exactness.row_quantum)
+    generator, count = torch.Generator().manual_seed(0), max(smaller, *sizes)
     for project, weight, start in stack.products:
         for _ in range(NUM_DRAWS):
-            x, outputs = revealing(weight, TILE, generator)
+            x, outputs = revealing(weight, count, generator)
             at = outputs + start
-            whole = project(x).gather(1, at)
-            first = (slice(size) for size in range(fewest, TILE))
-            last = (slice(-size, None) for size in range(fewest, TILE))
-            for rows in chain(first, last):
-                if not torch.equal(project(x[rows]).gather(1, at[rows]), whole[rows]):
+            parts = [project(part, product_rows) for part in x.split(smaller)]
+            whole = torch.cat(parts).gather(1, at)
+            for rows in chain.from_iterable((slice(n), slice(count - n, None)) for n in sizes):
+                got = project(x[rows], product_rows).gather(1, at[rows])
+                if not torch.equal(got, whole[rows]):
                     return False
     return True
 
@@ -201,20 +206,19 @@ def _prefixes_agree(
     alone = _emptied(caches[0])
     tokens = [Segment(s.row, s.start + i, 1) for s in segments for i in range(s.count)]
     embedded, layers = stack.embed(ids), stack.probed_layers
-    states = torch.cat(
-        [
-            stack.run_pass(embedded[i : i + 1], layers, alone, [token])[:1]
-            for i, token in enumerate(tokens)
-        ]
-    )
-    logits = torch.cat([stack.head(state)[:1] for state in states.split(1)])
+    passes = [
+        stack.run_pass(embedded[i : i + 1], layers, alone, [token])
+        for i, token in enumerate(tokens)
+    ]
+    states = torch.cat([rows[:1] for rows in passes])
+    logits = torch.cat([stack.head(rows)[:1] for rows in passes])
     for size in range(2, len(ids) + 1):
         counts = [size] if len(segments) == 1 else [size // 2, size - size // 2]
         first = [replace(s, count=n) for s, n in zip(segments, counts, strict=True)]
         at = [tokens.index(Segment(s.row, s.start + i, 1)) for s in first for i in range(s.count)]
         together = _emptied(caches[1])
-        got = stack.run_pass(embedded[at], layers, together, first)[:size]
-        same = torch.equal(got, states[at])
+        got = stack.run_pass(embedded[at], layers, together, first)
+        same = torch.equal(got[:size], states[at])
         if not same or not torch.equal(stack.head(got)[:size], logits[at]):
             return False
         slots = [(s.row, slice(s.start, s.start + s.count)) for s in first]
@@ -300,6 +304,8 @@ def rows_agree(
         product_rows: most rows that a linear map of the larger pass takes at once.
     """
     if tails(stack, size) != tails(stack, stack.exactness.row_quantum):
+        return False
+    if reference > 1 and not products_agree(stack, [size], product_rows):
         return False
     generator = torch.Generator().manual_seed(0)
     half = size // 2

@@ -84,12 +84,22 @@ def device_name(device: torch.device) -> str:
     """Of the GPU, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    return _processor("model name") or platform.processor() or platform.machine()
+
+
+def by_amd() -> bool:
+    """Whether the processor is, as far as the system says whose it is."""
+    return _processor("vendor_id") == "AuthenticAMD"
+
+
+def _processor(what: str) -> str:
+    """What Linux says of the first of them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
+        return ""
+    said = (line.partition(":")[2].strip() for line in lines if line.startswith(what))
+    return next(said, "")
 
 
 def cost_key(

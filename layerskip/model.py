@@ -17,7 +17,7 @@ from layerskip.admission import check_model, decoder_layers, unwrapped
 from layerskip.ambient import Decoding
 from layerskip.blocks import Copies
 from layerskip.cache import KVCache, Segment
-from layerskip.dense import COPIES, DenseModel, fits
+from layerskip.dense import COPIES, DenseModel, Projections, fits
 from layerskip.draft_head import DraftHead, Projection, head_over, why_whole
 from layerskip.exactness import SWITCHED_OFF, Exactness, probe
 from layerskip.exit_adapter import AdaptedHead, ExitAdapter, check_adapter
@@ -111,7 +111,7 @@ class DecoderStack:
         return 0 if self._adapted else self._forward.fewest_rows
 
     @property
-    def products(self) -> Iterable[tuple[Projection, Tensor, int]]:
+    def products(self) -> Iterable[tuple[Projections, Tensor, int]]:
         """Of passes that may hold less than a quantum, with each weight, and where its outputs
         begin."""
         return self._forward.products

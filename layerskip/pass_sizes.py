@@ -14,6 +14,7 @@ from layerskip.cache import Segment
 from layerskip.exactness import (
     MAX_PASS_ROWS,
     ROW_QUANTA,
+    TILE,
     attention_agrees,
     rows_agree,
     small_agree,
@@ -64,7 +65,7 @@ class PassSizes:
     def prove_ahead(self, seconds: float) -> None:
         """Prove the sizes that passes may have, the smallest first, until ``seconds`` are over. The
         others are proven when they are met, in a round that somebody waits for."""
-        began, quantum = time.perf_counter(), self._stack.exactness.row_quantum
+        began, quantum = time.perf_counter(), self._quantum
         for size in range(quantum, MAX_PASS_ROWS + 1, quantum):
             if time.perf_counter() - began > seconds:
                 return
@@ -72,16 +73,21 @@ class PassSizes:
 
     def padded(self, num_tokens: int) -> int:
         """Rows of a pass of ``num_tokens``."""
-        exactness = self._stack.exactness
-        quantum = exactness.row_quantum
-        if 0 < num_tokens < quantum and exactness.fewest and self.are_small:
-            return max(num_tokens, exactness.fewest)
+        fewest, quantum = self._stack.exactness.fewest, self._quantum
+        if 0 < num_tokens <= TILE and fewest and self.are_small:
+            return max(num_tokens, fewest)
         return -(-num_tokens // quantum) * quantum
 
     @property
+    def _quantum(self) -> int:
+        """What passes are padded to a multiple of, with this thread's cores."""
+        exactness = self._stack.exactness
+        return exactness.row_quantum if not exactness.fewest or self.are_small else TILE
+
+    @property
     def are_small(self) -> bool:
-        """Whether passes of fewer rows than a quantum come as they are, with this thread's cores:
-        proven when it is first asked."""
+        """Whether passes of a few rows hold no spare ones beyond the fewest, with this thread's
+        cores: proven when it is first asked."""
         if not self._stack.fewest_rows:  # any more: the copies may be gone
             return False
         threads = torch.get_num_threads()
@@ -101,8 +107,7 @@ class PassSizes:
         finally:
             self._proving.discard(thread)
         if holds:
-            quantum = stack.exactness.row_quantum
-            self._proven |= {(threads, size): True for size in range(1, quantum + 1)}
+            self._proven |= {(threads, size): True for size in range(1, TILE + 1)}
         return holds
 
     def split(self, segments: Sequence[Segment]) -> list[list[Segment]]:
@@ -134,10 +139,10 @@ class PassSizes:
         if not exactness.holds:
             return 1
         size = min(self.padded(num_tokens), MAX_PASS_ROWS)
-        if not self._is_proven(exactness.row_quantum):  # what larger passes are held against
+        if not self._is_proven(self._quantum):  # what larger passes are held against
             return 1
         while size and not self._is_proven(size):
-            size -= exactness.row_quantum
+            size -= self._quantum
         return max(size, 1)
 
     def _is_proven(self, size: int) -> bool:
@@ -152,7 +157,7 @@ class PassSizes:
         return holds
 
     def _tell(self, size: int) -> None:
-        if size > self._stack.exactness.row_quantum:
+        if size > self._quantum:
             logger.info("passes of %d rows change bits; smaller ones are used", size)
             return
         logger.warning(
@@ -179,7 +184,7 @@ class PassSizes:
     def _prove(self, size: int) -> bool:
         """Whether a pass of ``size`` rows keeps bits, its products divided if that helps."""
         stack, threads, now = self._stack, torch.get_num_threads(), self.product_rows
-        quantum = stack.exactness.row_quantum
+        quantum = self._quantum
         if size == quantum and not attention_agrees(stack):
             return False
         fewer = [q for q in ROW_QUANTA if quantum <= q < min(now, size)][::-1]

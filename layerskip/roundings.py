@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 SLOTS_OF_PROBE = 1024
 EXPONENTS = (-10, 14)  # float16 ends at 2 ** 16
 AMPLIFIED = 2.0**10  # the roundings of float32 scores of terms up to 2 ** 14 become about 1
-# Of what a product is given, so that roundings are no smaller than biases. In float16 some become
-# infinite, and nothing agrees.
-LARGE_EXPONENTS = (14, 38)
+# Of what a product is given, so that roundings are no smaller than biases; float16 has no room.
+LARGE_EXPONENTS = (40, 64)
 Attend = Callable[[int, int, int], torch.Tensor]
 
 
