@@ -148,8 +148,9 @@ def fewest_rows(dtype: torch.dtype, *, copied: bool, in_place: bool) -> int:
     """Of a decode pass on a processor where oneDNN multiplies, which may give a row the same bits
     among any number of them: as many as take no longer than one. 0: others multiply.
 
-    With AVX-512 a row by a copy takes longer than three to six, and two as long as eight; else each
-    row takes more, but a row alone is multiplied by another kernel (bench/LOG.md, 2026-11-29).
+    With AVX-512 a row by a copy takes longer than three to six, and two as long as eight, as far as
+    AMD's processors go; elsewhere each row takes more (bench/LOG.md, 2026-11-29). Where a row alone
+    has a kernel of its own two take as long, and the proof says whether it has other bits.
 
     Args:
         copied: weights are, for ``multiplied``.

@@ -88,6 +88,12 @@ class Projections:
             self.packed = None
         self.blocks: Tensor | None = None
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Those that are alike in it are multiplied alike."""
+        shapes = tuple((m.weight.shape, m.weight.stride()) for m in self.linears)
+        return shapes, self.packed is None, self.blocks is None, self.in_place
+
     def __call__(self, x: Tensor, at_once: int | None = None, needed: int | None = None) -> Tensor:
         """``(rows, in)`` -> ``(rows, all outs)``; arguments as for ``by_rows``."""
         return by_rows(self._multiplied, x, at_once, needed)
@@ -246,8 +252,9 @@ class DenseModel:
 
     @property
     def products(self) -> Iterator[tuple[Projections, Tensor, int]]:
-        """Those of a probed layer and the head: with each weight, and where its outputs begin."""
-        for own in (*self._layers[0].maps, self._maps[-1]):
+        """One of each kind: with each of its weights, and where the outputs of that begin."""
+        kinds = {own.kind: own for own in reversed(self._maps)}
+        for own in kinds.values():
             start = 0
             for linear in own.linears:
                 yield own, linear.weight, start
@@ -293,12 +300,19 @@ class DenseModel:
             own.blocks = copy
         return blocks
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         """Before a prompt: if weights have changed since they were copied, they are again; views
-        over weights that lie elsewhere by now are made anew."""
+        over weights that lie elsewhere by now are made anew.
+
+        Returns:
+            Whether some are multiplied otherwise from now on, so that nothing is proven of them.
+        """
         moved = self._places != self._places_now()
-        if moved or (self._blocks is not None and self._blocks.stale()):
-            self._settle()
+        if not moved and (self._blocks is None or not self._blocks.stale()):
+            return False
+        before = [own.kind for own in self._maps]
+        self._settle()
+        return before != [own.kind for own in self._maps]
 
     def embed(self, ids: Tensor) -> Tensor:
         """``(tokens,)`` -> ``(tokens, hidden)``."""

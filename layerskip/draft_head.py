@@ -71,7 +71,7 @@ class HeadRows:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, copied = x.shape[-2], self.blocks is not None
-        least = fewest_rows(x.dtype, copied=True, in_place=False) if copied else ROWS
+        least = max(2, fewest_rows(x.dtype, copied=True, in_place=False)) if copied else ROWS
         if rows < least:  # else their kernel, and q, would be those of so many
             x = F.pad(x, (0, 0, 0, least - rows))
         if self.blocks is not None:

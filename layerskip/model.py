@@ -112,8 +112,7 @@ class DecoderStack:
 
     @property
     def products(self) -> Iterable[tuple[Projections, Tensor, int]]:
-        """Of passes that may hold less than a quantum, with each weight, and where its outputs
-        begin."""
+        """Of passes, as far as they are known, with each weight, and where its outputs begin."""
         return self._forward.products
 
     @property
@@ -260,7 +259,7 @@ class DecoderStack:
         limit = self.pass_sizes.largest(hidden.shape[0])
         if hidden.shape[0] <= limit:
             return self.head(self._pad(hidden), project=project)
-        pieces = hidden.split(limit)
+        pieces = hidden.split(self.pass_sizes.pieces(hidden.shape[0]))
         return torch.cat([self.head(self._pad(p), project=project)[: p.shape[0]] for p in pieces])
 
     def head(
@@ -354,8 +353,7 @@ class DecoderStack:
         self, token_ids: Sequence[int], cache: KVCache, row: int, start: int
     ) -> Iterator[tuple[Tensor, PrefillLayout]]:
         """Embedded pieces of a prompt from ``start`` on, and where each goes."""
-        self._forward.refresh()
-        if self._forward.backend != self.backend:  # other products: nothing is proven of them
+        if self._forward.refresh():
             self.backend = self._forward.backend
             self.pass_sizes.forget()
         ids, chunk = torch.tensor(token_ids, device=self.device), self.prefill_chunk

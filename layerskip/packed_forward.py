@@ -105,8 +105,9 @@ class PackedModel:
         self._rope = _rope_tables(self._body, position_limit(config))
         self._no_rope = tuple(t[:, :0] for t in self._rope)
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         """Nothing is copied of the weights: changes are seen where they are."""
+        return False
 
     def embed(self, ids: Tensor) -> Tensor:
         """``(tokens,)`` int64 -> ``(tokens, width)``."""

@@ -73,9 +73,13 @@ class PassSizes:
 
     def padded(self, num_tokens: int) -> int:
         """Rows of a pass of ``num_tokens``."""
-        fewest, quantum = self._stack.exactness.fewest, self._quantum
-        if 0 < num_tokens <= TILE and fewest and self.are_small:
-            return max(num_tokens, fewest)
+        exactness = self._stack.exactness
+        quantum = exactness.row_quantum
+        if exactness.fewest:
+            small = self.are_small
+            if small and 0 < num_tokens <= TILE:
+                return max(num_tokens, exactness.fewest)
+            quantum = quantum if small else TILE
         return -(-num_tokens // quantum) * quantum
 
     @property
@@ -114,22 +118,30 @@ class PassSizes:
         """Passes of proven sizes; token by token where no size is proven, and row by row where
         the layers' own attention knows no rows."""
         total, one_row = sum(s.count for s in segments), self._stack.one_row
-        limit = self.largest(total)
-        if total <= limit and (len(segments) == 1 or not one_row):
+        if (len(segments) == 1 or not one_row) and total <= self.largest(total):
             return [list(segments)]
         parts: list[list[Segment]] = []
-        part: list[Segment] = []
-        room = limit
-        for s in segments:
-            start, left = s.start, s.count
+        for together in [[s] for s in segments] if one_row else [list(segments)]:
+            for size in self.pieces(sum(s.count for s in together)):
+                part: list[Segment] = []
+                while room := size - sum(s.count for s in part):
+                    s = together.pop(0)
+                    take = min(room, s.count)
+                    part.append(Segment(s.row, s.start, take))
+                    if take < s.count:
+                        together.insert(0, Segment(s.row, s.start + take, s.count - take))
+                parts.append(part)
+        return parts
+
+    def pieces(self, num_tokens: int) -> list[int]:
+        """How many tokens go through each of several passes, all of proven sizes."""
+        while True:
+            at_once, found, left = self.product_rows, list[int](), num_tokens
             while left:
-                take = min(room, left)
-                part.append(Segment(s.row, start, take))
-                start, left, room = start + take, left - take, room - take
-                if room == 0 or one_row:
-                    parts.append(part)
-                    part, room = [], limit
-        return [*parts, part] if part else parts
+                found.append(min(left, self.largest(left)))
+                left -= found[-1]
+            if self.product_rows == at_once:  # else larger ones are to be proven again
+                return found
 
     def largest(self, num_tokens: int) -> int:
         """The most tokens one pass may hold for ``num_tokens`` to keep their bits."""

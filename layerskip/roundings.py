@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 SLOTS_OF_PROBE = 1024
 EXPONENTS = (-10, 14)  # float16 ends at 2 ** 16
 AMPLIFIED = 2.0**10  # the roundings of float32 scores of terms up to 2 ** 14 become about 1
-# Of what a product is given, so that roundings are no smaller than biases; float16 has no room.
+# Of what a product is given: roundings are larger than biases then. Float16 has no room for that.
+OF_PRODUCTS = {torch.float16: (-10, 10)}
 LARGE_EXPONENTS = (40, 64)
 Attend = Callable[[int, int, int], torch.Tensor]
 
@@ -38,12 +39,12 @@ def revealing(
     num_out, width = weight.shape
     outputs = torch.randint(num_out, (count,), generator=generator, device="cpu")
     outputs[0] = outputs[-1] = num_out - 1
-    half = width // 2
+    half, bounds = width // 2, OF_PRODUCTS.get(weight.dtype, LARGE_EXPONENTS)
     x = weight.new_zeros(count, width)
     for i, row in enumerate(weight[outputs.to(weight.device)]):
         order = torch.randperm(width, generator=generator, device="cpu").to(weight.device)
         one, other = order[:half], order[half : 2 * half]
-        exponents = torch.randint(*LARGE_EXPONENTS, (half,), generator=generator, device="cpu")
+        exponents = torch.randint(*bounds, (half,), generator=generator, device="cpu")
         scale = exponents.to(x.device, torch.float32).exp2().to(x.dtype)  # a power of two: exact
         x[i, one], x[i, other] = scale * row[other], -scale * row[one]
     return x, outputs[:, None].to(weight.device)

@@ -188,8 +188,9 @@ class Skeleton:
             kinds.setdefault((shapes, *map(type, layer.modules())), i)
         return tuple(kinds.values())
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         """Nothing is copied of the weights: changes are seen."""
+        return False
 
     def embed(self, ids: Tensor) -> Tensor:
         """``(tokens,)`` -> ``(tokens, width)``, to be entered by ``run``."""
