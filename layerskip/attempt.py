@@ -114,18 +114,20 @@ def learn(
     accepted = [True] * known + [False] * wrong
     # A round that is on its way already may be of another kind than the one that is judged.
     latest, state.probing = state.probing, attempt.probing
+    stopper = attempt.stopper
     controller.observe_draft(
         state,
         attempt.choice,
         context,
         accepted,
         attempt.draft.confidences,
-        attempt.stopper.chances if attempt.stopper is not None else (),
+        stopper.chances if stopper is not None else (),
         num_passes=attempt.draft.num_passes,
         num_drafted=drafted,
         num_positions=attempt.draft.num_positions,
         num_behind=looked_up,
         num_saved=saved,
+        alone=stopper is not None and stopper.alone,
     )
     state.probing = latest
 

@@ -10,6 +10,7 @@ depends on any of this; for token-level and block verification a drafted token a
 draft, so that its length depends only on what was drawn before.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -26,12 +27,12 @@ from layerskip.asks import (
     weighed,
 )
 from layerskip.cost import DRAFTS_IN_A_ROW, CostTable
-from layerskip.estimates import FIRST_LOOK, RowState
+from layerskip.estimates import FIRST_LOOK, LAST_LOOK, RowState
 from layerskip.experience import Calibration, Experience
 from layerskip.pace import LOOKING, Pace, Split, affordable
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import CONTEXT_STEP, SHORTEST, PassTimes
-from layerskip.stopping import Choice, Stopper, another
+from layerskip.stopping import PLAIN, Choice, Stopper, another
 
 STAKE_TOKENS = 64  # of so many tokens at most: few requests are as long as they may be
 GUESS_SHARE = 0.2  # of a draft pass: looked-up tokens in it save another one more often
@@ -67,6 +68,7 @@ class Controller:
         self._experiences: dict[str, Experience] = {}
         self._guesses: dict[tuple[int, int], int] = {}  # of so many rows, at such contexts
         self._paces: tuple[object, dict[tuple[int, int, bool], Pace]] = (None, {})
+        self._rest = PLAIN
         self.by_host: Controller | None = None
 
     def beside(self, cost: CostTable) -> "Controller":
@@ -159,15 +161,22 @@ class Controller:
             confidences: of what was looked up for each; 0: nothing was.
             beside: rows of the round whose numbers are fixed.
         """
-        if not all(state.may_rest for state in states):
-            return None
+        for state in states:  # in plain loops, here: most rounds of some texts are such
+            if not state.may_rest:
+                return None
         rows = len(states) + beside
-        credit = min(s.shared.credit for s in states)  # a probe needs as much of each kind
-        if not all(s.rests(rows, c, credit) for s, c in zip(states, confidences, strict=True)):
-            return None
-        seconds = [state.rest() for state in states]
-        choices = {each: Choice("none", 0, plain_seconds=each) for each in set(seconds)}
-        return [choices[each] for each in seconds]
+        credit = min([s.shared.credit for s in states])  # a probe needs as much of each kind
+        for state, confidence in zip(states, confidences, strict=True):
+            if not state.rests(rows, confidence, credit):
+                return None
+        return [self._resting(state.rest()) for state in states]
+
+    def _resting(self, seconds: float) -> Choice:
+        """A plain round that is expected to take so long; mostly the one before's."""
+        found = self._rest
+        if found.plain_seconds != seconds:
+            found = self._rest = Choice("none", 0, plain_seconds=seconds)
+        return found
 
     def choose(
         self, asks: Sequence[Ask], *, drafts: bool, fixed: Sequence[int] = ()
@@ -270,7 +279,10 @@ class Controller:
         if state.next_look > 0 or state.last or count < FIRST_LOOK:
             return False
         state.reserve(PROBE_SHARE)
-        return state.affords(self._price_of_looking(state, count, context))
+        missing = state.lacks(self._price_of_looking(state, count, context))
+        # A round earns no more than that: before, it need not be asked again.
+        state.next_look = min(math.ceil(missing / PROBE_SHARE), LAST_LOOK)
+        return missing <= 0.0
 
     def _price_of_looking(self, state: RowState, count: int, context: int) -> float:
         """In plain passes."""
@@ -331,6 +343,7 @@ class Controller:
         num_positions: int = 0,
         num_behind: int = 0,
         num_saved: int | None = None,
+        alone: bool = False,
     ) -> None:
         """A round with an early exit's draft.
 
@@ -345,7 +358,12 @@ class Controller:
             num_behind: looked-up tokens behind the draft.
             num_saved: plain rounds that accepted tokens made needless, those behind the draft, too;
                 None: as many as ``accepted`` has.
+            alone: whether it was a row's by itself. What it took is then counted at the prices that
+                clocks give by now: they know this round, of which tables may have told too little.
         """
+        if alone:
+            pace = self._pace(context, 1, greedy=state.greedy)
+            choice = _drafting(choice.num_draft_tokens, choice.rate, pace, choice.may_lose)
         drafted = len(confidences) if num_drafted is None else num_drafted
         each = round(num_positions / num_passes)
         wider = 1.0

@@ -53,12 +53,14 @@ class HeadRows:
         weight: ``(>= n, hidden)``; rows beyond are spare.
         bias: as long as ``weight``, or None.
         blocks: of the weight, where products read them faster; None for few rows, which change.
+        fewest: rows of a product at least: its kernel, and q, would be others of fewer.
     """
 
     ids: Tensor
     weight: Tensor
     bias: Tensor | None
     blocks: Tensor | None
+    fewest: int
 
     @classmethod
     @torch.no_grad()
@@ -67,13 +69,13 @@ class HeadRows:
         rows = torch.cat([ids, ids[-1:].expand(missing)])
         bias, weight = None if head.bias is None else head.bias[rows], head.weight[rows]
         blocks = blocked(weight) if multiple == 1 and why_not([weight]) is None else None
-        return cls(ids, weight, bias, blocks)
+        fewest = fewest_rows(weight.dtype, copied=True, in_place=False)
+        return cls(ids, weight, bias, blocks, ROWS if blocks is None else max(2, fewest))
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows, copied = x.shape[-2], self.blocks is not None
-        least = max(2, fewest_rows(x.dtype, copied=True, in_place=False)) if copied else ROWS
-        if rows < least:  # else their kernel, and q, would be those of so many
-            x = F.pad(x, (0, 0, 0, least - rows))
+        rows = x.shape[-2]
+        if rows < self.fewest:
+            x = F.pad(x, (0, 0, 0, self.fewest - rows))
         if self.blocks is not None:
             return multiplied(x, self.blocks, self.bias)[..., :rows, :]
         return F.linear(x, self.weight, self.bias)[..., :rows, :]

@@ -191,10 +191,10 @@ class RowState:
         """What is reserved for probes: it does not look back any more."""
         self.release(self._purse)
 
-    def affords(self, price: float) -> bool:
-        """Whether it may look back for so many plain passes of one row, of what it has reserved and
-        of the credit that all share."""
-        return self._purse + max(0.0, self.shared.credit) >= price
+    def lacks(self, price: float) -> float:
+        """Of so many plain passes of one row, what it has not got to look back: it has what it
+        reserved, and the credit that all share."""
+        return max(0.0, price - self._purse - max(0.0, self.shared.credit))
 
     def end(self, num_tokens: int) -> None:
         """The request is over, with so many tokens: what it had in advance for rounds that never

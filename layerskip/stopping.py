@@ -196,6 +196,11 @@ class Stopper:
         self.stopped = "confidence" if alone or self.gain <= 0.0 else "cost"
 
     @property
+    def alone(self) -> bool:
+        """Whether no other row decodes beside it."""
+        return not self._shares
+
+    @property
     def greedy(self) -> bool:
         """Whether the row takes the likeliest token."""
         return self._state.greedy

@@ -231,7 +231,8 @@ class Paper:
             self.controller.observe_lookup(r.state, draft.choice, CONTEXT, *counts)
         elif right:
             told = (r.state, draft.choice, CONTEXT, accepted, draft.confidences)
-            self.controller.observe_draft(*told, num_passes=len(right))
+            alone = draft.stopper.alone
+            self.controller.observe_draft(*told, num_passes=len(right), alone=alone)
         else:
             self.controller.observe_plain(r.state, draft.choice, CONTEXT)
         new = min(sum(accepted) + 1, r.tokens - r.emitted)

@@ -1,5 +1,6 @@
 """What plain rounds tell of drafts that they did not make, and what a request may do with it."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from layerskip.estimates import TRUST_SHARE, RowState
 from layerskip.experience import Experience
 from layerskip.hindsight import tells
 from layerskip.plan import PlanFile
+from layerskip.stopping import Choice
 
 CUT = SamplingParams(temperature=0.9, top_k=20, seed=5)
 RIGHT = [([True] * 8, [0.9] * 8)]
@@ -197,14 +199,14 @@ def test_what_a_request_had_for_looking_back_is_given_back():
     shared = Experience((0.8,))
     early, late = (RowState(shared, stake=1.0, advance=50) for _ in range(2))
     early.reserve(0.01)
-    assert early.affords(0.4)
+    assert early.lacks(0.4) == 0.0
     early.reserve(0.01)
-    assert not early.affords(0.6), "it has had all"
+    assert early.lacks(0.6) == pytest.approx(0.1), "it has had all"
     early.look_back([([False], [0.9])], 0.1, 0.2)
     early.end(10)
     assert shared.credit == pytest.approx(-0.1)
     late.reserve(0.01)
-    assert late.affords(0.1)
+    assert late.lacks(0.1) == 0.0
     for _ in range(50):
         assert late.repays()
     late.end(50)
@@ -248,7 +250,7 @@ def test_what_does_not_pay_for_a_probe_stays_for_looking_back():
     state.settle(-state.stake, -state.stake)
     (choice,) = controller.choose([Ask(state, 100, 10, looks_back=True)], drafts=True)
     assert choice.num_draft_tokens == 0
-    assert state.affords(0.6)
+    assert state.lacks(0.6) == 0.0
     assert state.shared.credit == -2.0
 
 
@@ -262,6 +264,24 @@ def test_a_look_that_took_longer_makes_the_next_one_dearer(follows):
     controller.observe_hindsight(state, RIGHT, 100, 20 * controller.times.looking_back(8))
     state.next_look = 0
     assert controller.looks_back(state, 8, 100) is not follows
+
+
+def test_a_row_that_cannot_pay_for_a_look_is_asked_when_its_rounds_may_have_earned_it():
+    """Each round asked, and most of the time between plain rounds went into the same answer."""
+    controller = Controller(COSTS["usual"], (0.8,), follows_clock=False)
+    state = controller.row("greedy", 64)
+    state.reserve(0.01)
+    state.look_back(RIGHT, 0.64, 0.2)  # all that it reserved
+    state.next_look, plain = 0, Choice("none", 0, plain_seconds=controller.times.verify(1, 100))
+    price = controller.times.looking_back(8) / controller.times.verify(1, 100)
+    state.owed, state.shared.credit = 0, -0.05
+    asked, rounds = 1, 0
+    while not controller.looks_back(state, 8, 100):
+        controller.observe_plain(state, plain, 100)
+        state.next_look, rounds = state.next_look - 1, rounds + 1
+        asked += state.next_look <= 0
+    assert rounds == math.ceil((price + 0.05) / 0.01)
+    assert asked <= 3
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,19 @@ def test_passes_that_draft_nothing_are_charged(toy, plain, monkeypatch):
     assert kind.ledger < 0.0
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_only_a_row_by_itself_is_charged_what_clocks_have_seen(toy, monkeypatch, rows):
+    """What rows share of a round depends on what all of them drafted."""
+    lm, told = with_controller(toy, Controller(cost_of(0.1)), lookup=False), []
+    monkeypatch.setattr(lm.controller, "observe_draft", lambda *_, alone, **__: told.append(alone))
+    batch = lm.open_batch(max_new_tokens=NEW)
+    for _ in range(rows):
+        batch.add(REPEATING)
+    for _ in range(4):
+        batch.step()
+    assert set(told) == {rows == 1}
+
+
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_nothing_is_learnt_behind_the_end_of_a_text(toy, plain, monkeypatch, wrong):
     """A drafter that is always right drafts on, or goes wrong there, and the text has ended."""

@@ -118,6 +118,22 @@ def test_what_drafts_gained_may_be_staked_again():
     assert controller.row("greedy", 16).stake == first.stake  # the next short one may lose more
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_draft_of_a_row_by_itself_is_charged_what_clocks_have_seen_it_take(alone):
+    """A first table had draft passes at 0.8 of that: each request would lose more than it may."""
+    controller = Controller(table(0.2, quantum=1))
+    state, times = controller.row("greedy", 64, greedy=True), controller.times
+    (choice,) = controller.choose([Ask(state, CONTEXT, 1)], drafts=True)
+    tabled, stake = -choice.gained(0, 1, 1) / choice.plain_seconds, state.stake
+    draft, verify = times.draft(1, CONTEXT), times.verify(2, CONTEXT)
+    times.observe_phases(1.25 * draft, verify, draft, verify, 2, 1)
+    controller.observe_draft(state, choice, CONTEXT, [False], [0.5], num_passes=1, alone=alone)
+    (again,) = controller.choose([Ask(state, CONTEXT, 1)], drafts=True)
+    now = -again.gained(0, 1, 1) / again.plain_seconds
+    assert now > 1.15 * tabled
+    assert stake - state.stake == pytest.approx(now if alone else tabled)
+
+
 def test_look_ups_gain_and_lose_of_the_stake_and_then_of_what_rounds_earned():
     cost = replace(table(slope=0.0), sampling=0.1, judging=0.001)
     controller = Controller(cost, follows_clock=False)
