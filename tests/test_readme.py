@@ -42,7 +42,7 @@ BRIEF = {
     "compare": "--limit 1 --max-new-tokens 4 --repeats 1",
     "profile": "--seconds 0.2",
     "search": "--limit 2 --max-new-tokens 4 --refinements 1",
-    "measure": "--max-new-tokens 24",  # of fewer, a dear draft may never be tried
+    "measure": "--max-new-tokens 12 --arms 0,auto,2",  # on a busy machine "auto" may never draft
     "report": "",
     "ab": "--limit 4 --max-new-tokens 6",
     "simulate": "--requests 8 --new-tokens 6",
