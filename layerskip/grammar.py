@@ -158,6 +158,8 @@ def _loaded(schema: Any) -> Any:
             return json.loads(schema)
         except ValueError as error:
             raise ValueError(f"the schema is not JSON: {error}") from None
+        except RecursionError:
+            raise ValueError("the schema is nested too deeply") from None
     if not isinstance(schema, Mapping | bool):
         raise TypeError(
             "a schema must be a mapping, JSON text or a pydantic model class, "

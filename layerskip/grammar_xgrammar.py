@@ -3,9 +3,12 @@
 xgrammar is imported when the first grammar is compiled, not before.
 """
 
+import itertools
+import math
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +23,12 @@ MAX_COMPILED = 256
 MAX_SPELT = 4096
 BEGUN, HALF = b"\xed", re.compile(rb"\xed[\xa0-\xbf]")  # of a surrogate pair, in UTF-8
 PROBE = '{"a": [1, true], "b": "c d"}'
+# Characters that a rule has at least: xgrammar looks for forced text without bound, and for each of
+# so many again from the beginning.
+MOST_FORCED = 4096
+
+
+Key = tuple[str, str, int]
 
 
 class XGrammarBackend:
@@ -33,7 +42,8 @@ class XGrammarBackend:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[tuple[str, str, int], Any] = OrderedDict()
+        self._compiled: OrderedDict[Key, Any] = OrderedDict()
+        self._shortest: dict[Key, float] = {}
         self._vocabulary: Vocabulary | None = None
         self._compiler: Any = None
 
@@ -42,7 +52,7 @@ class XGrammarBackend:
 
         Raises:
             ValueError: xgrammar is not installed, the tokenizer's tokens can't be read as bytes,
-                or the grammar is none.
+                or the grammar is none, or has a rule no text of which ends.
         """
         xgrammar = _xgrammar()
         with self._lock:
@@ -52,20 +62,28 @@ class XGrammarBackend:
                     self._vocabulary.info, max_threads=1, cache_enabled=False
                 )
             compiled = self._of(grammar)
-        matcher = XGrammarMatcher(xgrammar.GrammarMatcher(compiled), self._vocabulary)
+            forces = self._shortest[self._key(grammar)] <= MOST_FORCED
+        inner = xgrammar.GrammarMatcher(compiled)
+        matcher = XGrammarMatcher(inner, self._vocabulary, forces=forces)
         if not grammar.marker:
             return matcher
         marker = grammar.marker.encode()
         return AfterMarker(matcher, marker, self._vocabulary.spelling)
 
     def _of(self, grammar: Grammar) -> Any:
-        key = (grammar.kind, grammar.source, grammar.max_whitespace)
+        key = self._key(grammar)
         if key not in self._compiled:
-            self._compiled[key] = self._compile(grammar)
+            compiled = self._compile(grammar)
+            self._shortest[key] = _longest_shortest(grammar.kind, str(compiled.grammar))
+            self._compiled[key] = compiled
         self._compiled.move_to_end(key)
         while len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
+            del self._shortest[self._compiled.popitem(last=False)[0]]
         return self._compiled[key]
+
+    @staticmethod
+    def _key(grammar: Grammar) -> Key:
+        return grammar.kind, grammar.source, grammar.max_whitespace
 
     def _compile(self, grammar: Grammar) -> Any:
         try:
@@ -134,10 +152,14 @@ class Vocabulary:
 
 
 class XGrammarMatcher:
-    """``Matcher`` by xgrammar."""
+    """``Matcher`` by xgrammar.
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
+    Args:
+        forces: whether forced text is looked for.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, *, forces: bool = True) -> None:
+        self._matcher, self._vocabulary, self._forces = matcher, vocabulary, forces
         words = -(-(len(vocabulary.text) + 1) // 32)
         self._row = torch.zeros(1, words, dtype=torch.int32, device="cpu")
         self._begun = [False]  # after each token: whether the text may go on to half a pair
@@ -171,11 +193,115 @@ class XGrammarMatcher:
         self._begun = [False]
 
     def forced(self) -> tuple[int, ...]:
+        if not self._forces:
+            return ()
         try:
             text = self._matcher.find_jump_forward_string()
         except UnicodeDecodeError:  # it ends within a character
             return ()
         return self._vocabulary.tokens_of(text) if text else ()
+
+
+def _longest_shortest(kind: str, rules: str) -> float:
+    """Characters of the shortest text of a rule, of whichever has most of those that can be met.
+
+    Args:
+        rules: of a compiled grammar, a line each, as xgrammar prints them.
+
+    Raises:
+        ValueError: no text of some rule ends, as of an object that must have one like itself.
+    """
+    bodies = dict(line.split(" ::= ", 1) for line in rules.splitlines() if " ::= " in line)
+    parts = {name: _Parts(body).choices() for name, body in bodies.items()}
+    found = dict.fromkeys(parts, math.inf)
+    changed = True
+    while changed:  # each round some rule gets its shortest text, or all have theirs
+        changed = False
+        for name, choices in parts.items():
+            least = _least(choices, found)
+            if least < found[name]:
+                found[name], changed = least, True
+    met, waiting = {"root"}, ["root"]
+    while waiting:
+        more = _named(parts.get(waiting.pop(), [])) - met
+        met |= more
+        waiting += more
+    endless = sorted(name for name in met if found.get(name, 0.0) == math.inf)
+    if endless:
+        what = f"its rule {endless[0]!r}" if kind == "ebnf" else "it, or of a part of it,"
+        raise ValueError(
+            f"the {kind} is not usable: no text of {what} ends, as each needs another like it"
+        )
+    return max(found.get(name, 0.0) for name in met)
+
+
+# Alternatives of sequences; of these an entry is a name, a number of characters, or alternatives
+# that stand so many times.
+_Choices = list[list[str | int | tuple[Any, int]]]
+_WORD = re.compile(
+    r"""\s*(?:
+    (?P<string>"(?:\\.|[^"\\])*")|(?P<set>\[(?:\\.|[^\]\\])*\])|(?P<name>[\w.-]+)
+    |\{\s*(?P<least>\d+)\s*,[^}]*\}|(?P<ahead>\(=)|(?P<sign>.))""",
+    re.VERBOSE | re.DOTALL,
+)
+_CHARACTER = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)|.", re.DOTALL)
+
+
+class _Parts:
+    """Reads the body of a rule; what it does not know has no characters, and refuses nothing."""
+
+    def __init__(self, body: str) -> None:
+        self._words = [m for m in _WORD.finditer(body.strip()) if m.group().strip()]
+        self._at = 0
+
+    def choices(self) -> _Choices:
+        """Up to the parenthesis that ends them, which is left out."""
+        found: _Choices = [[]]
+        while self._at < len(self._words):
+            word = self._words[self._at]
+            self._at += 1
+            sign = word["sign"]
+            if sign == ")":
+                break
+            if sign == "|":
+                found.append([])
+            elif sign == "(":
+                found[-1].append((self.choices(), 1))
+            elif word["ahead"]:  # only looked at
+                self.choices()
+            elif word["string"]:
+                found[-1].append(len(_CHARACTER.findall(word["string"][1:-1])))
+            elif word["set"]:
+                found[-1].append(1)
+            elif word["name"]:
+                found[-1].append(word["name"])
+            elif found[-1] and (word["least"] or sign in ("*", "?")):
+                found[-1].append(([[found[-1].pop()]], int(word["least"] or 0)))
+        return found
+
+
+def _least(choices: _Choices, known: Mapping[str, float]) -> float:
+    """Characters of the shortest of these, by those of rules."""
+
+    def of(part: str | int | tuple[Any, int]) -> float:
+        if isinstance(part, str):
+            return known.get(part, 0.0)
+        if isinstance(part, int):
+            return part
+        return _least(part[0], known) * part[1] if part[1] else 0.0
+
+    return min(sum(map(of, parts)) for parts in choices)
+
+
+def _named(choices: _Choices) -> set[str]:
+    """Rules that stand in these."""
+    found: set[str] = set()
+    for part in itertools.chain.from_iterable(choices):
+        if isinstance(part, str):
+            found.add(part)
+        elif isinstance(part, tuple):
+            found |= _named(part[0])
+    return found
 
 
 def _xgrammar() -> ModuleType:

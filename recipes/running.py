@@ -13,6 +13,7 @@ from data import Corpus, Sample, Samples, load, load_whole
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from run_log import RunLog
+from safetensors import SafetensorError
 from settings import RunSettings, from_command_line
 from stdlib_text import STDLIB, stdlib_corpus
 from table import Result, as_markdown, as_table, save
@@ -67,7 +68,7 @@ def run_script(
         settings = from_command_line(cls, first, path.with_suffix(".yaml"), argv)
         check_folder(settings.out)
         run(settings)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SafetensorError) as error:  # the last of full disks
         raise SystemExit(f"{path.stem}: {error}") from None
 
 

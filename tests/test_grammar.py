@@ -67,7 +67,7 @@ from transformers import PreTrainedModel
 
 from layerskip import Grammar, PlanFile, SamplingParams, SelfSpeculativeLM
 from layerskip.constraint import Constraint
-from layerskip.grammar_xgrammar import XGrammarBackend
+from layerskip.grammar_xgrammar import XGrammarBackend, _longest_shortest
 from layerskip.lookup import LookupStore
 from layerskip.verify import Verifier
 
@@ -254,6 +254,49 @@ def test_every_way_of_verifying_keeps_to_the_grammar(ending, verification):
         )
         assert out.finish_reason == "stop"
         assert set(json.loads(out.text)) == {"name", "age"}
+
+
+LIST_WITHOUT_END = {
+    "$id": "list",
+    "type": "object",
+    "properties": {"next": {"$ref": "list"}},
+    "required": ["next"],
+}
+
+
+@pytest.mark.parametrize(
+    ("rules", "longest"),
+    [
+        ('root ::= "a" root | "b"', 1),
+        ('root ::= "(" root ")" | "\\"\\\\" [x)\\]]', 3),
+        ('root ::= [a-z]{3,5} ("x"? | "\u00e9\\n" )* "end"+', 6),
+        ('root ::= x x | "abcdefg"\nx ::= "ab" (y | z)\ny ::= "c" y | "d"\nz ::= "e"', 6),
+        (
+            "root ::= r30\nr0 ::= [0-9]\n"
+            + "".join(f"r{i + 1} ::= r{i} r{i}\n" for i in range(30)),
+            2**30,
+        ),
+    ],
+)
+def test_the_shortest_text_of_a_grammar_is_known(rules, longest):
+    """Of its longest rule: xgrammar looks for forced text without bound."""
+    assert _longest_shortest("ebnf", str(xgrammar.Grammar.from_ebnf(rules))) == longest
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_long_forced_text_is_not_looked_for(ending, monkeypatch, count):
+    """For each item xgrammar begins again: 54 s for 8 tokens of ten thousand."""
+    schema = {"type": "array", "items": {"const": "abc"}, "minItems": 1_000}
+    looked = []
+    for most in (0, 10**9):
+        monkeypatch.setattr("layerskip.grammar_xgrammar.MOST_FORCED", most)
+        matcher = ending._grammars.matcher(Grammar.json_schema(schema, max_whitespace=0))
+        looked.append(len(matcher.forced()))
+    assert looked[0] == 0 < looked[1]
+    monkeypatch.undo()
+    grammar = Grammar.json_schema(schema | {"minItems": 10_000}, max_whitespace=0)
+    out = ending.generate(PROMPT, grammar=grammar, max_new_tokens=8, num_draft_tokens=count)
+    assert out.text.startswith('["a')
 
 
 def test_forced_text_costs_no_draft_pass(ending):
@@ -483,7 +526,12 @@ def test_a_grammar_is_compiled_once_for_all_threads(tokenizer, monkeypatch):
             lambda: Grammar.ebnf("root ::= other"),
             'the ebnf is not usable: .*"other" is not defined',
         ),
-        (lambda: Grammar.ebnf('root ::= root "a"'), "no token of the vocabulary can begin"),
+        (lambda: Grammar.ebnf('root ::= root "a"'), "no text of its rule 'root' ends"),
+        (lambda: Grammar.ebnf('root ::= "a" root'), "no text of its rule 'root' ends"),
+        (lambda: Grammar.ebnf('root ::= "b" x{0,2}\nx ::= "a" x'), "no text of its rule 'x' ends"),
+        (lambda: Grammar.json_schema(LIST_WITHOUT_END), "no text of it, or of a part of it, ends"),
+        (lambda: Grammar.json_schema({"anyOf": [{"type": "null"}, LIST_WITHOUT_END]}), "no text"),
+        (lambda: Grammar.json_schema("[" * 100_000), "the schema is nested too deeply"),
         (lambda: Grammar.regex(""), "no token of the vocabulary can begin"),
         (lambda: Grammar.regex("").after("x"), "no token of the vocabulary can begin"),
         (lambda: Grammar.regex(r"\Aab\Z"), r"regex's '\\\\A' at 0 can't be held to"),
