@@ -7,6 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from layerskip.errors import UnsupportedModelError
 from layerskip.families import ropes, unsuitable
@@ -108,7 +110,8 @@ def check_model(model: object) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no language-model head; load it as a causal LM"
         )
-    for inspect in (_head_size, _places, _kinds, _dtypes, _code_of_layers, _code_around_layers):
+    inspections = (_head_size, _places, _kinds, _dtypes, _code_of_layers, _code_around_layers)
+    for inspect in (*inspections, own_functions):
         reason = inspect(model)
         if reason is not None:
             raise UnsupportedModelError(reason)
@@ -118,7 +121,11 @@ def check_model(model: object) -> None:
 
 
 def _head_size(model: PreTrainedModel) -> str | None:
-    weight, ids = getattr(model.get_output_embeddings(), "weight", None), model.config.vocab_size
+    head, ids = model.get_output_embeddings(), model.config.vocab_size
+    weight = getattr(head, "weight", None)
+    if callable(weight):  # as of torch's own quantisation
+        kind = type(head)
+        return f"the head is a {kind.__name__} of {kind.__module__}, whose weight is no tensor"
     if weight is None or len(weight) == ids:
         return None
     return (
@@ -254,8 +261,23 @@ def _code_around_layers(model: PreTrainedModel) -> str | None:
     return None
 
 
+def own_functions(model: PreTrainedModel) -> str | None:
+    """Functions of the user's that layers would call by the names in the config: decoding has its
+    own in their place. Hub kernels, whose names have a slash, compute what transformers' do."""
+    for what, known in (("attention", ALL_ATTENTION_FUNCTIONS), ("experts", ALL_EXPERTS_FUNCTIONS)):
+        name = getattr(model.config, f"_{what}_implementation".replace("attention", "attn"), None)
+        function = known.get(name) if isinstance(name, str) and "/" not in name else None
+        ours = getattr(function, "__module__", "").startswith("layerskip.")  # of a twin
+        if function is not None and not ours and not _is_transformers_own(function):
+            return (
+                f"the config's {what} implementation {name!r} is not transformers' own, and "
+                "decoding would not run it; set one of transformers', as 'sdpa' or 'grouped_mm'"
+            )
+    return None
+
+
 def _is_transformers_own(function: object) -> bool:
-    return function.__module__.startswith("transformers.")
+    return getattr(function, "__module__", "").startswith("transformers.")
 
 
 def _is_finite(weight: Tensor) -> bool:

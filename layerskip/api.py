@@ -70,8 +70,8 @@ class SelfSpeculativeLM:
     optimiser's steps, a loaded state dict, adapters trained on or merged. It does not see new
     modules or settings: adapters added, switched or disabled, hooks, ``train()``, the config. A
     model that was moved, cast or resized has to be wrapped again, and so has one with other tensors
-    where its weights were (``load_state_dict`` with ``assign=True``, ``set_input_embeddings``);
-    decoding says so.
+    where its weights were (``load_state_dict`` with ``assign=True``, ``set_input_embeddings``,
+    pruning); decoding says so.
 
     Passes run in the model's own dtype: while one decodes, ``torch.autocast`` is off, for logits
     processors, too.
@@ -599,7 +599,8 @@ class SelfSpeculativeLM:
         given is filled, and has to be empty. Rows may be padded at either end. A processor must be
         a function of its two arguments. Processors and criteria are asked about one row at a time,
         shown as a batch of that row alone, and criteria without scores. Where a row has ended
-        before others, scores are 0. Of what ``grammar`` allows, temperature, top-k and the like
+        before others, scores are 0, and where a criterion ended it, padding follows. Hooks that the
+        model had not when it was wrapped are refused (PEFT's ``adapter_names``). Of what ``grammar`` allows, temperature, top-k and the like
         choose, as in ``generate``. A row ends where the model's positions do; transformers goes on.
 
         Args:
@@ -616,6 +617,11 @@ class SelfSpeculativeLM:
         """
         if not self.stack.shared.are_those_of(model):
             raise ValueError("custom_generate belongs to another model; wrap this one")
+        if (place := self.stack.shared.unseen_hook(model)) is not None:
+            raise ValueError(
+                f"{place} has a forward hook that it had not when the model was wrapped (as with "
+                "PEFT's adapter_names), and decoding would not run it; leave it out, or wrap again"
+            )
         call = hf.Call(
             model,
             input_ids,

@@ -5,6 +5,7 @@ layer takes two thirds of the time on a CPU (bench/LOG.md). A layer that is not 
 file knows, or that somebody has hooked or adapted, goes through its own modules instead.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -24,12 +25,12 @@ from layerskip.blocks import (
 )
 from layerskip.draft_head import Projection
 from layerskip.layout import Layout
+from layerskip.shared import hooks_of
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 ONE_WINDOW = ("Mistral", "Phi3")  # of all layers
 BY_LAYER = ("Qwen2", "Qwen3", "SmolLM3")  # as layer_types says; families of neither have no windows
 COPIES = "layerskip_copies"  # attribute of a model that we loaded
-CAPTURING = "transformers.utils.output_capturing"
 ROPE_CHUNK = 1024
 Rope = tuple[Tensor, Tensor]
 
@@ -44,24 +45,38 @@ def fits(layer: nn.Module, families: Sequence[str] = FAMILIES) -> bool:
     known = {"Dropout", "Linear", "SiLUActivation", "SiLU"}
     ours = ("DecoderLayer", "Attention", "MLP", "RMSNorm")
     known |= {f"{family}{part}" for family in families for part in ours}
-    return unhooked(layer) and all(
-        type(m).__name__ in known
-        and type(m).__module__.startswith(("torch.", "transformers."))
-        and (not isinstance(m, nn.Linear) or type(m) is nn.Linear)
-        for m in layer.modules()
+    return (
+        unhooked(layer)
+        and _is_original(_rotation(layer))
+        and all(
+            type(m).__name__ in known
+            and _is_original(type(m))
+            and _is_original(type(m).forward)  # nobody has put another in its class
+            and (not isinstance(m, nn.Linear) or type(m) is nn.Linear)
+            for m in layer.modules()
+        )
     )
 
 
+def _is_original(code: object) -> bool:
+    return getattr(code, "__module__", "").startswith(("torch.", "transformers."))
+
+
+def _rotation(layer: nn.Module) -> object:
+    """What the layer's own code rotates queries and keys with, where it is looked up by its name;
+    the layer's class where it is not."""
+    code = sys.modules.get(type(layer).__module__)
+    return getattr(code, "apply_rotary_pos_emb", type(layer))
+
+
 def unhooked(module: nn.Module) -> bool:
-    """Whether a module has plain parameters, and nobody watches it or what is in it."""
+    """Whether a module has plain parameters, and nobody watches it or what is in it, or all modules
+    that there are."""
     # torch has no public way to ask.
-    hooks = [
-        hook
-        for m in module.modules()
-        for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())  # noqa: SLF001
-    ]
-    # Transformers leaves some behind once it was asked for hidden states; they only look.
-    hooked = any(getattr(hook, "__module__", None) != CAPTURING for hook in hooks)
+    everywhere = nn.modules.module
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:  # noqa: SLF001
+        return False
+    hooked = any(hooks_of(m) for m in module.modules())
     return not hooked and all(type(p) is nn.Parameter for p in module.parameters())
 
 

@@ -398,4 +398,4 @@ def _asked(processors: Sequence[Processor], ids: Tensor, scores: Tensor) -> Tens
             raise ValueError(
                 f"a logits processor must return scores of shape {expected}, got {got}"
             )
-    return scores
+    return scores.float()  # of integers, or of few digits: what follows is in its dtype

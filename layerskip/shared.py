@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from layerskip.blocks import Stamp, stamp
 
+CAPTURING = "transformers.utils.output_capturing"
+
 
 class Place(NamedTuple):
     """A module of a model, and what it had itself when the model was wrapped.
@@ -16,14 +18,16 @@ class Place(NamedTuple):
     Attributes:
         above: number of the module that it is in, in the order of places; of the model itself 0.
         name: that it has in there; of the model itself "".
-        weights: names and tensors.
+        weights: names and tensors, persistent buffers among them.
         path: dotted, from the model.
+        module: as long as there is one.
     """
 
     above: int
     name: str
     weights: tuple[tuple[str, Tensor], ...]
     path: str
+    module: "weakref.ref[nn.Module]"
 
 
 class SharedWeights:
@@ -38,10 +42,12 @@ class SharedWeights:
     """
 
     def __init__(self, owner: nn.Module, twin: nn.Module, *, may_move: bool = True) -> None:
-        self._weights = list(twin.parameters())
+        self._weights = _weights(twin)
         self._fixed = None if may_move else _addresses(self._weights)
         self._kinds = _kinds(self._weights)
         self._owner, self._places = weakref.ref(owner), _places(owner)
+        # The twin has them, too, and they stay: no other hook gets the id of one.
+        self._hooks = {id(hook) for module in twin.modules() for hook in hooks_of(module)}
 
     def check(self) -> None:
         """Raise if the model's weights are not those that decoding reads, or not of their kind.
@@ -57,15 +63,24 @@ class SharedWeights:
             )
         if (path := self._replaced()) is not None:
             raise ValueError(
-                f"weight {path} of the model is another tensor than when it was wrapped (as after "
-                "load_state_dict with assign=True); wrap it again"
+                f"weight {path} of the model is another tensor than when it was wrapped, or none "
+                "(as after load_state_dict with assign=True, or pruning); wrap it again"
             )
 
     def are_those_of(self, model: nn.Module) -> bool:
         """Whether a model is the one that was wrapped, or has its tensors and no others."""
         if model is self._owner():
             return True
-        return _addresses(model.parameters()) == _addresses(self._weights)
+        return _addresses(_weights(model)) == _addresses(self._weights)
+
+    def unseen_hook(self, model: nn.Module) -> str | None:
+        """Where a model has a forward hook that it had not when it was wrapped; None: nowhere. As
+        PEFT gives it some for one call (``adapter_names``)."""
+        for path, module in model.named_modules():
+            for hook in hooks_of(module):
+                if id(hook) not in self._hooks:
+                    return path or type(module).__name__
+        return None
 
     def stamp(self) -> Stamp:
         """Changes whenever torch sees the weights change: see ``blocks.stamp``."""
@@ -75,7 +90,7 @@ class SharedWeights:
         """Where the model has another tensor than when it was wrapped; None: nowhere."""
         module = self._owner()
         found: list[nn.Module | None] = []
-        for above, name, weights, path in self._places:
+        for above, name, weights, path, was in self._places:
             if name:
                 holder = found[above]
                 module = None if holder is None else holder._modules.get(name)  # noqa: SLF001
@@ -83,10 +98,29 @@ class SharedWeights:
             if module is None:
                 continue
             for own, weight in weights:
-                now = module._parameters.get(own)  # noqa: SLF001
-                if now is not weight and now is not None:
+                now = module._parameters.get(own, module._buffers.get(own))  # noqa: SLF001
+                # Another module may have none; the same one computes it now, or is pruned.
+                if now is not weight and (now is not None or module is was()):
                     return f"{path}.{own}".removeprefix(".")
         return None
+
+
+def hooks_of(module: nn.Module) -> list[object]:
+    """A module's forward hooks, but for those that only collect hidden states for transformers,
+    which leaves them behind once it was asked for some."""
+    # torch has no public way to ask.
+    found = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())  # noqa: SLF001
+    return [hook for hook in found if getattr(hook, "__module__", None) != CAPTURING]
+
+
+def _weights(model: nn.Module) -> list[Tensor]:
+    """Parameters, and what else a checkpoint has of it: some experts' biases are buffers."""
+    return [*model.parameters(), *(b for m in model.modules() for _, b in _kept_buffers(m))]
+
+
+def _kept_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    lost = module._non_persistent_buffers_set  # noqa: SLF001
+    return [(n, b) for n, b in module._buffers.items() if b is not None and n not in lost]  # noqa: SLF001
 
 
 def _places(model: nn.Module) -> list[Place]:
@@ -94,11 +128,12 @@ def _places(model: nn.Module) -> list[Place]:
     places: list[Place] = []
     numbers: dict[str, int] = {}
     for path, module in model.named_modules():
-        if path and next(module.parameters(), None) is None:
+        if path and not _weights(module):
             continue
         above, _, name = path.rpartition(".")
-        weights = tuple((n, w) for n, w in module._parameters.items() if w is not None)  # noqa: SLF001
-        places.append(Place(numbers.get(above, 0), name, weights, path))
+        own = [(n, w) for n, w in module._parameters.items() if w is not None]  # noqa: SLF001
+        weights = (*own, *_kept_buffers(module))
+        places.append(Place(numbers.get(above, 0), name, weights, path, weakref.ref(module)))
         numbers[path] = len(numbers)
     return places
 

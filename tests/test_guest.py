@@ -20,8 +20,18 @@ from snapshots import check_untouched, hf_text, snapshot
 from torch import nn
 from torch.nn.utils import parametrize, prune, weight_norm
 from toys import DTYPES, PLANS, make_model, random_ids, without_times
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.models.llama import modeling_llama
+from zoo import make_toy
 
-from layerskip import GenerationOutput, SamplingParams, SelfSpeculativeLM, UnsupportedModelError
+from layerskip import (
+    DraftPlan,
+    GenerationOutput,
+    SamplingParams,
+    SelfSpeculativeLM,
+    UnsupportedModelError,
+)
 from layerskip import model as model_module
 from layerskip.model import pack_model
 
@@ -184,6 +194,46 @@ def test_hooks_are_shared_and_see_the_passes():
     assert recorder.seen == 0  # the probe runs one layer
     decode(lm)
     assert recorder.seen > COUNT / 2
+
+
+def scaled(function: Callable, by: float) -> Callable:
+    def changed(*args: object, **kwargs: object) -> object:
+        found = function(*args, **kwargs)
+        return tuple(by * x for x in found) if isinstance(found, tuple) else by * found
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        (modeling_llama.LlamaMLP, "forward"),
+        (modeling_llama.LlamaRMSNorm, "forward"),
+        (modeling_llama, "apply_rotary_pos_emb"),
+    ],
+    ids=lambda place: f"{place[0].__name__}.{place[1]}",
+)
+def test_what_others_put_into_transformers_own_classes_is_run(monkeypatch, plain_text, place):
+    """As packages of faster layers do; dense layers passed it by."""
+    monkeypatch.setattr(*place, scaled(getattr(*place), 1.3))
+    model = make_model()
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
+    assert decode(lm) != plain_text
+    check_exact(model, lm)
+
+
+def test_hooks_on_all_modules_are_run(plain_text):
+    def louder(module: nn.Module, _: object, output: object) -> object:
+        return 1.3 * output if isinstance(module, modeling_llama.LlamaMLP) else None
+
+    hook = nn.modules.module.register_module_forward_hook(louder)
+    try:
+        model = make_model()
+        lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
+        assert decode(lm) != plain_text
+        check_exact(model, lm)
+    finally:
+        hook.remove()
 
 
 def test_hooks_that_only_record_for_transformers_cost_nothing(wrap):
@@ -538,8 +588,18 @@ def replace_embeddings(model: nn.Module) -> None:
     model.set_input_embeddings(nn.Embedding(*model.get_input_embeddings().weight.shape))
 
 
+def prune_one(model: nn.Module) -> None:
+    prune.l1_unstructured(model.lm_head, "weight", 0.5)
+
+
+def parametrize_one(model: nn.Module) -> None:
+    parametrize.register_parametrization(model.lm_head, "weight", Halved())
+
+
 REPLACED = {
     assign: r"model\.embed_tokens\.weight",
+    prune_one: r"lm_head\.weight",
+    parametrize_one: r"lm_head\.weight",
     replace_head: r"lm_head\.weight",
     replace_embeddings: r"model\.embed_tokens\.weight",
 }
@@ -559,6 +619,30 @@ def test_a_model_given_other_tensors_later_has_to_be_wrapped_again(change, kind)
     with pytest.raises(ValueError, match=message):
         decode(lm)
     check_exact(model, SelfSpeculativeLM(held, None, PLANS["exit"], num_draft_tokens=4))
+
+
+@pytest.mark.parametrize("how", ["assign", "attribute", "in place"])
+def test_learnt_buffers_are_watched_as_weights_are(how):
+    """Some experts' biases are buffers of the checkpoint."""
+    model = make_toy("glm4_moe")
+    plan = DraftPlan.exiting(num_layers=model.config.num_hidden_layers, exit_layer=2)
+    lm = SelfSpeculativeLM(model, None, plan, num_draft_tokens=4)
+    held = lm.generate(PROMPTS[0], max_new_tokens=COUNT, return_cache=True).cache
+    state = {n: b + torch.randn_like(b) for n, b in model.state_dict().items() if "e_score" in n}
+    assert state
+    if how == "attribute":
+        name = next(iter(state))
+        path, _, own = name.rpartition(".")
+        setattr(model.get_submodule(path), own, state[name])
+    else:
+        model.load_state_dict(state, strict=False, assign=how == "assign")
+    if how == "in place":
+        with pytest.raises(ValueError, match="weights"):
+            lm.generate([*held.token_ids, 5], max_new_tokens=COUNT, cache=held)
+        assert decode(lm) == decode(SelfSpeculativeLM(model, None, plan, num_draft_tokens=0))
+    else:
+        with pytest.raises(ValueError, match=r"e_score_correction_bias of the model is another t"):
+            decode(lm)
 
 
 def test_an_adapter_whose_merging_swaps_tensors_has_to_be_wrapped_again():
@@ -682,7 +766,33 @@ def with_a_lock() -> nn.Module:
     return model
 
 
+def own_attention(name: str = "sdpa_of_mine") -> nn.Module:
+    def attend(module, query, key, value, mask, **rest):
+        return sdpa_attention_forward(module, 3 * query, key, value, mask, **rest)
+
+    transformers.AttentionInterface.register(name, attend)
+    transformers.AttentionMaskInterface.register(name, sdpa_mask)
+    model = make_model()
+    model.set_attn_implementation(name)
+    return model
+
+
+def quantised_head() -> nn.Module:
+    model = make_model()
+    model.lm_head = SimpleModule()
+    return model
+
+
+class SimpleModule(nn.Module):
+    """As torch's quantised layers: the weight is a method."""
+
+    def weight(self) -> None:
+        return None
+
+
 REFUSED = {
+    "own attention": (own_attention, r"attention implementation 'sdpa_of_mine' is not transf"),
+    "quantised head": (quantised_head, r"the head is a SimpleModule of .*, whose weight is no"),
     "mps": (
         lambda: on_device("mps"),
         r"device 'mps' is not supported; move the model to cpu or cu",

@@ -3,6 +3,7 @@
 import copy
 import itertools
 
+import peft
 import pytest
 import torch
 from toys import PLANS, VOCAB_SIZE, make_model, make_tokenizer, random_ids
@@ -426,6 +427,22 @@ def test_another_model_is_refused(exit_lm):
     other = make_model()
     with pytest.raises(ValueError, match="belongs to another model"):
         other.generate(**one(), **GREEDY, custom_generate=exit_lm.custom_generate)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's
+def test_hooks_of_one_call_are_refused():
+    """PEFT takes ``adapter_names`` for itself, and hooks its layers for as long as a call takes:
+    every row had the active adapter's text."""
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(make_model(), config, "first").eval()
+    adapted.add_adapter("second", config)
+    ours = SelfSpeculativeLM(adapted, None, PLANS["exit"], num_draft_tokens=4).custom_generate
+    wanted = adapted.generate(**one(), **GREEDY)
+    assert torch.equal(adapted.generate(**one(), **GREEDY, custom_generate=ours), wanted)
+    with pytest.raises(
+        ValueError, match=r"0\.self_attn\.q_proj has a forward hook .*adapter_names"
+    ):
+        adapted.generate(**one(), **GREEDY, custom_generate=ours, adapter_names=["second"])
 
 
 def test_a_model_that_shares_some_weights_is_another(model, exit_lm):

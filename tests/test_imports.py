@@ -49,9 +49,9 @@ VALUES = {
 ENGINE = [
     {"adapter_file", "cache", "constraint", "estimates", "fingerprint", "graphs"},
     {"blocks", "grammar_xgrammar", "layout", "sampling", "stopping"},
-    {"asks", "draft_head", "roundings"},
+    {"asks", "draft_head", "roundings", "shared"},
     {"exactness", "dense", "admission", "guest", "verification", "processors", "row", "controller"},
-    {"exit_block", "guessing", "packing", "pass_sizes", "shared", "skeleton"},
+    {"exit_block", "guessing", "packing", "pass_sizes", "skeleton"},
     {"exit_adapter", "packed_forward"},
     {"model"},
     {"drafting", "packed"},

@@ -457,6 +457,16 @@ def test_a_processor_has_to_return_scores(wrap, processor, got):
         run(wrap("exit"), SamplingParams(), logits_processor=[processor])
 
 
+@pytest.mark.parametrize("temperature", [0.6, 1.9])
+def test_a_processor_may_return_integers(wrap, temperature):
+    """The temperature was rounded to theirs."""
+    sampling, texts = SamplingParams(temperature=temperature, seed=4), []
+    for kind in (torch.int64, torch.float32):
+        whole = [lambda ids, scores, kind=kind: (3 * scores).round().to(kind)]
+        texts.append(run(wrap("exit"), sampling, logits_processor=whole))
+    assert texts[0] == texts[1]
+
+
 BEYOND = [
     {"logit_bias": {VOCAB_SIZE: 1.0}},
     {"bad_words_ids": [[1, VOCAB_SIZE]]},
