@@ -599,9 +599,10 @@ class SelfSpeculativeLM:
         given is filled, and has to be empty. Rows may be padded at either end. A processor must be
         a function of its two arguments. Processors and criteria are asked about one row at a time,
         shown as a batch of that row alone, and criteria without scores. Where a row has ended
-        before others, scores are 0, and where a criterion ended it, padding follows. Hooks that the
-        model had not when it was wrapped are refused (PEFT's ``adapter_names``). Of what ``grammar`` allows, temperature, top-k and the like
-        choose, as in ``generate``. A row ends where the model's positions do; transformers goes on.
+        before others, scores are 0, and where a criterion ended it, padding follows. Of what
+        ``grammar`` allows, temperature, top-k and the like choose, as in ``generate``. A row ends
+        where the model's positions do; transformers goes on. Hooks that the model had not when it
+        was wrapped, as PEFT's ``adapter_names`` gives it, are refused.
 
         Args:
             model: the model that this object wraps.
