@@ -3,8 +3,9 @@
 import json
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def read_json(path: str | Path, what: str) -> Any:
@@ -101,3 +102,27 @@ def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
+
+
+def locked(file: BinaryIO | int, *, wait: bool = True) -> bool:
+    """Whether no other process holds a file, or a folder by its number; it is this one's until it
+    is closed or unlocked. Windows and some network disks know no such lock: as if nobody did."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:  # a disk without locks
+        return True
+    return True
+
+
+def unlock(file: BinaryIO | int) -> None:
+    """Let others have it."""
+    with suppress(ImportError, OSError):
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_UN)

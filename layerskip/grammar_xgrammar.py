@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -213,17 +213,23 @@ def _longest_shortest(kind: str, rules: str) -> float:
     """
     bodies = dict(line.split(" ::= ", 1) for line in rules.splitlines() if " ::= " in line)
     parts = {name: _Parts(body).choices() for name, body in bodies.items()}
-    found = dict.fromkeys(parts, math.inf)
-    changed = True
-    while changed:  # each round some rule gets its shortest text, or all have theirs
-        changed = False
-        for name, choices in parts.items():
-            least = _least(choices, found)
-            if least < found[name]:
-                found[name], changed = least, True
+    named, users = {name: _named(choices) for name, choices in parts.items()}, defaultdict(list)
+    for name, others in named.items():
+        for other in others:
+            users[other].append(name)
+    found, asked = (
+        dict.fromkeys(parts, math.inf),
+        list(parts),
+    )  # the last first: most name later ones
+    while asked:
+        name = asked.pop()
+        least = _least(parts[name], found)
+        if least < found[name]:
+            found[name] = least
+            asked += users[name]
     met, waiting = {"root"}, ["root"]
     while waiting:
-        more = _named(parts.get(waiting.pop(), [])) - met
+        more = named.get(waiting.pop(), set()) - met
         met |= more
         waiting += more
     endless = sorted(name for name in met if found.get(name, 0.0) == math.inf)

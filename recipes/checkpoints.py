@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from types import TracebackType
@@ -17,9 +17,40 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from layerskip.files import read_json, reason_of, write_json
+from layerskip.files import locked, read_json, reason_of, write_json
 
 KEPT, RUN = 2, "run.json"
+
+
+@contextmanager
+def alone_in(out: Path) -> Iterator[None]:
+    """While no other run writes into a folder, which is made; one that nothing came into is removed
+    again. Of processes that were started together the first holds it for all.
+
+    Raises:
+        ValueError: another run does, or the folder cannot be made.
+    """
+    if int(os.environ.get("RANK", "0")):
+        yield
+        return
+    there = out.is_dir()
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        number = os.open(out, os.O_RDONLY)
+    except OSError:  # Windows opens no folders
+        number = -1
+    try:
+        if number >= 0 and not locked(number, wait=False):
+            raise ValueError(
+                f"another run is writing into {out}; wait for its end, or give another"
+            )
+        yield
+    finally:
+        if number >= 0:
+            os.close(number)
+        if not there:
+            with suppress(OSError):
+                out.rmdir()
 
 
 class AnotherRunError(ValueError):

@@ -32,6 +32,7 @@ from evaluation import measure
 from packing import Packed, check_apart, pack
 from rich.console import Console
 from running import (
+    accelerator_of,
     check_positions,
     facts,
     fit,
@@ -84,9 +85,7 @@ def run(settings: Settings) -> None:
     """Train, unless that is done already, write the adapter, and measure it."""
     out, console = Path(settings.out), Console()
     folder = source_folder(settings.model)
-    accelerator = Accelerator(
-        mixed_precision=settings.mixed_precision, log_with="tensorboard", project_dir=out
-    )
+    accelerator = accelerator_of(settings)
     model, tokenizer = load_model(folder, settings.dtype)
     model.to(accelerator.device)
     check_fits(settings, model.config)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from data import Corpus, prompts
 from early_exit_settings import Settings
 from early_exit_trainer import Trainer, in_evaluation
@@ -27,6 +26,7 @@ from exits import evaluate_exits
 from packing import check_apart, pack
 from rich.console import Console
 from running import (
+    accelerator_of,
     check_positions,
     facts,
     fit,
@@ -61,9 +61,7 @@ def run(settings: Settings) -> None:
     out, console = Path(settings.out), Console()
     folder = source_folder(settings.model)
     settings.check_depth(load_config(folder).num_hidden_layers)
-    accelerator = Accelerator(
-        mixed_precision=settings.mixed_precision, log_with="tensorboard", project_dir=out
-    )
+    accelerator = accelerator_of(settings)
     model, tokenizer = load_model(folder, settings.dtype)
     check_positions(model.config, settings.seq_len)
     corpus = read_corpus(settings, tokenizer)

@@ -19,11 +19,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
-from checkpoints import StopRequest, loading
+from checkpoints import StopRequest, alone_in, loading
 from corpus import Corpus
 from export import export_checkpoint, plot_curves
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import SafetensorError
 from settings import read
 from trainer import Settings, Trainer
 
@@ -70,30 +71,35 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args, console = parse(argv), Console()
+    args = parse(argv)
     try:
-        settings = read_settings(args)
-        args.out.mkdir(parents=True, exist_ok=True)
-        corpus = Corpus(
-            args.out,
-            vocab_size=settings.vocab_size,
-            seed=settings.seed,
-            text=args.text,
-            math=args.math,
-            math_held_out=args.math_held_out,
-        )
-        if corpus.found:
-            console.print(f"with the tokenizer that is in {args.out}", markup=False)
-        trainer, state = Trainer(settings, args.device, corpus.digest), args.out / "state.pt"
-        if state.exists():
-            with loading(state, "begin again"):
-                trainer.load(state)
-            console.print(f"going on from step {trainer.steps}, {trainer.seconds / 60:.1f} minutes")
-        else:
-            trainer.save(state)  # it knows its text, and with it the tokenizer's
-        corpus.keep_tokenizer()
-    except (OSError, ValueError) as error:
+        with alone_in(args.out):
+            run(args, Console())
+    except (OSError, ValueError, SafetensorError) as error:  # the last of full disks
         raise SystemExit(f"pretrain_small: {error}") from None
+
+
+def run(args: argparse.Namespace, console: Console) -> None:
+    """Train until the budget is spent, or go on with that, and write the checkpoint."""
+    settings = read_settings(args)
+    corpus = Corpus(
+        args.out,
+        vocab_size=settings.vocab_size,
+        seed=settings.seed,
+        text=args.text,
+        math=args.math,
+        math_held_out=args.math_held_out,
+    )
+    if corpus.found:
+        console.print(f"with the tokenizer that is in {args.out}", markup=False)
+    trainer, state = Trainer(settings, args.device, corpus.digest), args.out / "state.pt"
+    if state.exists():
+        with loading(state, "begin again"):
+            trainer.load(state)
+        console.print(f"going on from step {trainer.steps}, {trainer.seconds / 60:.1f} minutes")
+    else:
+        trainer.save(state)  # it knows its text, and with it the tokenizer's
+    corpus.keep_tokenizer()
     stopped = train(trainer, corpus, state, console)
     if stopped:
         console.print(f"stopped at step {trainer.steps}; the same command goes on from {state}")

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
-from checkpoints import StopRequest, checkpoints, loading
+from checkpoints import StopRequest, alone_in, checkpoints, loading
 from data import Corpus, Sample, Samples, load, load_whole
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -67,7 +67,8 @@ def run_script(
     try:
         settings = from_command_line(cls, first, path.with_suffix(".yaml"), argv)
         check_folder(settings.out)
-        run(settings)
+        with alone_in(Path(settings.out)):
+            run(settings)
     except (ValueError, OSError, SafetensorError) as error:  # the last of full disks
         raise SystemExit(f"{path.stem}: {error}") from None
 
@@ -84,6 +85,27 @@ def check_folder(out: str | Path) -> None:
         raise ValueError(f"out {out} cannot be made: {there} is no folder")
     if not os.access(there, os.W_OK):
         raise ValueError(f"out {out} cannot be made: folder {there} is not writable")
+
+
+def accelerator_of(settings: RunSettings) -> Accelerator:
+    """What spreads a run over processes, if there are several.
+
+    Raises:
+        ValueError: several were started, and do not work together.
+    """
+    made = Accelerator(
+        mixed_precision=settings.mixed_precision,
+        log_with="tensorboard",
+        project_dir=Path(settings.out),
+    )
+    launched = "LOCAL_RANK" in os.environ  # a cluster may set the other by itself
+    started = int(os.environ.get("WORLD_SIZE", "1")) if launched else 1
+    if made.num_processes < started:
+        raise ValueError(
+            f"{started} processes were started, and accelerate has joined {made.num_processes}; "
+            "start them with accelerate launch (on CPUs with --cpu)"
+        )
+    return made
 
 
 def source_folder(model: str) -> Path | str:

@@ -402,6 +402,44 @@ def test_a_damaged_checkpoint_is_named(
         recipe.running.go_on(trainer, Console(quiet=True))
 
 
+def test_one_run_at_a_time_writes_into_a_folder(
+    recipe: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two took each other's checkpoints away, and noted each step twice."""
+    alone_in, out = recipe.checkpoints.alone_in, tmp_path / "of" / "mine"
+    with alone_in(out):
+        with (
+            pytest.raises(
+                ValueError, match=r"another run is writing into .*mine; wait for its end"
+            ),
+            alone_in(out),
+        ):
+            pass
+        with alone_in(tmp_path / "other"):
+            pass
+        monkeypatch.setenv("RANK", "1")
+        with alone_in(out):  # the first process holds it for this one
+            pass
+        monkeypatch.delenv("RANK")
+    assert not out.exists(), "nothing came into it"
+    with alone_in(out):
+        (out / "kept").touch()
+    assert (out / "kept").exists()
+
+
+def test_processes_that_do_not_work_together_are_refused(
+    recipe: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchrun starts them on CPUs: each trained everything, into one folder."""
+    settings = some_settings(recipe, out=str(tmp_path))
+    monkeypatch.setattr(recipe.running, "Accelerator", lambda **_: SimpleNamespace(num_processes=1))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    recipe.running.accelerator_of(settings)  # a cluster's, for something else
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ValueError, match="2 processes were started, and accelerate has joined 1"):
+        recipe.running.accelerator_of(settings)
+
+
 def test_a_crash_while_saving_leaves_the_checkpoint_before(
     recipe: SimpleNamespace, tmp_path: Path
 ) -> None:

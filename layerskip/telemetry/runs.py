@@ -8,12 +8,12 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from layerskip.files import read_json, write_json
+from layerskip.files import locked, read_json, unlock, write_json
 
 RUNS_VERSION = 1
 RUN, ROUNDS, REQUESTS, SAMPLES = "run.json", "rounds.jsonl", "requests.jsonl", "samples.jsonl"
@@ -43,7 +43,7 @@ class JsonLines:
         with ExitStack() as opened:
             try:
                 self._file = opened.enter_context(self.path.open("ab", buffering=0))
-                if alone and not _locked(self._file, wait=False):
+                if alone and not locked(self._file, wait=False):
                     raise ValueError(
                         f"{path} is being written by another process; wait for its end"
                     )
@@ -110,39 +110,17 @@ class JsonLines:
         with self._turn:
             try:
                 if not self._alone:
-                    _locked(self._file)
+                    locked(self._file)
                 yield
             finally:
                 if not self._alone:
-                    _unlocked(self._file)
+                    unlock(self._file)
 
     def close(self) -> None:
         self._file.close()
 
     def _unwritable(self, error: OSError) -> ValueError:
         return ValueError(f"{self.path} cannot be written: {error.strerror}")
-
-
-def _locked(file: BinaryIO, *, wait: bool = True) -> bool:
-    """Whether no other process holds the file; it is this one's until it is closed or unlocked."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: nothing keeps a second process away
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    except OSError:  # a disk without locks: as there
-        return True
-    return True
-
-
-def _unlocked(file: BinaryIO) -> None:
-    with suppress(ImportError, OSError):
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
