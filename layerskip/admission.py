@@ -111,7 +111,7 @@ def check_model(model: object) -> None:
             f"{type(model).__name__} has no language-model head; load it as a causal LM"
         )
     inspections = (_head_size, _places, _kinds, _dtypes, _code_of_layers, _code_around_layers)
-    for inspect in (*inspections, own_functions):
+    for inspect in (*inspections, _functions_by_name):
         reason = inspect(model)
         if reason is not None:
             raise UnsupportedModelError(reason)
@@ -261,11 +261,13 @@ def _code_around_layers(model: PreTrainedModel) -> str | None:
     return None
 
 
-def own_functions(model: PreTrainedModel) -> str | None:
+def _functions_by_name(model: PreTrainedModel) -> str | None:
     """Functions of the user's that layers would call by the names in the config: decoding has its
     own in their place. Hub kernels, whose names have a slash, compute what transformers' do."""
-    for what, known in (("attention", ALL_ATTENTION_FUNCTIONS), ("experts", ALL_EXPERTS_FUNCTIONS)):
-        name = getattr(model.config, f"_{what}_implementation".replace("attention", "attn"), None)
+    attention = ("attention", "_attn_implementation", ALL_ATTENTION_FUNCTIONS)
+    experts = ("experts", "_experts_implementation", ALL_EXPERTS_FUNCTIONS)
+    for what, where, known in (attention, experts):
+        name = getattr(model.config, where, None)
         function = known.get(name) if isinstance(name, str) and "/" not in name else None
         ours = getattr(function, "__module__", "").startswith("layerskip.")  # of a twin
         if function is not None and not ours and not _is_transformers_own(function):

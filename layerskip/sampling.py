@@ -398,4 +398,5 @@ def _asked(processors: Sequence[Processor], ids: Tensor, scores: Tensor) -> Tens
             raise ValueError(
                 f"a logits processor must return scores of shape {expected}, got {got}"
             )
-    return scores.float()  # of integers, or of few digits: what follows is in its dtype
+    # Of integers, or of few digits, it would round the temperature.
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
