@@ -32,6 +32,7 @@ ONE_WINDOW = ("Mistral", "Phi3")  # of all layers
 BY_LAYER = ("Qwen2", "Qwen3", "SmolLM3")  # as layer_types says; families of neither have no windows
 COPIES = "layerskip_copies"  # attribute of a model that we loaded
 ROPE_CHUNK = 1024
+KERNELS = ("kernels.",)  # where that package is installed it stands around transformers' functions
 Rope = tuple[Tensor, Tensor]
 
 
@@ -47,7 +48,7 @@ def fits(layer: nn.Module, families: Sequence[str] = FAMILIES) -> bool:
     known |= {f"{family}{part}" for family in families for part in ours}
     return (
         unhooked(layer)
-        and _is_original(_rotation(layer))
+        and _is_original(_rotation(layer), *KERNELS)
         and all(
             type(m).__name__ in known
             and _is_original(type(m))
@@ -58,8 +59,8 @@ def fits(layer: nn.Module, families: Sequence[str] = FAMILIES) -> bool:
     )
 
 
-def _is_original(code: object) -> bool:
-    return getattr(code, "__module__", "").startswith(("torch.", "transformers."))
+def _is_original(code: object, *others: str) -> bool:
+    return getattr(code, "__module__", "").startswith(("torch.", "transformers.", *others))
 
 
 def _rotation(layer: nn.Module) -> object:

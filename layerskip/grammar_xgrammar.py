@@ -26,6 +26,7 @@ PROBE = '{"a": [1, true], "b": "c d"}'
 # Characters that a rule has at least: xgrammar looks for forced text without bound, and for each of
 # so many again from the beginning.
 MOST_FORCED = 4096
+DISPATCHES = ("TagDispatch", "TokenTagDispatch")
 
 
 Key = tuple[str, str, int]
@@ -211,22 +212,21 @@ def _longest_shortest(kind: str, rules: str) -> float:
     Raises:
         ValueError: no text of some rule ends, as of an object that must have one like itself.
     """
-    bodies = dict(line.split(" ::= ", 1) for line in rules.splitlines() if " ::= " in line)
+    bodies = {rule["name"]: rule["body"] for rule in _RULE.finditer(rules)}
     parts = {name: _Parts(body).choices() for name, body in bodies.items()}
     named, users = {name: _named(choices) for name, choices in parts.items()}, defaultdict(list)
     for name, others in named.items():
         for other in others:
             users[other].append(name)
-    found, asked = (
-        dict.fromkeys(parts, math.inf),
-        list(parts),
-    )  # the last first: most name later ones
+    found = dict.fromkeys(parts, math.inf)
+    asked = dict.fromkeys(reversed(parts))  # in turn, each once: most name rules behind them
     while asked:
-        name = asked.pop()
+        name = next(iter(asked))
+        del asked[name]
         least = _least(parts[name], found)
         if least < found[name]:
             found[name] = least
-            asked += users[name]
+            asked |= dict.fromkeys(users[name])
     met, waiting = {"root"}, ["root"]
     while waiting:
         more = named.get(waiting.pop(), set()) - met
@@ -241,6 +241,8 @@ def _longest_shortest(kind: str, rules: str) -> float:
     return max(found.get(name, 0.0) for name in met)
 
 
+# The body of some takes several lines.
+_RULE = re.compile(r"^(?P<name>[\w.-]+) ::= (?P<body>.*(?:\n(?![\w.-]+ ::= ).*)*)", re.MULTILINE)
 # Alternatives of sequences; of these an entry is a name, a number of characters, or alternatives
 # that stand so many times.
 _Choices = list[list[str | int | tuple[Any, int]]]
@@ -271,8 +273,9 @@ class _Parts:
                 break
             if sign == "|":
                 found.append([])
-            elif sign == "(":
-                found[-1].append((self.choices(), 1))
+            elif sign == "(":  # nothing of a dispatch has to come
+                taken = 0 if found[-1] and found[-1][-1] in DISPATCHES else 1
+                found[-1].append((self.choices(), taken))
             elif word["ahead"]:  # only looked at
                 self.choices()
             elif word["string"]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from layerskip.blocks import Stamp, stamp
 
-CAPTURING = "transformers.utils.output_capturing"
+HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 
 
 class Place(NamedTuple):
@@ -46,8 +46,9 @@ class SharedWeights:
         self._fixed = None if may_move else _addresses(self._weights)
         self._kinds = _kinds(self._weights)
         self._owner, self._places = weakref.ref(owner), _places(owner)
-        # The twin has them, too, and they stay: no other hook gets the id of one.
-        self._hooks = {id(hook) for module in twin.modules() for hook in hooks_of(module)}
+        # Not the hooks themselves, which may hold the model. Most are the twin's, too, and stay.
+        modules = (*owner.modules(), *twin.modules())
+        self._hooks = {id(hook) for module in modules for hook in hooks_of(module)}
 
     def check(self) -> None:
         """Raise if the model's weights are not those that decoding reads, or not of their kind.
@@ -99,18 +100,25 @@ class SharedWeights:
                 continue
             for own, weight in weights:
                 now = module._parameters.get(own, module._buffers.get(own))  # noqa: SLF001
-                # Another module may have none; the same one computes it now, or is pruned.
-                if now is not weight and (now is not None or module is was()):
+                # Another module may have none, and a dictionary of adapters' weights fewer; any
+                # other computes it now, or is pruned.
+                lost = module is was() and not _holds_entries(module)
+                if now is not weight and (now is not None or lost):
                     return f"{path}.{own}".removeprefix(".")
         return None
 
 
 def hooks_of(module: nn.Module) -> list[object]:
-    """A module's forward hooks, but for those that only collect hidden states for transformers,
-    which leaves them behind once it was asked for some."""
+    """A module's forward hooks, but for transformers' own that change no output: they collect
+    hidden states, and are left behind once it was asked for some, or let gradients through."""
     # torch has no public way to ask.
     found = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())  # noqa: SLF001
-    return [hook for hook in found if getattr(hook, "__module__", None) != CAPTURING]
+    return [hook for hook in found if getattr(hook, "__module__", None) not in HARMLESS]
+
+
+def _holds_entries(module: nn.Module) -> bool:
+    """Whether it is a dictionary of tensors: torch's, or PEFT's of buffers."""
+    return isinstance(module, nn.ParameterDict) or type(module).__name__ == "BufferDict"
 
 
 def _weights(model: nn.Module) -> list[Tensor]:

@@ -30,7 +30,7 @@ def alone_in(out: Path) -> Iterator[None]:
     Raises:
         ValueError: another run does, or the folder cannot be made.
     """
-    if int(os.environ.get("RANK", "0")):
+    if os.environ.get("RANK", "0") not in ("", "0"):
         yield
         return
     there = out.is_dir()
@@ -46,11 +46,11 @@ def alone_in(out: Path) -> Iterator[None]:
             )
         yield
     finally:
-        if number >= 0:
-            os.close(number)
-        if not there:
+        if not there:  # first: afterwards another may have it
             with suppress(OSError):
                 out.rmdir()
+        if number >= 0:
+            os.close(number)
 
 
 class AnotherRunError(ValueError):

@@ -56,6 +56,7 @@ import random
 import sys
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ from transformers import PreTrainedModel
 
 from layerskip import Grammar, PlanFile, SamplingParams, SelfSpeculativeLM
 from layerskip.constraint import Constraint
-from layerskip.grammar_xgrammar import XGrammarBackend, _longest_shortest
+from layerskip.grammar_xgrammar import XGrammarBackend, _least, _longest_shortest
 from layerskip.lookup import LookupStore
 from layerskip.verify import Verifier
 
@@ -281,6 +282,26 @@ LIST_WITHOUT_END = {
 def test_the_shortest_text_of_a_grammar_is_known(rules, longest):
     """Of its longest rule: xgrammar looks for forced text without bound."""
     assert _longest_shortest("ebnf", str(xgrammar.Grammar.from_ebnf(rules))) == longest
+
+
+def test_a_grammar_of_many_alternatives_is_measured_once():
+    """Each rule that was known asked the one above it again, for all of its alternatives."""
+    rules = "root ::= " + " | ".join(f"r{i}" for i in range(3000))
+    rules += "".join(f'\nr{i} ::= "a" [x-z] "{i}"' for i in range(3000))
+    asked = 0
+
+    class Counted(dict):
+        def get(self, *arguments):
+            nonlocal asked
+            asked += 1
+            return super().get(*arguments)
+
+    def least(choices, known):
+        return _least(choices, Counted(known) if len(choices) > 1 else known)
+
+    with mock.patch("layerskip.grammar_xgrammar._least", least):
+        assert _longest_shortest("ebnf", rules) == 6
+    assert asked < 10_000
 
 
 @pytest.mark.parametrize("count", [0, 4])
@@ -529,6 +550,10 @@ def test_a_grammar_is_compiled_once_for_all_threads(tokenizer, monkeypatch):
         (lambda: Grammar.ebnf('root ::= root "a"'), "no text of its rule 'root' ends"),
         (lambda: Grammar.ebnf('root ::= "a" root'), "no text of its rule 'root' ends"),
         (lambda: Grammar.ebnf('root ::= "b" x{0,2}\nx ::= "a" x'), "no text of its rule 'x' ends"),
+        (
+            lambda: Grammar.ebnf('root ::= TagDispatch(("ab", s))\ns ::= "x" s'),
+            "no text of its rule 's' ends",
+        ),
         (lambda: Grammar.json_schema(LIST_WITHOUT_END), "no text of it, or of a part of it, ends"),
         (lambda: Grammar.json_schema({"anyOf": [{"type": "null"}, LIST_WITHOUT_END]}), "no text"),
         (lambda: Grammar.json_schema("[" * 100_000), "the schema is nested too deeply"),

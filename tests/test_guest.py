@@ -222,6 +222,37 @@ def test_what_others_put_into_transformers_own_classes_is_run(monkeypatch, plain
     check_exact(model, lm)
 
 
+def test_functions_that_hub_kernels_stand_around_are_transformers_own(monkeypatch, wrap):
+    """Where that package is installed each is a module of it."""
+
+    class Func(nn.Module):
+        __module__ = "kernels.layer.layer"
+
+        def __init__(self, function: Callable) -> None:
+            super().__init__()
+            self.function = function
+
+        def forward(self, *args: object, **kwargs: object) -> object:
+            return self.function(*args, **kwargs)
+
+    around = Func(modeling_llama.apply_rotary_pos_emb)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", around)
+    lm = SelfSpeculativeLM(make_model(), None, PLANS["exit"], num_draft_tokens=4)
+    assert lm.stack.backend == wrap("exit").stack.backend
+
+
+@pytest.mark.parametrize("method", ["lora", "loha", "ia3"])
+def test_an_adapter_that_is_not_used_may_be_deleted_later(method):
+    model = adapted(METHODS[method])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.add_adapter("other", copy.deepcopy(METHODS[method]))
+    lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
+    expected = decode(lm)
+    model.delete_adapter("other")
+    assert decode(lm) == expected
+
+
 def test_hooks_on_all_modules_are_run(plain_text):
     def louder(module: nn.Module, _: object, output: object) -> object:
         return 1.3 * output if isinstance(module, modeling_llama.LlamaMLP) else None

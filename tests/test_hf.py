@@ -445,6 +445,24 @@ def test_hooks_of_one_call_are_refused():
         adapted.generate(**one(), **GREEDY, custom_generate=ours, adapter_names=["second"])
 
 
+class Watch(torch.nn.Module):
+    def look(self, *_: object) -> None:
+        pass
+
+
+def test_hooks_from_before_and_those_that_let_gradients_through_stay():
+    """The twin has another copy of a method of a module."""
+    model = make_model()
+    model.model.layers[1].mlp.register_forward_hook(Watch().look)
+    ours = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4).custom_generate
+    model.enable_input_require_grads()
+    wanted = model.generate(**one(), **GREEDY)
+    assert torch.equal(model.generate(**one(), **GREEDY, custom_generate=ours), wanted)
+    model.model.layers[0].mlp.register_forward_hook(Watch().look)
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp has a forward hook"):
+        model.generate(**one(), **GREEDY, custom_generate=ours)
+
+
 def test_a_model_that_shares_some_weights_is_another(model, exit_lm):
     student = make_model(num_hidden_layers=2)
     student.model.embed_tokens = model.model.embed_tokens
