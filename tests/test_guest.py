@@ -235,10 +235,10 @@ def test_functions_that_hub_kernels_stand_around_are_transformers_own(monkeypatc
         def forward(self, *args: object, **kwargs: object) -> object:
             return self.function(*args, **kwargs)
 
-    around = Func(modeling_llama.apply_rotary_pos_emb)
+    usual, around = wrap("exit").stack.backend, Func(modeling_llama.apply_rotary_pos_emb)
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", around)
     lm = SelfSpeculativeLM(make_model(), None, PLANS["exit"], num_draft_tokens=4)
-    assert lm.stack.backend == wrap("exit").stack.backend
+    assert lm.stack.backend == usual
 
 
 @pytest.mark.parametrize("method", ["lora", "loha", "ia3"])
