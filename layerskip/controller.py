@@ -161,7 +161,7 @@ class Controller:
             confidences: of what was looked up for each; 0: nothing was.
             beside: rows of the round whose numbers are fixed.
         """
-        for state in states:  # in plain loops, here: most rounds of some texts are such
+        for state in states:  # plain loops: of some texts most rounds are such
             if not state.may_rest:
                 return None
         rows = len(states) + beside

@@ -1,7 +1,7 @@
 """What a twin shares with its model: the weights, and how to see that the model has others."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ class SharedWeights:
     """
 
     def __init__(self, owner: nn.Module, twin: nn.Module, *, may_move: bool = True) -> None:
-        self._weights = _weights(twin)
+        self._weights = list(_weights(twin))
         self._fixed = None if may_move else _addresses(self._weights)
         self._kinds = _kinds(self._weights)
         self._owner, self._places = weakref.ref(owner), _places(owner)
@@ -121,9 +121,10 @@ def _holds_entries(module: nn.Module) -> bool:
     return isinstance(module, nn.ParameterDict) or type(module).__name__ == "BufferDict"
 
 
-def _weights(model: nn.Module) -> list[Tensor]:
+def _weights(model: nn.Module) -> Iterator[Tensor]:
     """Parameters, and what else a checkpoint has of it: some experts' biases are buffers."""
-    return [*model.parameters(), *(b for m in model.modules() for _, b in _kept_buffers(m))]
+    yield from model.parameters()
+    yield from (buffer for m in model.modules() for _, buffer in _kept_buffers(m))
 
 
 def _kept_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -136,7 +137,7 @@ def _places(model: nn.Module) -> list[Place]:
     places: list[Place] = []
     numbers: dict[str, int] = {}
     for path, module in model.named_modules():
-        if path and not _weights(module):
+        if path and next(_weights(module), None) is None:
             continue
         above, _, name = path.rpartition(".")
         own = [(n, w) for n, w in module._parameters.items() if w is not None]  # noqa: SLF001

@@ -38,19 +38,21 @@ def alone_in(out: Path) -> Iterator[None]:
     try:
         number = os.open(out, os.O_RDONLY)
     except OSError:  # Windows opens no folders
-        number = -1
+        yield
+        return
     try:
-        if number >= 0 and not locked(number, wait=False):
+        if not locked(number, wait=False):
             raise ValueError(
                 f"another run is writing into {out}; wait for its end, or give another"
             )
-        yield
+        try:
+            yield
+        finally:
+            if not there:  # while it is held: afterwards another run may have it
+                with suppress(OSError):
+                    out.rmdir()
     finally:
-        if not there:  # first: afterwards another may have it
-            with suppress(OSError):
-                out.rmdir()
-        if number >= 0:
-            os.close(number)
+        os.close(number)
 
 
 class AnotherRunError(ValueError):

@@ -68,7 +68,8 @@ from transformers import PreTrainedModel
 
 from layerskip import Grammar, PlanFile, SamplingParams, SelfSpeculativeLM
 from layerskip.constraint import Constraint
-from layerskip.grammar_xgrammar import XGrammarBackend, _least, _longest_shortest
+from layerskip.grammar_lengths import _least, longest_shortest
+from layerskip.grammar_xgrammar import XGrammarBackend
 from layerskip.lookup import LookupStore
 from layerskip.verify import Verifier
 
@@ -281,7 +282,7 @@ LIST_WITHOUT_END = {
 )
 def test_the_shortest_text_of_a_grammar_is_known(rules, longest):
     """Of its longest rule: xgrammar looks for forced text without bound."""
-    assert _longest_shortest("ebnf", str(xgrammar.Grammar.from_ebnf(rules))) == longest
+    assert longest_shortest("ebnf", str(xgrammar.Grammar.from_ebnf(rules))) == longest
 
 
 def test_a_grammar_of_many_alternatives_is_measured_once():
@@ -299,8 +300,8 @@ def test_a_grammar_of_many_alternatives_is_measured_once():
     def least(choices, known):
         return _least(choices, Counted(known) if len(choices) > 1 else known)
 
-    with mock.patch("layerskip.grammar_xgrammar._least", least):
-        assert _longest_shortest("ebnf", rules) == 6
+    with mock.patch("layerskip.grammar_lengths._least", least):
+        assert longest_shortest("ebnf", rules) == 6
     assert asked < 10_000
 
 

@@ -24,6 +24,7 @@ VALUES = {
     "families",
     "files",
     "grammar",
+    "grammar_lengths",
     "lookup",
     "metrics",
     "mixture",

@@ -415,6 +415,12 @@ def test_one_run_at_a_time_writes_into_a_folder(
             alone_in(out),
         ):
             pass
+        real, answers = Path.is_dir, iter([False])  # both began at once: nobody had made it yet
+        monkeypatch.setattr(Path, "is_dir", lambda path: all(answers) and real(path))
+        with pytest.raises(ValueError, match="another run"), alone_in(out):
+            pass
+        monkeypatch.undo()
+        assert out.exists()
         with alone_in(tmp_path / "other"):
             pass
         monkeypatch.setenv("RANK", "1")
