@@ -55,8 +55,13 @@ class PromptEncoder:
         self, prompt: Prompt | None, messages: Sequence[Message] | None, max_new_tokens: int
     ) -> list[int]:
         """Token ids of one prompt, or chat, that leaves room for so many new ones."""
-        ids = self.encode_all(prompt, messages)[0]
         room = self.max_positions - max_new_tokens
+        if room < 1:
+            raise ValueError(
+                f"{max_new_tokens} new tokens leave a prompt no room in the model's "
+                f"{self.max_positions} positions; ask for {self.max_positions - 1} at most"
+            )
+        ids = self.encode_all(prompt, messages)[0]
         if len(ids) > room:
             raise ValueError(
                 f"{len(ids)} tokens; with {max_new_tokens} new ones at most {room} fit the "

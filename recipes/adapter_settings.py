@@ -6,6 +6,7 @@ from typing import Literal
 from draft_training import Rollout
 from settings import RunSettings, check_exits
 
+from layerskip.adapter_shape import WIDTH_QUANTUM
 from layerskip.params import check_integer, check_number
 
 
@@ -22,7 +23,7 @@ class Settings(RunSettings):
         head_rank: of the addition to the head; 0: none.
         bridge_rank: of the addition to the hidden states; 0: none.
         block: a transformer block in the place of a bridge.
-        block_width: of its MLP; 0: that of the model's layers.
+        block_width: of its MLP, a multiple of 32; 0: that of the model's layers, rounded up.
         block_start: "next_layer": the block starts as a copy of the layer after the exit, which
             has to have the block's form; "nothing": it starts as the plain exit.
         text: whether the data are trained on.
@@ -66,6 +67,10 @@ class Settings(RunSettings):
         if self.block_width and not self.block:
             raise ValueError(
                 f"block_width={self.block_width} needs a block; give block=true, or leave it out"
+            )
+        if isinstance(self.block_width, int) and self.block_width % WIDTH_QUANTUM:
+            raise ValueError(
+                f"block_width must be a multiple of {WIDTH_QUANTUM}, got {self.block_width}"
             )
         least = {"exit_layer": 0, "head_rank": 0, "bridge_rank": 0, "block_width": 0}
         least |= {

@@ -25,6 +25,7 @@ from draft_training import Backbone, DraftLoss, acceptance, roll_out
 from packing import Batch, Batches, Packed, document_mask, micro_batches
 from torch import Tensor, nn
 
+from layerskip.adapter_shape import WIDTH_QUANTUM
 from layerskip.admission import decoder_layers
 from layerskip.exit_adapter import ExitAdapter
 from layerskip.training.schedules import warmup_stable_decay
@@ -41,6 +42,7 @@ def new_adapter(model: Any, exit_layer: int, settings: Settings) -> ExitAdapter:
         ValueError: the exit is not one of the model, or its next layer has not the block's form.
     """
     inner = getattr(model.config, "intermediate_size", 0)
+    inner += -inner % WIDTH_QUANTUM  # a copy of narrower ones adds nothing there
     adapter = ExitAdapter.create(
         model,
         exit_layer,

@@ -303,11 +303,13 @@ def test_calibration_is_judged_on_rows_it_was_not_fitted_on(
 # The block's beginning
 
 
-@pytest.mark.parametrize("width", [0, 32, 96])
+@pytest.mark.parametrize(("width", "inner"), [(0, 64), (32, 64), (96, 64), (0, 72)])
 def test_a_block_begins_as_the_next_layer(
-    recipe: SimpleNamespace, model: Any, packed: Any, width: int
+    recipe: SimpleNamespace, model: Any, packed: Any, width: int, inner: int
 ) -> None:
     settings = some_settings(recipe, block_width=width)
+    if inner != SMALL["intermediate_size"]:  # no multiple of 32: the block's is rounded up
+        model = make_model(**SMALL | {"intermediate_size": inner})
     adapter = recipe.adapter_trainer.new_adapter(model, EXIT, settings)
     backbone = recipe.draft_training.Backbone(model, EXIT)
     ids, positions = packed.ids[:2], packed.positions[:2]
@@ -319,6 +321,11 @@ def test_a_block_begins_as_the_next_layer(
         torch.testing.assert_close(found, deeper, rtol=1e-4, atol=1e-4)
     else:
         assert not torch.allclose(found, deeper, rtol=1e-2, atol=1e-2)
+
+
+def test_widths_of_a_block_are_checked_before_anything_runs(recipe: SimpleNamespace) -> None:
+    with pytest.raises(ValueError, match="block_width must be a multiple of 32, got 40"):
+        some_settings(recipe, block_width=40)
 
 
 def test_only_layers_like_llamas_are_copied(recipe: SimpleNamespace) -> None:
