@@ -10,7 +10,7 @@ from modes import BASE, THEIR_BASE, Turn
 from layerskip import DecodeStats, Round
 from layerskip.bootstrap import bootstrap_interval
 from layerskip.cost import CostTable
-from layerskip.metrics import acceptance_by_position
+from layerskip.outputs import acceptance_by_position
 
 PERCENTILES = (50, 90, 99)
 

@@ -128,9 +128,9 @@ class _Decoding:
 
     def __iter__(self) -> Iterator[int]:
         far = 0
-        for step in self.lm.stream(**self.arguments):
-            self.rounds.append(step.round)
-            far += len(step.token_ids)
+        for record in self.lm.stream(**self.arguments):
+            self.rounds.append(record)
+            far += len(record.token_ids)
             yield far
 
     def decoded(self, laps: Sequence[Clock]) -> Decoded:

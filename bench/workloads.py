@@ -66,7 +66,7 @@ from tasks import TASKS, examples_of, spread
 from layerskip import DecodeStats, SamplingParams, SelfSpeculativeLM
 from layerskip.compare import REFUSALS, repeated_share
 from layerskip.cost import CostTable
-from layerskip.metrics import acceptance_by_position
+from layerskip.outputs import acceptance_by_position
 from layerskip.params import NumDraftTokens
 from layerskip.prompts import Example, read_prompts
 

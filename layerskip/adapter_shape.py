@@ -9,8 +9,6 @@ from layerskip.params import check_integer, check_number
 from layerskip.plan import DraftPlan
 
 WIDTH_QUANTUM = 32  # a width that vector units divide evenly: a row's bits then know no place
-
-
 COLDEST, HOTTEST = 0.01, 100.0  # temperatures of an adapter's logits
 
 

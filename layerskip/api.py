@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip import hf
-from layerskip.batch import Batch, StreamStep
+from layerskip.batch import Batch
 from layerskip.cache import CachedText
 from layerskip.checkpoint import BUILTIN, trained_exits
 from layerskip.controller import Controller
+from layerskip.decode import Decoder
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
@@ -154,9 +156,8 @@ class SelfSpeculativeLM:
         self._bench, self._rounds_choice = open_bench(self.stack, self.plan, self._head)
         # What is looked up needs rounds that the host starts, which take a small model on a GPU
         # three times as long (bench/LOG.md, 2026-11-27).
-        self.looks_up = lookup is not False and (lookup is not None or self._bench is None)
+        self._looks_up = lookup is not False and (lookup is not None or self._bench is None)
         self._looks_up_for_numbers = lookup is None and self.plan is None  # else nothing drafts
-        self.looks_up = self._looks_up_for(num_draft_tokens)
         self._controller: Controller | None = None
         self._lock = threading.Lock()
 
@@ -341,13 +342,18 @@ class SelfSpeculativeLM:
         except torch.OutOfMemoryError as error:  # requests of fewer slots may find room
             logger.warning("no round is recorded ahead: %s", str(error).partition("\n")[0])
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether tokens are looked up for requests that do not say how many to draft."""
+        return self._looks_up_for(self.num_draft_tokens)
+
     def _looks_up_for(self, num_draft_tokens: NumDraftTokens) -> bool:
         """Whether tokens are looked up for requests of so many."""
-        return self.looks_up or (self._looks_up_for_numbers and num_draft_tokens not in (AUTO, 0))
+        return self._looks_up or (self._looks_up_for_numbers and num_draft_tokens not in (AUTO, 0))
 
     def _recorded_counts(self, wanted: NumDraftTokens) -> list[int]:
         """Numbers of drafted tokens whose rounds requests may need, on the device."""
-        if self.plan is None or self.looks_up:  # what is looked up needs the host
+        if self.plan is None or self._looks_up:  # what is looked up needs the host
             return [0]
         if wanted != AUTO:
             return sorted({0, int(wanted)})
@@ -491,8 +497,8 @@ class SelfSpeculativeLM:
         grammar: Any = None,
         labels: Mapping[str, str] | None = None,
         on_round: Callable[[Round], None] | None = None,
-    ) -> Iterator[StreamStep]:
-        """Decode one prompt, yielding a ``StreamStep`` per round; arguments as in ``generate``.
+    ) -> Iterator[Round]:
+        """Decode one prompt, yielding each ``Round``; arguments as in ``generate``.
 
         Arguments are checked at the call, not at the first step. The consumer may stop any time.
         """
@@ -561,17 +567,22 @@ class SelfSpeculativeLM:
         )
         if on_round is not None and not callable(on_round):
             raise TypeError(f"on_round must be callable with a Round, got {on_round!r}")
-        return Batch(
+        new_decoder = partial(
+            Decoder,
             self.stack,
             self._drafter,
             self.plan,
-            self._encoder,
-            settings,
-            controller=lambda: self.controller,
             looks_up=self._looks_up_for(settings.num_draft_tokens),
             store=self._store,
             head=self._head,
             bench=self._bench,
+        )
+        return Batch(
+            self.stack,
+            self._encoder,
+            settings,
+            new_decoder=new_decoder,
+            controller=lambda: self.controller,
             meter=self.coverage_meter,
             grammars=self._grammars,
             policy=self.policy,

@@ -5,18 +5,15 @@ import logging
 import secrets
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from layerskip.cache import CachedText
 from layerskip.constraint import Constraint
 from layerskip.controller import Controller
 from layerskip.decode import Decoder
-from layerskip.draft_head import DraftHead
-from layerskip.drafting import EarlyExitDrafter
 from layerskip.encoding import Message, Prompt, PromptEncoder, is_single
 from layerskip.grammar_xgrammar import XGrammarBackend
-from layerskip.lookup import LookupStore
 from layerskip.model import DecoderStack
 from layerskip.outputs import DecodeStats, GenerationOutput, Round
 from layerskip.params import (
@@ -28,7 +25,6 @@ from layerskip.params import (
     check_sampling,
     following_seed,
 )
-from layerskip.plan import DraftPlan
 from layerskip.policy import Policy
 from layerskip.processors import processors_of
 from layerskip.request import RowRequest, RowSettings, as_grammar, seeded
@@ -36,26 +32,10 @@ from layerskip.row import Row, RowSpec
 from layerskip.sampling import Sampler
 from layerskip.text import TextStream
 from layerskip.vocabulary import CoverageMeter
-from layerskip.workbench import Workbench
 
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 32
-
-
-@dataclass(frozen=True)
-class StreamStep:
-    """One round of a stream.
-
-    Attributes:
-        text: text that became final.
-        token_ids: tokens emitted.
-        round: the round's record.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    round: Round
 
 
 class Batch:
@@ -68,27 +48,19 @@ class Batch:
     def __init__(
         self,
         stack: DecoderStack,
-        drafter: EarlyExitDrafter | None,
-        plan: DraftPlan | None,
         encoder: PromptEncoder,
         settings: RowSettings,
         *,
+        new_decoder: Callable[..., Decoder],
         controller: Callable[[], Controller],
-        looks_up: bool,
-        store: LookupStore | None,
-        head: DraftHead | None,
-        bench: Workbench | None,
         meter: CoverageMeter | None,
         grammars: XGrammarBackend | None,
         policy: Policy | None,
         on_round: Callable[[Round], None] | None,
     ) -> None:
         self._grammars, self._policy, self._on_round = grammars, policy, on_round
-        self._stack, self._drafter, self._plan = stack, drafter, plan
-        self._controller, self._looks_up, self._store = controller, looks_up, store
-        self._head, self._meter = head, meter
-        self._bench = bench
-        self._encoder, self.settings = encoder, settings
+        self._stack, self._encoder, self.settings = stack, encoder, settings
+        self._new_decoder, self._controller, self._meter = new_decoder, controller, meter
         self._rows: Decoder | None = None
         self._requests: dict[int, RowRequest] = {}
         self._check_settings(settings)
@@ -235,14 +207,13 @@ class Batch:
                         outputs[places.pop(record.row)] = self.remove(record.row)
         return [outputs[i] for i in range(len(requests))]
 
-    def stream(self, request: RowRequest) -> Iterator[StreamStep]:
+    def stream(self, request: RowRequest) -> Iterator[Round]:
         """Decode one request, round by round."""
         self._reserve([request])
         with self._giving_up():
             self.join(request)
             while self.unfinished:
-                for record in self.step():
-                    yield StreamStep(record.text, record.token_ids, record)
+                yield from self.step()
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -300,18 +271,8 @@ class Batch:
         """
         if any(r.settings.num_draft_tokens == AUTO for r in requests):
             self._controller()  # whose rounds, recorded when it is made, this decoder is to have
-        self._rows = Decoder(
-            self._stack,
-            self._drafter,
-            self._plan,
-            looks_up=self._looks_up,
-            store=self._store,
-            head=self._head,
-            bench=self._bench,
-            num_rows=len(requests),
-            num_slots=max(r.num_slots for r in requests),
-            grows=grows,
-        )
+        num_slots = max(r.num_slots for r in requests)
+        self._rows = self._new_decoder(num_rows=len(requests), num_slots=num_slots, grows=grows)
         # Who lets go of a batch need not have removed its rows.
         weakref.finalize(self, self._rows.give_up).atexit = False
 

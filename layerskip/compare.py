@@ -48,7 +48,6 @@ class Run:
         stats: of our modes; None for transformers'.
         positions: (token, position) pairs through layer 0; 0 where not counted.
         kv_cache_bytes: of every cache that the call used; 0 where not counted.
-        cpu_seconds: of this process meanwhile, on all its threads: other processes do not count.
     """
 
     token_ids: tuple[int, ...]
@@ -56,7 +55,6 @@ class Run:
     stats: DecodeStats | None = None
     positions: int = 0
     kv_cache_bytes: int = 0
-    cpu_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -102,26 +100,24 @@ class Comparison:
         elif mode == "hf-prompt-lookup":
             extra["prompt_lookup_num_tokens"] = PROMPT_LOOKUP_TOKENS
         with counted(self.model, count) as counts, configured(self.model, settings):
-            began, cpu_began = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
             tokens = self._transformers(ids, extra)
-            cpu_seconds = time.process_time() - cpu_began
             seconds = time.perf_counter() - began
-        return Run(tokens, seconds, None, counts.positions, counts.kv_cache_bytes, cpu_seconds)
+        return Run(tokens, seconds, None, counts.positions, counts.kv_cache_bytes)
 
     def _ours(self, ids: Sequence[int], num_draft_tokens: int | None) -> Run:
-        began, cpu_began = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
         out = self.lm.generate(
             ids,
             max_new_tokens=self.max_new_tokens,
             sampling=self.sampling,
             num_draft_tokens=num_draft_tokens,
         )
-        cpu_seconds = time.process_time() - cpu_began
         seconds = time.perf_counter() - began
         assert isinstance(out, GenerationOutput)
         stats = out.stats
         positions, cache = stats.positions_through_first_layer, stats.kv_cache_bytes
-        return Run(out.token_ids, seconds, stats, positions, cache, cpu_seconds)
+        return Run(out.token_ids, seconds, stats, positions, cache)
 
     def _transformers(self, ids: Sequence[int], extra: dict[str, Any]) -> tuple[int, ...]:
         if not self.sampling.greedy:
@@ -335,7 +331,6 @@ def _summary(
         )
         for runs, bases in zip(timed[mode], timed["plain"], strict=True)
     ]
-
     same = [
         r.token_ids == p.token_ids for r, p in zip(counted[mode], counted["plain"], strict=True)
     ]

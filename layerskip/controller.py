@@ -306,11 +306,7 @@ class Controller:
         state.look_back(runs, spent, pace.risks[0] / pace.token)
 
     def observe_plain(self, state: RowState, choice: Choice, context: int) -> None:
-        """A round without drafts."""
-        self._earn(state, choice, context)
-
-    def _earn(self, state: RowState, choice: Choice, context: int) -> None:
-        """Credit for probes, of any round that is none, if its row has not had that in advance."""
+        """A round that is no probe: it earns credit for them, unless its row has had that."""
         if state.repays():
             return
         plain = self.times.verify(1, context, greedy=state.greedy)
@@ -327,7 +323,7 @@ class Controller:
             gained = choice.gained(num_saved, num_tokens, 0.0) - drawing - looking
             passes = gained / self.times.verify(1, context, greedy=state.greedy)
             state.settle(gained / choice.plain_seconds, passes, looked_up=True)
-        self._earn(state, choice, context)
+        self.observe_plain(state, choice, context)
 
     def observe_draft(
         self,
@@ -380,7 +376,7 @@ class Controller:
                 spent = -choice.gained(0, drafted + num_behind, wider * num_passes) / plain
             state.settle(seconds / choice.plain_seconds, seconds / plain, spent=spent)
         if not state.probing:
-            self._earn(state, choice, context)
+            self.observe_plain(state, choice, context)
         state.add_draft(accepted, confidences, chances)
 
 

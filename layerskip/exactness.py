@@ -40,6 +40,7 @@ class Exactness:
         reason: one sentence for ``info``.
         tiles: numbers of positions that attention may take at once, ascending.
         wanted: False where passes take the rows that come, in one piece, whatever the bits.
+        any_size: whether bits hold in passes of every size, and nothing is to be proven.
         product_rows: most rows that a linear map takes at once; bits may need fewer. 1: it takes
             the pass's tokens one by one, and no spare row.
         fewest: rows of the least pass, where passes of up to ``TILE`` rows hold no spare ones
@@ -52,6 +53,7 @@ class Exactness:
     reason: str
     tiles: tuple[int, ...] = (TILE,)
     wanted: bool = True
+    any_size: bool = False
     product_rows: int = MAX_PASS_ROWS
     fewest: int = 0
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -138,8 +138,12 @@ def _adapter(stack: "DecoderStack", plan: DraftPlan | None) -> str:
 def _described(draft_vocabulary: Sequence[int] | None) -> str:
     if draft_vocabulary is None:
         return "all"
-    digest = hashlib.sha256(",".join(map(str, draft_vocabulary)).encode()).hexdigest()
-    return f"{len(draft_vocabulary)} ids, {digest[:8]}"
+    return f"{len(draft_vocabulary)} ids, {digest_of(draft_vocabulary)[:8]}"
+
+
+def digest_of(token_ids: Iterable[int]) -> str:
+    """SHA-256 of token ids, to tell whether two texts are equal."""
+    return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
 
 
 def mismatch(

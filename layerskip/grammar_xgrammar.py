@@ -25,7 +25,6 @@ PROBE = '{"a": [1, true], "b": "c d"}'
 # so many again from the beginning.
 MOST_FORCED = 4096
 
-
 Key = tuple[str, str, int]
 
 

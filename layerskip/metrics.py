@@ -1,16 +1,13 @@
-"""Acceptance: of one request, in the shape that serving engines report it; and by position.
+"""Acceptance of one request, in the shape that serving engines report it.
 
-Fields and definitions of the first are those of vLLM's ``metrics.speculative_decoding``
+Fields and definitions are those of vLLM's ``metrics.speculative_decoding``
 (documentation of 0.32, "Per-Request Acceptance Metrics"), which load generators read;
 ``accepted_*`` and ``mode`` are ours.
 """
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from layerskip.outputs import Round
+from typing import Any
 
 QUANTILES = (10, 50, 90)
 
@@ -53,21 +50,6 @@ def speculative_metrics(rounds: Iterable[tuple[int, int]]) -> dict[str, Any]:
         **{f"accepted_p{q}": _nearest_rank(accepted, q) for q in QUANTILES},
         "mode": "speculative" if drafts else "plain",
     }
-
-
-def acceptance_by_position(rounds: Iterable["Round"]) -> tuple[float, ...]:
-    """Share of the first, second, ... drafted token that is accepted after accepted ones.
-
-    Rounds that a text ends in are left out: they may be cut before what was accepted.
-    """
-    whole = [r for r in rounds if r.finish_reason is None]
-    shares: list[float] = []
-    for i in range(max((r.num_draft_tokens for r in whole), default=0)):
-        judged = [r for r in whole if r.num_draft_tokens > i and r.num_accepted_tokens >= i]
-        if not judged:
-            break
-        shares.append(sum(r.num_accepted_tokens > i for r in judged) / len(judged))
-    return tuple(shares)
 
 
 def _histogram(accepted: Iterable[int], most: int) -> list[int]:

@@ -176,11 +176,6 @@ class DecoderStack:
         return elements * torch.finfo(self.dtype).bits // 8
 
     @property
-    def product_rows(self) -> int:
-        """Most rows of a decode pass that a linear map takes at once, with this thread's cores."""
-        return self.pass_sizes.product_rows
-
-    @property
     def free_rows(self) -> int:
         """Rows of a decode pass that cost no more than one."""
         return self.exactness.free_rows
@@ -269,7 +264,7 @@ class DecoderStack:
         project: Projection | None = None,
     ) -> Tensor:
         """Final norm and vocabulary projection of one pass's rows, as they are."""
-        rows = self.product_rows if product_rows is None else product_rows
+        rows = self.pass_sizes.product_rows if product_rows is None else product_rows
         if len(hidden) <= rows:
             return self._forward.head(hidden, project)
         return torch.cat([self._forward.head(part, project) for part in hidden.split(rows)])
@@ -384,7 +379,7 @@ class DecoderStack:
             num_rows=rows,
             group=self.group,
             tile=self.exactness.tile,
-            product_rows=self.product_rows if product_rows is None else product_rows,
+            product_rows=self.pass_sizes.product_rows if product_rows is None else product_rows,
             windows=self.windows,
             all_positions=self._positions_below(max(s.start for s in segments) + rows),
         )

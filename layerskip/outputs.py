@@ -289,3 +289,18 @@ class GenerationOutput:
         return document | (
             {"logprobs": [asdict(entry) for entry in self.logprobs]} if self.logprobs else {}
         )
+
+
+def acceptance_by_position(rounds: Iterable[Round]) -> tuple[float, ...]:
+    """Share of the first, second, ... drafted token that is accepted after accepted ones.
+
+    Rounds that a text ends in are left out: they may be cut before what was accepted.
+    """
+    whole = [r for r in rounds if r.finish_reason is None]
+    shares: list[float] = []
+    for i in range(max((r.num_draft_tokens for r in whole), default=0)):
+        judged = [r for r in whole if r.num_draft_tokens > i and r.num_accepted_tokens >= i]
+        if not judged:
+            break
+        shares.append(sum(r.num_accepted_tokens > i for r in judged) / len(judged))
+    return tuple(shares)

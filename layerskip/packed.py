@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 SLOT_BLOCK = 64  # of an allocation; what a row sees has no blocks
 PREFILL_CHUNK = 2048  # a GPU is not full of fewer; activations of more take memory
 BY_CONSTRUCTION = Exactness(
-    True, 1, SLOT_BLOCK, "rows keep their bits in every pass, by the construction of the kernels"
+    True,
+    1,
+    SLOT_BLOCK,
+    "rows keep their bits in every pass, by the construction of the kernels",
+    any_size=True,
 )
 BY_DEFINITIONS = replace(
     BY_CONSTRUCTION,

@@ -72,7 +72,7 @@ class PackedModel:
 
     Args:
         model: a twin.
-        ops: ``layerskip.ops``, or in tests what has the same functions.
+        ops: as ``layerskip.packed.ops_on`` gives them.
     """
 
     one_row = False

@@ -146,7 +146,7 @@ class PassSizes:
     def largest(self, num_tokens: int) -> int:
         """The most tokens one pass may hold for ``num_tokens`` to keep their bits."""
         exactness = self._stack.exactness
-        if not exactness.wanted:
+        if not exactness.wanted or exactness.any_size:
             return num_tokens
         if not exactness.holds:
             return 1

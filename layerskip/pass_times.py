@@ -6,9 +6,9 @@ from layerskip.clocks import DRAFT, PACE, Clocks
 from layerskip.cost import CostTable
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
-CONTEXT_STEP = 64
+CONTEXT_STEP = 64  # contexts this near cost the same
 MOST_REMEMBERED = 100_000  # seconds looked up in the table
-SHORTEST = 1e-9  # seconds of a pass: nothing is divided by zero
+SHORTEST = 1e-9  # seconds: nothing is divided by zero
 MANY_ROWS = 8  # sequences, of which each is thought to verify as many tokens
 LEAST_GROWTH = 0.5  # of what a verify pass grows by, where it is charged
 # Rounds: all of the first ones are learnt from, then some. A plain one tells less: how fast the

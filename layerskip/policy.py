@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -90,22 +90,9 @@ class Policy:
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON; ``from_dict`` reads it."""
-        rules = [
-            {
-                "task": rule.task,
-                "prompt_tokens": list(rule.prompt_tokens),
-                "max_draft_tokens": rule.max_draft_tokens,
-                "reason": rule.reason,
-            }
-            for rule in self.rules
-        ]
-        measured = dict(self.measured)
-        return {
-            "version": POLICY_VERSION,
-            "label": self.label,
-            "rules": rules,
-            "measured": measured,
-        }
+        rules = [asdict(rule) | {"prompt_tokens": list(rule.prompt_tokens)} for rule in self.rules]
+        known = {"label": self.label, "rules": rules, "measured": dict(self.measured)}
+        return {"version": POLICY_VERSION, **known}
 
     @classmethod
     def from_dict(cls, content: Any) -> "Policy":

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from layerskip.schema_refs import escaped
-from layerskip.schema_values import json_equal, matches
+from layerskip.schema_values import NUMBERS, json_equal, matches
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 ONE_SCHEMA = (
@@ -22,7 +22,6 @@ COUNTS = (
     "maxContains", "maxItems", "maxLength", "maxProperties", "minContains", "minItems",
     "minLength", "minProperties",
 )  # fmt: skip
-NUMBERS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf")
 OTHERS = (
     "$dynamicRef", "$recursiveRef", "$ref", "enum", "format", "pattern", "required", "type",
     "uniqueItems",

@@ -14,7 +14,6 @@ from layerskip.api import SelfSpeculativeLM
 from layerskip.bootstrap import bootstrap_interval
 from layerskip.calibration import Calibration, Text
 from layerskip.cost import CostTable, Curve
-from layerskip.draft_head import DraftHead
 from layerskip.journal import Journal
 from layerskip.params import SamplingParams
 from layerskip.plan import DraftPlan
@@ -198,9 +197,6 @@ class Trimmer:
         """The texts that no id was ranked by."""
         return self.texts[1::2]
 
-    def _head(self, ids: Sequence[int]) -> DraftHead:
-        return self.lm.stack.head_over(ids)
-
     def _named(self, what: str, ids: Sequence[int] | None) -> str:
         """Name of a measurement in the journal; the ids follow from the texts in it."""
         return f"{what} with {'all' if ids is None else len(ids)} ids"
@@ -234,7 +230,7 @@ class Trimmer:
                 self.lm.stack,
                 self.plan,
                 draft_vocabulary=ids,
-                head=self._head(ids).including(longest.ids),
+                head=self.lm.stack.head_over(ids).including(longest.ids),
                 seconds=self.cost_seconds,
             ).to_dict()
 
@@ -251,7 +247,7 @@ class Trimmer:
                 [
                     PLAIN,
                     Way(whole.num_draft_tokens),
-                    Way(best.num_draft_tokens, self._head(ids)),
+                    Way(best.num_draft_tokens, self.lm.stack.head_over(ids)),
                 ],
                 self._held[: self.checked_texts],
                 sampling=self.sampling,

@@ -12,7 +12,7 @@ from typing import Any
 from layerskip import DecodeStats, Round, SamplingParams, SelfSpeculativeLM
 from layerskip.bootstrap import bootstrap_interval
 from layerskip.compare import repeated_share
-from layerskip.metrics import acceptance_by_position
+from layerskip.outputs import acceptance_by_position
 from layerskip.params import NumDraftTokens
 
 NAN = math.nan
@@ -122,16 +122,16 @@ def _decode(
     max_new_tokens: int,
     sampling: SamplingParams,
 ) -> _Decoded:
-    steps = lm.stream(
+    stream = lm.stream(
         prompt,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         num_draft_tokens=num_draft_tokens,
         ignore_eos=True,
     )
-    rounds = [next(steps).round]
+    rounds = [next(stream)]
     wall, cpu = time.perf_counter(), time.process_time()
-    rounds += [step.round for step in steps]
+    rounds += stream
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     return _Decoded(tuple(t for r in rounds for t in r.token_ids), wall, cpu, tuple(rounds))
 

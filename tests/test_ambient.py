@@ -81,7 +81,7 @@ def decoded(lm):
     rounds = [record for out in (kept, *lm.generate([one, two], **ask)) for record in out.rounds]
     rounds += lm.generate(one, **ask, num_draft_tokens=0).rounds
     rounds += lm.generate([*one, *kept.token_ids, 3], **ask, cache=kept.cache).rounds
-    rounds += [step.round for step in lm.stream(two, **ask)]
+    rounds += lm.stream(two, **ask)
     return [(r.token_ids, r.logprobs) for r in rounds]
 
 

@@ -21,7 +21,7 @@ from layerskip import Round, SamplingParams, SelfSpeculativeLM, layout
 from layerskip.clocks import Clocks
 from layerskip.cost import CostTable
 from layerskip.drafting import EarlyExitDrafter
-from layerskip.metrics import acceptance_by_position
+from layerskip.outputs import acceptance_by_position
 from layerskip.plan import PlanFile
 from layerskip.prompts import Example
 from layerskip.telemetry.runs import RUNS_VERSION

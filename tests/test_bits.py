@@ -225,7 +225,7 @@ def test_products_are_divided_where_larger_ones_change_bits(toy, monkeypatch):
     monkeypatch.setattr("layerskip.pass_sizes.rows_agree", agree)
     assert stack.pass_sizes.largest(48) == 48
     assert asked == [(48, 64), (48, 32), (48, 16)]
-    assert stack.product_rows == 16
+    assert stack.pass_sizes.product_rows == 16
     widths = []
     linear = torch.nn.functional.linear
 
@@ -643,7 +643,7 @@ def test_sizes_whose_products_show_other_roundings_are_refused(monkeypatch, odd,
     assert how in stack.exactness.reason
     with torch.inference_mode():
         assert stack.pass_sizes.largest(16) == 16
-    assert stack.product_rows == at_once
+    assert stack.pass_sizes.product_rows == at_once
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

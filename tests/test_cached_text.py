@@ -263,7 +263,7 @@ def test_a_stream_goes_on_from_a_cache(wrap):
     steps = list(lm.stream(prompt, cache=out.cache, max_new_tokens=12))
     expected = run(lm, prompt, cache=out.cache)
     assert tuple(t for step in steps for t in step.token_ids) == expected.token_ids
-    assert steps[0].round.positions == len(prompt) - len(out.cache.token_ids)
+    assert steps[0].positions == len(prompt) - len(out.cache.token_ids)
 
 
 def foreign(wrap: Any) -> list[CachedText]:

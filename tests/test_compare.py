@@ -115,15 +115,6 @@ def test_early_exit_as_it_comes_has_transformers_defaults() -> None:
     assert ours.confidence == theirs["assistant_confidence_threshold"]
 
 
-@pytest.mark.parametrize("mode", ["plain", "hf"])
-def test_a_run_knows_its_own_processor_time(
-    comparison: Comparison, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
-    times = iter([10.0, 13.5])
-    monkeypatch.setattr(compare.time, "process_time", lambda: next(times))
-    assert comparison.run(mode, PROMPT).cpu_seconds == 3.5
-
-
 def test_sampled_modes_repeat_with_their_seed(comparison: Comparison) -> None:
     def sampled(mode: str, seed: int) -> tuple[int, ...]:
         sampling = SamplingParams(temperature=0.9, top_k=50, seed=seed)

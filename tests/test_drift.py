@@ -14,7 +14,7 @@ from toys import PLANS, make_model, random_ids
 
 from layerskip import Round, SelfSpeculativeLM
 from layerskip.telemetry.baseline import NUM_BINS, Baseline, Surprise
-from layerskip.telemetry.drift import MOST_BUCKETS, OTHER_BUCKET, Drift, DriftMonitor, find_drift
+from layerskip.telemetry.drift import MOST_NAMES, OTHER, Drift, DriftMonitor, find_drift
 from layerskip.telemetry.drift_bucket import MOST_POINTS, Alarm
 
 
@@ -127,8 +127,8 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         monitor.observe("given up", str(i), 2)
         monitor.observe(f"user {i}", str(i), 2)
     assert len(monitor._buckets["given up"]._open) == 10
-    assert len(monitor.states()) == MOST_BUCKETS + 1
-    assert len(monitor._buckets[OTHER_BUCKET]._open) == 10
+    assert len(monitor.states()) == MOST_NAMES + 1
+    assert len(monitor._buckets[OTHER]._open) == 10
 
 
 def test_drift_of_requests_without_the_label_is_not_told_as_of_all(
@@ -147,15 +147,15 @@ def test_drift_of_requests_without_the_label_is_not_told_as_of_all(
 
 def test_what_many_buckets_learnt_is_handed_over() -> None:
     monitor = DriftMonitor(label="user", num_reference_requests=20)
-    for name in range(MOST_BUCKETS + 30):
+    for name in range(MOST_NAMES + 30):
         for i in range(20):
             monitor.observe(f"user {name}", f"{name}/{i}", i % 3, finished=True)
     known = monitor.baselines()
-    assert len(known) == MOST_BUCKETS + 1
-    assert OTHER_BUCKET in known
+    assert len(known) == MOST_NAMES + 1
+    assert OTHER in known
     for order in (known, dict(reversed(known.items()))):
         assert DriftMonitor(label="user", baselines=order).baselines() == known
-    with pytest.raises(ValueError, match=rf"at most {MOST_BUCKETS} buckets, got 101"):
+    with pytest.raises(ValueError, match=rf"at most {MOST_NAMES} buckets, got 101"):
         DriftMonitor(baselines=known | {"one more": known["user 0"]})
 
 

@@ -109,7 +109,7 @@ def test_one_for_each_token_wherever_a_block_is_cut(talking):
 def test_streams_and_batches_report_them_round_by_round(talking):
     expected = run(talking, "the tea").logprobs
     steps = list(talking.stream("the tea", max_new_tokens=12, logprobs=3))
-    assert tuple(entry for step in steps for entry in step.round.logprobs) == expected
+    assert tuple(entry for step in steps for entry in step.logprobs) == expected
     batch = talking.open_batch(max_new_tokens=12, logprobs=3)
     row = batch.add("the tea")
     batch.step()

@@ -347,6 +347,11 @@ def test_look_ups_give_way_unless_they_are_asked_for(tokenizer):
         assert lm.looks_up is expected
     fixed = SelfSpeculativeLM(model, tokenizer, num_draft_tokens=4, packed=True)
     assert fixed.looks_up  # nothing else drafts
+    with mock.patch("layerskip.api.Batch", wraps=Batch) as made:
+        for count in (None, 4, 0, "auto"):
+            fixed.open_batch(num_draft_tokens=count)
+    decoders = [call.kwargs["new_decoder"] for call in made.call_args_list]
+    assert [d.keywords["looks_up"] for d in decoders] == [True, True, False, False]
     text = list(range(VOCAB_SIZE))  # whatever comes has come before
     for lookup, count, expected in ((None, 4, True), (None, 0, False), (False, 4, False)):
         lm = SelfSpeculativeLM(model, lookup=lookup, packed=True)
@@ -355,5 +360,5 @@ def test_look_ups_give_way_unless_they_are_asked_for(tokenizer):
         with mock.patch("layerskip.api.Batch", wraps=Batch) as made:
             settings = {"custom_generate": lm.custom_generate, "num_draft_tokens": count}
             lm.stack.twin.generate(torch.tensor([text]), max_new_tokens=4, **settings)
-        assert made.call_args.kwargs["looks_up"] is expected
+        assert made.call_args.kwargs["new_decoder"].keywords["looks_up"] is expected
     assert SelfSpeculativeLM(make_model(), tokenizer).looks_up  # where the host runs each round

@@ -17,11 +17,10 @@ from layerskip import Round, SelfSpeculativeLM
 from layerskip.cost import CostTable, Curve
 from layerskip.outputs import GenerationOutput
 from layerskip.telemetry import runs
+from layerskip.telemetry.buckets import MOST_NAMES, OTHER
 from layerskip.telemetry.runs import JsonLines, read_lines
 from layerskip.telemetry.sinks import (
     EDGES,
-    MOST_BUCKETS,
-    OTHER_BUCKET,
     JsonlSink,
     MemorySink,
     PrometheusSink,
@@ -109,7 +108,7 @@ def test_a_line_is_in_the_file_when_the_round_has_ended(tmp_path: Path) -> None:
 def test_a_line_that_another_process_adds_meanwhile_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, whole_lines = tmp_path / "rounds.jsonl", runs._whole_lines
+    path, whole_lines = tmp_path / "rounds.jsonl", runs.whole_lines
     path.write_bytes(b'{"n": 1}\n')
 
     def others_go_on(of: Path) -> int:
@@ -118,7 +117,7 @@ def test_a_line_that_another_process_adds_meanwhile_stays(
             file.write(b'{"n": 2}\n')
         return size
 
-    monkeypatch.setattr(runs, "_whole_lines", others_go_on)
+    monkeypatch.setattr(runs, "whole_lines", others_go_on)
     file = JsonLines(path)
     file.append([{"n": 3}])
     file.close()
@@ -128,7 +127,7 @@ def test_a_line_that_another_process_adds_meanwhile_stays(
 def test_two_that_open_a_file_with_a_cut_off_line_lose_none_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, whole_lines = tmp_path / "rounds.jsonl", runs._whole_lines
+    path, whole_lines = tmp_path / "rounds.jsonl", runs.whole_lines
     path.write_bytes(b'{"n": 1}\n{"n')
     looked, done = threading.Event(), threading.Event()
 
@@ -146,7 +145,7 @@ def test_two_that_open_a_file_with_a_cut_off_line_lose_none_of_their_own(
         file.close()
         done.set()
 
-    monkeypatch.setattr(runs, "_whole_lines", slowly)
+    monkeypatch.setattr(runs, "whole_lines", slowly)
     thread = threading.Thread(target=other)
     thread.start()
     file = JsonLines(path)
@@ -311,7 +310,7 @@ def test_counters_are_defined_as_in_vllm(registry: CollectorRegistry) -> None:
     assert value(registry, "num_emitted_tokens_total") == 1 + 4 + 2 + 1 + 1
     modes = {m: value(registry, "rounds_total", mode=m) for m in ("plain", "early_exit", "lookup")}
     assert modes == {"plain": 1, "early_exit": 2, "lookup": 1}
-    assert value(registry, "k_current") == 2
+    assert value(registry, "num_draft_tokens_current") == 2
     assert value(registry, "draft_seconds_total") == pytest.approx(2.0)
     assert value(registry, "verify_seconds_total") == pytest.approx(4.0)  # without the prefill's
 
@@ -342,11 +341,11 @@ def test_the_histogram_is_by_label(registry: CollectorRegistry) -> None:
 
 
 def test_labels_of_many_values_end_in_one_bucket(registry: CollectorRegistry) -> None:
-    rounds = [a_round(1, 1, labels={"user": str(i)}) for i in range(MOST_BUCKETS + 5)]
+    rounds = [a_round(1, 1, labels={"user": str(i)}) for i in range(MOST_NAMES + 5)]
     counted(registry, rounds, label="user")
     name = "accepted_per_round_count"
-    assert value(registry, name, bucket=OTHER_BUCKET) == 5
-    assert value(registry, name, bucket=str(MOST_BUCKETS)) is None
+    assert value(registry, name, bucket=OTHER) == 5
+    assert value(registry, name, bucket=str(MOST_NAMES)) is None
 
 
 def test_the_inequality_is_in_plain_passes(registry: CollectorRegistry) -> None:

@@ -78,8 +78,8 @@ class Passes:
 
     def run(self, **settings) -> list[Round]:
         rounds = []
-        for step in self.lm.stream(REPEATING, max_new_tokens=NEW, **settings):
-            rounds.append(step.round)
+        for record in self.lm.stream(REPEATING, max_new_tokens=NEW, **settings):
+            rounds.append(record)
             self.rounds.append(tuple(self._now))
             self._now.clear()
         return rounds

@@ -292,8 +292,8 @@ def run_demo(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         tail = "\n".join(example.prompt.rstrip("\n").split("\n")[-4:]) + "\n"
         print_text(console, tail, "dim")
         stream = TextStream(comparison.lm.tokenizer, ())
-        for step in comparison.lm.stream(example.prompt, max_new_tokens=args.max_new_tokens):
-            print_round(console, stream, step.round, comparison.lm.eos_ids)
+        for record in comparison.lm.stream(example.prompt, max_new_tokens=args.max_new_tokens):
+            print_round(console, stream, record, comparison.lm.eos_ids)
         console.print("\n")
     with console.status("timing four decoders in turn"):
         document = compare(

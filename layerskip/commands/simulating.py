@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,6 +22,8 @@ CONCURRENCY = "1,2,4,8,16,32"
 POLICIES = "off,fixed:4,auto"
 FINE_ROWS = 64  # of a table that was not measured in a hurry
 MOST_TOKENS = 10_000_000  # of an invented prompt
+
+Number = TypeVar("Number", int, float)
 
 
 def add_parsers(commands: Any) -> None:
@@ -71,7 +73,7 @@ def run_simulate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     check_integer("--seed", args.seed, 0)
     if args.new_tokens is not None:
         check_integer("--new-tokens", args.new_tokens, 1)
-    concurrency = _integers("--concurrency", args.concurrency)
+    concurrency = _numbers("--concurrency", args.concurrency, int)
     table = CostTable.load(args.cost)
     table, traffic, overhead, passes_per_token, machine, assumptions = _traffic(args, table)
     if table.verify.rows[-1] < FINE_ROWS:
@@ -131,7 +133,7 @@ def _traffic(
 
         prompt_tokens = 256 if args.prompt_tokens is None else args.prompt_tokens
         check_integer("--prompt-tokens", prompt_tokens, 1, MOST_TOKENS)
-        acceptance = tuple(_numbers("--acceptance", args.acceptance))
+        acceptance = tuple(_numbers("--acceptance", args.acceptance, float))
         invented = Synthetic(acceptance, prompt_tokens, args.new_tokens or 128)
         said = [SYNTHETIC, BY_TABLE]
         if _drafts_cost_nothing(args, table):
@@ -246,11 +248,7 @@ def _brief(value: float) -> str:
     return f"{value:.0f}" if value >= 100.0 else f"{value:.3g}"
 
 
-def _integers(option: str, text: str) -> list[int]:
-    return [int(n) for n in _numbers(option, text, int)]
-
-
-def _numbers(option: str, text: str, kind: Callable[[str], float] = float) -> list[float]:
+def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
     try:
         return [kind(part) for part in text.split(",")]
     except ValueError:

@@ -9,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from layerskip.cost import CostTable
+from layerskip.pass_times import SHORTEST
 from layerskip.telemetry.buckets import (
     EVERY_LENGTH,
     OUTPUT_EDGES,
@@ -66,7 +67,6 @@ MEASURED = (
     "threads",
 )
 MOST_BUCKETS = 1000
-SHORTEST = 1e-9  # seconds: nothing is divided by zero
 
 T = TypeVar("T", int, float, str)
 

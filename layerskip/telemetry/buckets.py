@@ -1,6 +1,6 @@
 """Which bucket a request is counted in: its task, its prompt's length and its output's length."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -8,6 +8,9 @@ from layerskip.params import check_integer
 
 PROMPT_EDGES = (128, 512, 2048)
 OUTPUT_EDGES = (32, 128, 512)
+
+# What is told apart by a label: it may have a value of its own in every request.
+MOST_NAMES, OTHER = 100, "(other)"
 
 Lengths = tuple[int, int | None]
 EVERY_LENGTH: Lengths = (0, None)
@@ -60,3 +63,9 @@ def shown(tokens: Lengths) -> str:
     """``(128, 512)`` as "128-511", ``(512, None)`` as "512 on"."""
     low, high = tokens
     return f"{low} on" if high is None else f"{low}-{high - 1}"
+
+
+def counted_as(name: str, known: Collection[str]) -> str:
+    """What a label's value is counted as, beside those that are known."""
+    full = len(known) - (OTHER in known) >= MOST_NAMES
+    return OTHER if full and name not in known else name

@@ -12,12 +12,11 @@ from layerskip.outputs import Round
 from layerskip.params import check_integer, check_number
 from layerskip.policy import task_of
 from layerskip.telemetry.baseline import LEAST_REQUESTS, Baseline, BinnedDraft
+from layerskip.telemetry.buckets import MOST_NAMES, OTHER, counted_as
 from layerskip.telemetry.cusum import DRAFTS_PER_FALSE_ALARM, SHIFT, Cusum
 from layerskip.telemetry.drift_bucket import Alarm, Bucket, DriftState, PathPoint, Watched
 
 REFERENCE_REQUESTS = 100
-MOST_BUCKETS = 100  # a label may have more values than a monitor or a scrape should
-OTHER_BUCKET = "(other)"
 HEAVY_TAILS = 2  # times as many false alarms as of normal steps: sure tokens are seldom wrong
 
 
@@ -62,9 +61,9 @@ class DriftMonitor:
         check_integer("num_reference_requests", num_reference_requests, LEAST_REQUESTS)
         check_number("shift", shift, 0.1, 3.0)
         check_number("drafts_per_false_alarm", drafts_per_false_alarm, 1e3, 1e12)
-        named = len(set(baselines or ()) - {OTHER_BUCKET})
-        if named > MOST_BUCKETS:
-            raise ValueError(f"baselines must be of at most {MOST_BUCKETS} buckets, got {named}")
+        named = len(set(baselines or ()) - {OTHER})
+        if named > MOST_NAMES:
+            raise ValueError(f"baselines must be of at most {MOST_NAMES} buckets, got {named}")
         self._label, self._on_alarm = label, on_alarm
         self._num_reference_requests = num_reference_requests
         self._shift, self._drafts_per_false_alarm = shift, drafts_per_false_alarm
@@ -143,9 +142,7 @@ class DriftMonitor:
             self._buckets[bucket].relearn()
 
     def _bucket(self, name: str) -> Bucket:
-        named = len(self._buckets) - (OTHER_BUCKET in self._buckets)
-        if name not in self._buckets and named >= MOST_BUCKETS:
-            name = OTHER_BUCKET
+        name = counted_as(name, self._buckets)
         if name not in self._buckets:
             self._buckets[name] = Bucket(name, labelled=self._label is not None)
         return self._buckets[name]

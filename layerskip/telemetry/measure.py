@@ -6,7 +6,7 @@ import os
 import platform
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from layerskip import __version__
-from layerskip.fingerprint import device_name
+from layerskip.fingerprint import device_name, digest_of
 from layerskip.outputs import GenerationOutput
 from layerskip.params import (
     AUTO,
@@ -28,8 +28,9 @@ from layerskip.params import (
     following_seed,
 )
 from layerskip.policy import Policy, task_of
+from layerskip.telemetry.buckets import MOST_NAMES
 from layerskip.telemetry.runs import RunsFolder
-from layerskip.telemetry.summary import MOST_TASKS, Summary, summarize
+from layerskip.telemetry.summary import Summary, summarize
 from layerskip.telemetry.traffic import LeftOut, Request, Traffic
 from layerskip.text import TextStream, by_origin
 
@@ -212,7 +213,7 @@ class Measurement:
         """The text by origin, if it is among the first of its task."""
         tokenizer, drafting = self.lm.tokenizer, self.settings.drafting
         key = task_of(request.labels, self.traffic.label), str(arm)
-        known = key in self._samples or len(self._samples) < MOST_TASKS * len(drafting)
+        known = key in self._samples or len(self._samples) < MOST_NAMES * len(drafting)
         wanted = known and self._samples[key] < self.settings.samples
         if tokenizer is None or arm not in drafting or not wanted:
             return None
@@ -271,14 +272,9 @@ def _record(
         "decode_seconds": last.elapsed_seconds - first.elapsed_seconds,
         "e2e_seconds": last.elapsed_seconds,
         "finish_reason": output.finish_reason,
-        "tokens_sha256": tokens_digest(output.token_ids),
+        "tokens_sha256": digest_of(output.token_ids),
         "metrics": output.metrics,
     }
-
-
-def tokens_digest(token_ids: Iterable[int]) -> str:
-    """SHA-256 of token ids, to tell whether two outputs are equal."""
-    return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
 
 
 def _described(policy: Policy) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from layerskip.pass_times import CONTEXT_STEP
 from layerskip.telemetry import runs
 from layerskip.telemetry.buckets import Lengths
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 PLAIN_ARM = "0"
 MEMORY = "1GB"  # that DuckDB may use; the rest goes through the disk
-CONTEXT_STEP = 64  # contexts this near cost the same
 REQUESTS = {
     "request_id": "VARCHAR",
     "prompt_index": "BIGINT",
@@ -154,7 +154,8 @@ def opened(
                     f"a report needs room for its tables in {Path(scratch).parent} "
                     f"(free some, or set TMPDIR to another folder)"
                 )
-            raise ValueError(f"{what}: {_first_line(error)}") from None
+            first_line = str(error).strip().partition("\n")[0]
+            raise ValueError(f"{what}: {first_line}") from None
 
 
 def _load_requests(
@@ -255,7 +256,7 @@ def _drop_broken(database: "DuckDBPyConnection", table: str, folder: Path) -> No
     """Forget a last line that was cut off by a kill; any other damage is an error."""
     path = folder / (runs.ROUNDS if table == "rounds" else runs.REQUESTS)
     (broken,) = one_row(database, f"SELECT count(*) FROM {table} WHERE broken")
-    if broken > (not _ends_with_newline(path)):
+    if broken > (runs.whole_lines(path) < path.stat().st_size):
         raise ValueError(f"{path} is damaged: {broken} of its lines are no records of {table}")
     database.execute(f"DELETE FROM {table} WHERE broken")
 
@@ -265,15 +266,3 @@ def one_row(database: "DuckDBPyConnection", query: str) -> tuple[Any, ...]:
     row = database.execute(query).fetchone()
     assert row is not None
     return row
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        if file.seek(0, 2) == 0:
-            return True
-        file.seek(-1, 2)
-        return file.read(1) == b"\n"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]

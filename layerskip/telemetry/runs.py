@@ -49,7 +49,7 @@ class JsonLines:
                     )
                 with self._to_itself():
                     size = self.path.stat().st_size
-                    whole = _whole_lines(self.path)
+                    whole = whole_lines(self.path)
                     if whole < size:  # without locks others may have added whole lines since
                         self._mend(whole)
             except OSError as error:
@@ -270,7 +270,7 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _flat(f"{prefix}.{name}" if prefix else name, inner)
 
 
-def _whole_lines(path: Path) -> int:
+def whole_lines(path: Path) -> int:
     """Bytes up to the end of the last whole line."""
     with path.open("rb") as file:
         return next((start + len(line) for start, line in _backwards(file)), 0)

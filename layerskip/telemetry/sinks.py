@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from layerskip.cost import CostTable
 from layerskip.outputs import Round
 from layerskip.policy import task_of
-from layerskip.telemetry.drift import MOST_BUCKETS, OTHER_BUCKET, DriftMonitor
+from layerskip.telemetry.buckets import counted_as
+from layerskip.telemetry.drift import DriftMonitor
 from layerskip.telemetry.gauges import Calibration, Drafts
 from layerskip.telemetry.runs import JsonLines
 
@@ -83,7 +84,7 @@ class PrometheusSink:
     vLLM's counters: ``_num_emitted_tokens_total``, ``_draft_seconds_total`` and
     ``_verify_seconds_total`` (wall time of the passes, shared out among the rows in them; prefills
     are left out), ``_rounds_total{mode}``, the histogram ``_accepted_per_round{bucket}`` of rounds
-    that drafted, and gauges: ``_k_current``, tokens drafted in the last round; ``_draft_ece``, the
+    that drafted, and gauges: ``_num_draft_tokens_current``, of the last round; ``_draft_ece``, the
     calibration error of the draft's confidence; and of about the last 500 drafts
     ``_cost_ratio_c``, a draft pass in plain passes, ``_verify_overhead_beta``, what verifying
     takes beyond one plain pass, in the same unit, and ``_inequality_margin{bucket}``,
@@ -151,9 +152,7 @@ class PrometheusSink:
                 bucket.observe(record)
 
     def _bucket(self, record: Round) -> Drafts:
-        name = task_of(record.labels, self._label)
-        if name not in self._buckets and len(self._buckets) >= MOST_BUCKETS:
-            name = OTHER_BUCKET
+        name = counted_as(task_of(record.labels, self._label), self._buckets)
         return self._buckets.setdefault(name, Drafts())
 
     def close(self) -> None:
@@ -212,7 +211,7 @@ class PrometheusSink:
         def family(name: str, what: str, *labels: str) -> GaugeMetricFamily:
             return GaugeMetricFamily(f"{self._prefix}_{name}", what, labels=labels)
 
-        current = family("k_current", "Tokens drafted in the last round.")
+        current = family("num_draft_tokens_current", "Tokens drafted in the last round.")
         current.add_metric([], self._current)
         error = family("draft_ece", "Expected calibration error of the draft's confidence.")
         if self._calibration.num_tokens:

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from layerskip.policy import task_of
+from layerskip.telemetry.buckets import counted_as
 from layerskip.telemetry.runs import REQUESTS, read_lines, read_run
-
-MOST_TASKS = 100  # that are told apart: a label may have a value of its own in every request
-OTHER_TASKS = "(other)"
 
 
 @dataclass
@@ -93,9 +91,7 @@ def summarize(folder: str | Path) -> Summary:
             prompts += 1
             equal += len({r["tokens_sha256"] for r in requests}) == 1
         for request in requests:
-            task = task_of(request["labels"], run.get("label"))
-            if task not in tasks and len(tasks) >= MOST_TASKS:
-                task = OTHER_TASKS
+            task = counted_as(task_of(request["labels"], run.get("label")), tasks)
             arms = tasks.setdefault(task, {arm: Totals() for arm in run["arms"]})
             arms[request["arm"]].add(request)
     return Summary(prompts, equal, tasks)

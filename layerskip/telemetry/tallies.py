@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from layerskip.cost import CostTable
-from layerskip.telemetry.records import CONTEXT_STEP, one_row
+from layerskip.pass_times import CONTEXT_STEP
+from layerskip.telemetry.records import one_row
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
