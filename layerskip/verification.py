@@ -25,15 +25,17 @@ class Verdict:
         tokens: confirmed drafted tokens, then the recovered or bonus one.
         scores: ``(rows, vocab)`` float32 that they were chosen by, rows of rejected tokens last;
             None if only the argmax of the logits was asked for.
+        is_cut: whether the last of ``tokens`` was drafted, too: nothing may follow it.
     """
 
     tokens: list[int]
     scores: Tensor | None
+    is_cut: bool = False
 
     @property
     def num_matches(self) -> int:
         """Drafted tokens among ``tokens``."""
-        return len(self.tokens) - 1
+        return len(self.tokens) if self.is_cut else len(self.tokens) - 1
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ def _at_once(cases: Sequence[Case]) -> list[Verdict]:
     for case, count in zip(cases, counts, strict=True):
         at = slice(start, start + count)
         tokens = targets[at][: count_matches(case.draft, targets[at]) + 1]
-        _check_largest(largest[at][: len(tokens)], case.position, case.row)
-        verdicts.append(Verdict(tokens, None if argmax else scores[at]))
+        verdict = Verdict(tokens, None if argmax else scores[at])
+        verdicts.append(_checked(verdict, largest[at][: len(tokens)], case))
         start += count
     return verdicts
 
@@ -103,8 +105,8 @@ def judge(case: Case) -> Verdict:
     """Verify one row's draft; without one, pick the next token.
 
     Raises:
-        RowError: a needed score is NaN, or every token is ruled out; a plain ValueError of a row
-            without an id.
+        RowError: a score of the next token is NaN, or every token is ruled out; a plain ValueError
+            of a row without an id.
     """
     sampler, logits, position, draft = case.sampler, case.logits, case.position, case.draft
     scores = None
@@ -124,8 +126,7 @@ def judge(case: Case) -> Verdict:
         largest = logits[list(range(len(tokens))), tokens]
     else:
         largest = scores[: len(tokens)].amax(-1)
-    _check_largest(largest.tolist(), position, case.row)
-    return Verdict(tokens, scores)
+    return _checked(Verdict(tokens, scores), largest.tolist(), case)
 
 
 def _draw(
@@ -144,20 +145,30 @@ def _draw(
     return count, sampler.choose(scores[count:], position + count)[0]
 
 
-def _check_largest(largest: Sequence[float], position: int, row: int | None) -> None:
-    """``largest`` score of each position: NaN if any is, -inf if all are."""
-    for i, score in enumerate(largest):
-        if not math.isfinite(score):
-            message = (
-                f"the scores at position {position + i} are NaN, infinite or rule out every token; "
-                + (
-                    "look at the rules of sampling, the logits processors and the grammar"
-                    if score == -math.inf
-                    else "use bfloat16 or float32 in place of float16, and look at the logits "
-                    "processors and the grammar"
-                )
-            )
-            raise ValueError(message) if row is None else RowError(message, row)
+def _checked(verdict: Verdict, largest: Sequence[float], case: Case) -> Verdict:
+    """A verdict whose tokens all were chosen by numbers.
+
+    Behind the first position where that fails nothing is confirmed. The text may have ended before
+    it; if not, it is the first one of the row's next round, which raises, as without a draft.
+
+    Args:
+        largest: score of each token's position: NaN if any is, -inf if all are.
+    """
+    bad = next((i for i, score in enumerate(largest) if not math.isfinite(score)), None)
+    if bad is None:
+        return verdict
+    if bad:
+        return Verdict(verdict.tokens[:bad], verdict.scores, is_cut=True)
+    message = (
+        f"the scores at position {case.position} are NaN, infinite or rule out every token; "
+        + (
+            "look at the rules of sampling, the logits processors and the grammar"
+            if largest[0] == -math.inf
+            else "use bfloat16 or float32 in place of float16, and look at the logits "
+            "processors and the grammar"
+        )
+    )
+    raise ValueError(message) if case.row is None else RowError(message, case.row)
 
 
 def count_matches(draft: Sequence[int], target: Sequence[int]) -> int:

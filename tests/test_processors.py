@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import PLANS, VOCAB_SIZE, make_model, random_ids
+from toys import NUM_LAYERS, PLANS, VOCAB_SIZE, make_model, random_ids
 from transformers import PreTrainedModel
 
-from layerskip import RowError, SamplingParams, SelfSpeculativeLM
+from layerskip import DraftPlan, RowError, SamplingParams, SelfSpeculativeLM
 from layerskip.batch import Batch
 from layerskip.processors import LogitBias, processors_of
 
@@ -442,6 +442,36 @@ def test_a_row_that_nothing_may_follow_is_named_and_the_others_go_on(
     for i in (0, 2):
         alone = wrap("exit").generate(PROMPT[i:], max_new_tokens=LIMIT, sampling=MODES[mode])
         assert batch.remove(rows[i]).token_ids == alone.token_ids
+
+
+def nothing_after(*tokens):
+    """A processor that lets nothing follow a text that ends with these."""
+
+    def barred(ids, scores):
+        return scores - math.inf if ids[0, -len(tokens) :].tolist() == [*tokens] else scores
+
+    return barred
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_draft_beyond_what_nothing_may_follow_changes_nothing(toy, mode, rows):
+    """Scores behind a text's end are never seen without a draft, nor is an error before its turn:
+    the first row goes on to it, the others end there."""
+    lm = SelfSpeculativeLM(toy(), None, DraftPlan(NUM_LAYERS, tuple(range(NUM_LAYERS))))
+    settings = {"max_new_tokens": LIMIT, "sampling": MODES[mode]}
+    text = lm.generate(PROMPT, **settings, num_draft_tokens=0).token_ids
+    barred, where = nothing_after(*text[:5]), f"the scores at position {len(PROMPT) + 5} "
+    for k in (0, 4, 7):
+        batch = lm.open_batch(**settings, num_draft_tokens=k, logits_processor=[barred])
+        first, *others = (batch.add(PROMPT, max_new_tokens=n) for n in (LIMIT, 5, 5)[:rows])
+        with pytest.raises(RowError, match=f"^row {first}: {where}"):
+            finish(batch)
+        out = batch.remove(first)
+        assert out.token_ids == text[:5]
+        assert sum(r.num_accepted_tokens for r in out.rounds) == (4 if k else 0)
+        finish(batch)
+        assert [batch.remove(row).token_ids for row in others] == [text[:5]] * len(others)
 
 
 @pytest.mark.parametrize(
