@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 128
 WARM_DRAFTS = 7  # longer ones seldom pay
+WARM_SLOTS = 512
 PROOF_SECONDS = 0.5  # of a load; those of a small model take less
 RECORDING_SECONDS = 0.5  # the same
 RECORDED_SLOTS = 1024  # of a sequence whose rounds are recorded then
@@ -364,7 +365,7 @@ class SelfSpeculativeLM:
         self,
         *,
         num_rows: int = 1,
-        num_slots: int = 512,
+        num_slots: int | None = None,
         num_draft_tokens: NumDraftTokens | None = None,
     ) -> int:
         """Do before the first request what it would wait for: with "auto" the cost table, and on a
@@ -373,7 +374,8 @@ class SelfSpeculativeLM:
 
         Args:
             num_rows: most sequences at a time.
-            num_slots: most tokens of a sequence, prompt and output together.
+            num_slots: most tokens of a sequence, prompt and output together; None: 512, or as many
+                as the model has positions.
             num_draft_tokens: as of the requests; None is the default. With "auto" rounds of up to
                 ``WARM_DRAFTS`` drafted tokens are recorded; longer ones are when they come up.
 
@@ -384,7 +386,9 @@ class SelfSpeculativeLM:
             TypeError, ValueError: a number is not one that a request may have.
         """
         check_integer("num_rows", num_rows, 1)
-        check_integer("num_slots", num_slots, 1, self.stack.max_positions)
+        most = self.stack.max_positions
+        num_slots = min(WARM_SLOTS, most) if num_slots is None else num_slots
+        check_integer("num_slots", num_slots, 1, most)
         wanted = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         check_num_draft_tokens(wanted)
         if wanted == AUTO:

@@ -15,7 +15,7 @@ from torch import Tensor
 from layerskip.grammar import Matcher
 
 FEW = 64  # tokens: where no others may follow, a draft may take each of them
-_BITS = torch.arange(8, dtype=torch.uint8)
+_BITS = torch.arange(8, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True)

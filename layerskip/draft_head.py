@@ -215,6 +215,8 @@ def why_whole(stack: "DecoderStack") -> str | None:
 @Decoding()
 def _columns_agree(stack: "DecoderStack") -> bool:
     """Whether every other column, of one token after one layer of each kind, is that of all."""
+    if stack.vocab_size < 2:
+        return True
     cache = stack.new_cache(num_rows=1, num_slots=1)
     hidden = stack.run_layers(stack.embed([0]), stack.probed_layers, cache, [Segment(0, 0, 1)])
     head = head_over(stack, range(1, stack.vocab_size, 2))
@@ -227,8 +229,9 @@ def _columns_agree(stack: "DecoderStack") -> bool:
 
 def _checked_ids(ids: Iterable[int] | Tensor, head: nn.Linear) -> Tensor:
     """Ascending ``(n,)`` int64 on the head's device, each id once."""
-    given = ids if isinstance(ids, Tensor) else torch.tensor(list(ids), dtype=torch.int64)
-    chosen = given.to(head.weight.device, torch.int64).unique()
+    if not isinstance(ids, Tensor):
+        ids = torch.tensor(list(ids), dtype=torch.int64, device="cpu")
+    chosen = ids.to(head.weight.device, torch.int64).unique()
     if len(chosen) and not 0 <= int(chosen[0]) <= int(chosen[-1]) < head.out_features:
         raise ValueError(
             f"draft vocabulary ids must be between 0 and {head.out_features - 1}, "

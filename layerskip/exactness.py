@@ -173,7 +173,8 @@ def products_agree(
     if stack.dtype == torch.float32 or stack.device.type != "cpu" or product_rows == 1:
         return True
     smaller = max(TILE, stack.exactness.row_quantum)
-    generator, order = torch.Generator().manual_seed(0), torch.arange(max(smaller, *sizes))
+    generator = torch.Generator().manual_seed(0)
+    order = torch.arange(max(smaller, *sizes), device="cpu")
     for project, weight, start in stack.products:
         for _ in range(NUM_DRAWS):
             x, outputs = revealing(weight, len(order), generator)

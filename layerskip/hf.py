@@ -282,13 +282,21 @@ def _decode(batch: Batch, requests: list[RowRequest], streamer: Any) -> list[Gen
     return [batch.remove(row)]
 
 
+def _padding(config: GenerationConfig) -> int:
+    """What follows a sequence that ended before others, as in transformers: where no padding is
+    named the first end of sequence, and where there is none of that either any token."""
+    if config.pad_token_id is not None:
+        return int(config.pad_token_id)
+    eos = 0 if config.eos_token_id is None else config.eos_token_id
+    return int(torch.as_tensor(eos, device="cpu").flatten()[0])
+
+
 def _returned(
     call: Call, rows: Sequence[HostedRow], outputs: Sequence[GenerationOutput], num_layers: int
 ) -> Tensor | GenerateDecoderOnlyOutput:
     config, device = call.generation_config, call.input_ids.device
     longest = max(len(o.token_ids) for o in outputs)
-    # Nothing else is left to write after a sequence that ended early in a model without one.
-    pad = 0 if config.pad_token_id is None else int(config.pad_token_id)
+    pad = _padding(config)
     new = [[*o.token_ids, *[pad] * (longest - len(o.token_ids))] for o in outputs]
     sequences = torch.cat([call.input_ids, torch.tensor(new, device=device)], dim=1)
     cache = _as_dynamic_cache(call, [o.cache for o in outputs], num_layers)

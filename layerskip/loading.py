@@ -148,4 +148,5 @@ def eos_ids_of(config: Any) -> frozenset[int]:
     eos = getattr(config, "eos_token_id", None)
     if eos is None:
         return frozenset()
-    return frozenset([eos] if isinstance(eos, int) else eos)
+    ids = torch.as_tensor(eos, device="cpu")  # one number or several, of any kind
+    return frozenset(map(int, ids.flatten().tolist()))

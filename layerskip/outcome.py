@@ -14,7 +14,7 @@ from layerskip.sampling import token_logprobs
 from layerskip.seats import Landing
 from layerskip.verification import Verdict
 
-NO_LOGITS = torch.empty(0)
+NO_LOGITS = torch.empty(0, device="cpu")
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def _cancelling(count: int, generator: torch.Generator) -> tuple[torch.Tensor, t
     order = torch.randperm(count, generator=generator, device="cpu")
     ones = torch.ones(half, dtype=torch.float32, device="cpu")
     sign = torch.cat([ones, -ones, ones.new_zeros(count % 2)])
-    return order % half, sign[order]
+    return order % max(1, half), sign[order]
 
 
 def _attention(

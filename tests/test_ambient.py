@@ -1,15 +1,29 @@
 """What a process sets for all of torch changes nothing here."""
 
+import importlib.util
+import sys
+from unittest import mock
+
 import pytest
 import torch
 from adapters import make_adapter
-from toys import PLANS, make_model, make_tokenizer, random_ids
+from toys import PLANS, VOCAB_SIZE, make_model, make_tokenizer, random_ids
 from zoo import NUM_LAYERS, make_toy
 
-from layerskip import DraftPlan, Grammar, SamplingParams, SelfSpeculativeLM, ops
+from layerskip import (
+    DraftPlan,
+    Grammar,
+    SamplingParams,
+    SelfSpeculativeLM,
+    constraint,
+    ops,
+    outcome,
+)
 from layerskip.calibration import Calibration, Text
+from layerskip.exactness import products_agree
 from layerskip.model import DecoderStack, pack_model
 from layerskip.packed_forward import PackedModel
+from layerskip.plan import PlanFile
 from layerskip.seats import Ring
 
 
@@ -43,6 +57,29 @@ def test_the_default_device_is_nothing_to_a_decoder():
     assert before[:2] == after[:2]
     assert len(after[2]) == 6
     assert ring._host[0].device.type == "cpu"
+
+
+def test_the_default_device_is_nothing_to_proofs_and_draft_vocabularies():
+    model = make_model(dtype="bfloat16")
+    known = PlanFile(PLANS["exit"], draft_vocabulary=tuple(range(0, VOCAB_SIZE, 2)))
+    plain = SelfSpeculativeLM(model, None, known, num_draft_tokens=2)
+    agrees = products_agree(plain.stack, (8, 16))
+    with torch.device("meta"):
+        lm = SelfSpeculativeLM(model, None, known, num_draft_tokens=2)
+        assert products_agree(lm.stack, (8, 16)) == agrees
+        found = lm.generate([5, 6, 7], max_new_tokens=6)
+    assert found.token_ids == plain.generate([5, 6, 7], max_new_tokens=6).token_ids
+
+
+@pytest.mark.parametrize("module", [constraint, outcome])
+def test_the_default_device_is_nothing_to_an_import(module):
+    spec = importlib.util.spec_from_file_location("another", module.__file__)
+    another = importlib.util.module_from_spec(spec)
+    with torch.device("meta"), mock.patch.dict(sys.modules, another=another):
+        spec.loader.exec_module(another)
+    tensors = [v for v in vars(another).values() if isinstance(v, torch.Tensor)]
+    assert tensors
+    assert {t.device.type for t in tensors} == {"cpu"}
 
 
 def test_the_default_device_is_nothing_to_a_guest_of_transformers():

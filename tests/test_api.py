@@ -1,4 +1,5 @@
 import inspect
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from toys import MAX_POSITIONS, PLANS, VOCAB_SIZE, make_model, random_ids, witho
 
 from layerskip import DraftPlan, GenerationOutput, SamplingParams, SelfSpeculativeLM
 from layerskip.batch import MAX_ROWS
+from layerskip.loading import eos_ids_of
 from layerskip.params import MAX_SEED
 
 SAMPLED = SamplingParams(temperature=0.8, seed=5)
@@ -97,6 +99,14 @@ def test_stop_strings_are_cut_and_end_the_text(talking, length):
         assert (out.finish_reason, out.text) == ("stop", whole[: whole.index(stop)])
         slow = talking.generate(TEXT, max_new_tokens=16, stop=stop, num_draft_tokens=0)
         assert slow.token_ids == out.token_ids
+
+
+@pytest.mark.parametrize(
+    "eos", [50, [50, 51], torch.tensor(50), torch.tensor([50, 51]), np.int64(50), (), None]
+)
+def test_ends_of_sequence_may_be_all_that_transformers_takes(eos):
+    wanted = () if eos is None else np.atleast_1d(eos).tolist()
+    assert eos_ids_of(SimpleNamespace(eos_token_id=eos)) == set(wanted)
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])

@@ -84,6 +84,15 @@ def test_greedy_search_is_transformers_own(model, lm, inputs, settings):
     assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("eos", [list(range(40, 90)), 61, None], ids=["several", "one", "none"])
+def test_sequences_that_ended_are_padded_as_by_transformers(model, lm, eos):
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": eos}
+    wanted = model.generate(**padded(), **settings)
+    assert torch.equal(
+        model.generate(**padded(), **settings, custom_generate=lm.custom_generate), wanted
+    )
+
+
 def test_drafting_happens_and_can_be_switched_off(model, exit_lm, monkeypatch):
     drafted = []
     draft = exit_lm._drafter.draft

@@ -10,8 +10,9 @@ import transformers
 from decoding import Interruption
 from snapshots import check_untouched, hf_text, snapshot
 from toys import DTYPES, FAMILIES, NUM_LAYERS, PLANS, SHAPES, VOCAB_SIZE, make_model, random_ids
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from layerskip import SelfSpeculativeLM, UnsupportedModelError, pass_sizes, roundings
+from layerskip import DraftPlan, SelfSpeculativeLM, UnsupportedModelError, pass_sizes, roundings
 from layerskip import exactness as exactness_module
 from layerskip import layout as layout_module
 from layerskip import model as model_module
@@ -338,3 +339,11 @@ def test_a_stack_that_nobody_holds_is_freed_at_once():
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_heads_of_one_number_are_probed():
+    config = GPT2Config(vocab_size=64, n_positions=64, n_embd=4, n_layer=2, n_head=4)
+    lm = SelfSpeculativeLM(GPT2LMHeadModel(config), None, DraftPlan(2, (0,)))
+    ask = {"max_new_tokens": 6, "ignore_eos": True}
+    plain = lm.generate([5, 6, 7], **ask, num_draft_tokens=0)
+    assert lm.generate([5, 6, 7], **ask, num_draft_tokens=3).token_ids == plain.token_ids

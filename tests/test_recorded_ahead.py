@@ -369,6 +369,8 @@ def test_a_warm_up_is_refused_before_anything_is_recorded(tokenizer):
     model = make_model()
     general = SelfSpeculativeLM(model, tokenizer, EXIT, num_draft_tokens=3)
     assert general.warm_up() == 0  # the host runs its rounds
+    general.stack.max_positions = 17  # fewer than are warmed up for otherwise
+    assert general.warm_up() == 0
     for settings, sentence in (
         ({"num_rows": 0}, "num_rows must be at least 1, got 0"),
         ({"num_slots": 10**6}, "num_slots must be between 1 and"),

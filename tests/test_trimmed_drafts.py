@@ -93,3 +93,9 @@ def test_new_weights_reach_the_trimmed_head():
     )
     assert trimmed.token_ids == whole.token_ids
     assert trimmed.stats.num_accepted_tokens == whole.stats.num_accepted_tokens
+
+
+def test_a_vocabulary_of_one_token_may_be_drafted_over():
+    known = PlanFile(PLANS["exit"], draft_vocabulary=(0,))
+    lm = SelfSpeculativeLM(make_model(vocab_size=1), None, known, num_draft_tokens=2)
+    assert lm.generate([0], max_new_tokens=5).token_ids == (0,) * 5
