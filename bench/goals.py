@@ -66,15 +66,18 @@ def of_cells(cells: Mapping[str, Modes]) -> list[list[str]]:
 def of_matrix(cells: Mapping[str, Modes]) -> list[list[str]]:
     """Where automatic drafting is not the fastest, of the whole matrix: ratios of medians, for its
     file has no single prompts, of which a cell has one or two."""
-    over_theirs, over_fixed = {}, {}
+    over_plain, over_theirs, over_fixed = {}, {}, {}
     for cell, modes in cells.items():
         speeds = {name: mode[f"speedup_vs_{BASE}"] for name, mode in modes.items()}
         theirs = [speed for name, speed in speeds.items() if name.startswith("hf")]
+        if "automatic" in speeds:
+            over_plain[cell] = speeds["automatic"]
         if "automatic" in speeds and theirs:
             over_theirs[cell] = speeds["automatic"] / max(theirs)
         if {"automatic", "fixed"} <= set(speeds):
             over_fixed[cell] = speeds["automatic"] / speeds["fixed"]
     return [
+        _of_matrix(TITLES[BASE].removeprefix("layerskip, "), over_plain, 0.97),
         _of_matrix("transformers' fastest mode", over_theirs, 1.0),
         _of_matrix(TITLES["fixed"].removeprefix("layerskip, "), over_fixed, 0.97),
     ]

@@ -249,10 +249,13 @@ def test_the_matrix_says_where_automatic_drafting_is_not_the_fastest(
     cells = {
         "a": modes(hf=0.5, hf_static=1.6, automatic=1.2, fixed=1.0),
         "b": modes(hf=0.5, automatic=1.2, fixed=1.5),
+        "c": modes(automatic=0.96),
         "forced": modes(autoregressive=1.0, fixed=1.2),
     }
     found = [line[1:] for line in bench.goals.of_matrix(cells)]
-    assert found == [["1", "1 of 2; worst 0.75, `a`"], ["0.97", "1 of 2; worst 0.80, `b`"]]
+    plain = ["0.97", "2 of 3; worst 0.96, `c`"]
+    others = [["1", "1 of 2; worst 0.75, `a`"], ["0.97", "1 of 2; worst 0.80, `b`"]]
+    assert found == [plain, *others]
 
 
 def test_a_cell_s_ratio_is_the_median_of_its_prompts_ratios(bench: SimpleNamespace) -> None:
