@@ -343,7 +343,7 @@ def _summary(
         "speedup_vs_plain": statistics.median(ratios),
         "speedup_vs_plain_ci95": bootstrap_interval(ratios),
         "identical_to_plain": statistics.fmean(same) if comparable else None,
-        "acceptance_rate": merged.acceptance_rate if merged else None,
+        "acceptance_rate": merged.acceptance_rate if merged and merged.num_draft_tokens else None,
         "mean_accepted_length": merged.mean_accepted_length if merged else None,
         "kv_cache_bytes": max(r.kv_cache_bytes for r in counted[mode]),
         "positions_through_first_layer": sum(r.positions for r in counted[mode]),

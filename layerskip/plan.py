@@ -140,6 +140,8 @@ class PlanFile:
             raise TypeError(f"fingerprint must be text, got {self.fingerprint!r}")
         if not isinstance(self.measurements, Mapping):
             raise TypeError(f"measurements must be a mapping, got {self.measurements!r}")
+        if "coverage" in self.measurements:
+            check_number("the coverage measured", self.measurements["coverage"], 0.0, 1.0)
 
     def save(self, path: str | Path) -> None:
         """Write the file, whole or not at all.

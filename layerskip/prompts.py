@@ -94,7 +94,7 @@ def example_of(row: Mapping[str, Any]) -> Example:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"text expected, got {value!r}")
+        raise TypeError(f"text expected, got {value!r:.80}")
     return value
 
 

@@ -17,6 +17,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from layerskip.files import write_text
+from layerskip.prompts import read_text
 
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_EVERY = 40  # files
@@ -80,8 +81,8 @@ def read_documents(files: Iterable[tuple[str, Path]]) -> tuple[dict[str, str], d
 def read_questions(path: Path) -> list[str]:
     """GSM8K-style JSON lines (``question``, ``answer``) as plain documents."""
     documents = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line:
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
             continue
         try:
             row = json.loads(line)

@@ -123,6 +123,15 @@ def test_a_draft_length_that_is_none_is_named_with_its_file(tmp_path: Path, want
         SelfSpeculativeLM.from_pretrained(tmp_path)
 
 
+def test_questions_are_read_as_prompts_are(corpus: ModuleType, tmp_path: Path) -> None:
+    path, row = tmp_path / "q.jsonl", b'{"question": "a", "answer": "b"}\n'
+    path.write_bytes(b"\xef\xbb\xbf" + row + b"  \n" + row)
+    assert corpus.read_questions(path) == ["Question: a\nAnswer: b"] * 2
+    path.write_bytes(row + b"\xff\n")
+    with pytest.raises(ValueError, match=rf"q\.jsonl is not UTF-8 \(byte {len(row)}\)"):
+        corpus.read_questions(path)
+
+
 def test_held_out_modules_are_held_out_by_their_hash(corpus: ModuleType) -> None:
     modules = held_out_modules()
     assert len(modules) >= 20

@@ -386,6 +386,15 @@ def test_the_document_is_made_of_the_runs() -> None:
     assert fake.tuned == 0
 
 
+def test_nothing_drafted_is_no_share_that_was_accepted() -> None:
+    fake = scripted(plain=[FRESH], layerskip=[FRESH])
+    run, stats = fake.run, DecodeStats(new_tokens=20, num_rounds=19)
+    fake.run = lambda *args, **how: replace(run(*args, **how), stats=stats)
+    fake.theory = lambda *_, **__: {}
+    document = compare.compare(fake, EXAMPLES[:1], modes=["layerskip"], repeats=1)
+    assert document["modes"]["layerskip"]["acceptance_rate"] is None
+
+
 def test_an_interval_of_seven_prompts_goes_out_to_both_ends() -> None:
     """From the second to the sixth of seven is 87.5 %, by the binomial law."""
     fake, ratios = scripted(plain=[FRESH] * 7, layerskip=[FRESH] * 7), [1.1, 3, 2, 1.5, 4, 2.5, 1.7]

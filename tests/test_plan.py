@@ -1,4 +1,5 @@
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -330,6 +331,8 @@ def test_where_no_file_can_be_is_said(tmp_path):
         ({"calibration": {"greedy": ((0.5, 2.0),)}}, ValueError, "a number of a calibration must"),
         ({"fingerprint": 1}, TypeError, "fingerprint must be text, got 1"),
         ({"measurements": 3}, TypeError, "measurements must be a mapping, got 3"),
+        ({"measurements": {"coverage": "x"}}, TypeError, "the coverage measured must be a number"),
+        ({"measurements": {"coverage": math.nan}}, ValueError, "the coverage measured must be fin"),
     ],
 )
 def test_a_plan_file_checks_what_it_is_given(settings, error, message):

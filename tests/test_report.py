@@ -282,7 +282,7 @@ def test_buckets_are_cut_at_the_edges():
     assert lengths((), "prompt edges") == ((0, None),)
     assert Bucket("code", (128, 512), (512, None)).name == "code, prompt 128-511, output 512 on"
     assert Bucket("").name == "no label"
-    for edges in ((0, 5), (5, 5), (9, 5)):
+    for edges in ((0, 5), (5, 5), (9, 5), (5, 10**60)):
         with pytest.raises(ValueError, match="prompt edges"):
             lengths(edges, "prompt edges")
 

@@ -61,6 +61,7 @@ def test_a_line_may_have_any_of_the_known_shapes(
         ([1, 2], "an object was expected, got list"),
         ({"text": "a"}, "it has none of prompt, prompt_token_ids, messages, turns, question"),
         ({"prompt": 7}, "text expected, got 7"),
+        ({"prompt": {"x": "y" * 10_000}}, "text expected, got {'x': 'yyyy"),
         ({"turns": []}, "it has none of"),
         ({"turns": "text"}, "'turns' must be a list"),
         ({"prompt_token_ids": []}, "token ids must be a list of one or more ints"),
@@ -83,11 +84,17 @@ def test_a_line_that_is_no_prompt_is_named_with_its_number(
         Traffic.read(file, labels=["task"])
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1_000
     traffic = Traffic.read(file, labels=["task"], bad_lines="skip")
     assert [r.index for r in traffic] == [0, 3]
     assert (traffic.count, traffic.num_bad_lines) == (2, 1)
     assert traffic.bad_lines[0].number == 3
     assert reason in traffic.bad_lines[0].reason
+
+
+def test_a_byte_order_mark_is_no_prompt(file: Path) -> None:
+    file.write_bytes(b'\xef\xbb\xbf\n{"prompt": "a"}\n')
+    assert [r.index for r in Traffic.read(file)] == [1]
 
 
 def test_only_the_first_bad_lines_are_kept(file: Path) -> None:

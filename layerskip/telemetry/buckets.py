@@ -8,6 +8,7 @@ from layerskip.params import check_integer
 
 PROMPT_EDGES = (128, 512, 2048)
 OUTPUT_EDGES = (32, 128, 512)
+LARGEST_EDGE = 2**31 - 1  # tokens
 
 # What is told apart by a label: it may have a value of its own in every request.
 MOST_NAMES, OTHER = 100, "(other)"
@@ -53,7 +54,7 @@ def lengths(edges: Sequence[int], what: str) -> tuple[Lengths, ...]:
         ValueError, TypeError: they are none.
     """
     for edge in edges:
-        check_integer(f"each of the {what}", edge, 1)
+        check_integer(f"each of the {what}", edge, 1, LARGEST_EDGE)
     if any(a >= b for a, b in pairwise(edges)):
         raise ValueError(f"{what} must ascend, got {', '.join(map(str, edges))}")
     return tuple(zip((0, *edges), (*edges, None), strict=True))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,7 +172,7 @@ class _Lines:
             if count == self.limit:
                 return
             self.digest.update(line)
-            if not line.strip():
+            if not line.removeprefix(BOM_UTF8).strip():
                 continue
             try:
                 row = _row(line)
