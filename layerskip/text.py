@@ -3,6 +3,12 @@
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+# What no page and no table may hold: control characters (but for tabs and line breaks), half
+# characters, and marks that turn the direction of what follows them: they made "128-511" out of
+# "115-821".
+SPANS = ((0, 32), (127, 160), (0xD800, 0xE000), (0x202A, 0x202F), (0x2066, 0x206A))
+NOT_TEXT = {code: "\N{REPLACEMENT CHARACTER}" for span in SPANS for code in range(*span)}
+NOT_TEXT |= {ord("\t"): "\t", ord("\n"): "\n", ord("\r"): ""}
 # Where transformers has its fast tokenizers' ``decode``, and what that calls.
 FAST = ("transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers")
 

@@ -491,6 +491,15 @@ def test_a_model_whose_name_looks_like_markup_is_told_as_it_is(tmp_path, capsys)
     assert "m[final]" in "".join(capsys.readouterr())
 
 
+def test_labels_move_no_cursor(tmp_path, capsys):
+    requests = pair(0, ((4, 2),) * 3, labels={"category": "\x1b[31m\u202ered"})
+    folder = write_run(tmp_path / "runs", requests)
+    assert main(["report", str(folder)]) == 0
+    told = "".join(capsys.readouterr())
+    assert "\ufffd[31m\ufffdred" in told
+    assert not {"\x1b", "\u202e"} & set(told)
+
+
 def test_digits_that_find_no_room_leave_a_mark(tmp_path, monkeypatch, capsys):
     requests = [r for i in range(12) for r in pair(i, ((4, 2),) * 3, seconds=1.0)]
     folder = write_run(tmp_path / "runs", requests)

@@ -13,6 +13,7 @@ from rich.table import Table
 from layerskip.commands.options import (
     MOST_SAID,
     bad_lines_option,
+    cell,
     load,
     model_options,
     new_table,
@@ -149,7 +150,7 @@ def _table(summary: "Summary") -> Table:
         for arm, totals in arms.items():
             rate, speed = totals.acceptance_rate, totals.tokens_per_second
             shown.add_row(
-                escape(task or "(none)"),
+                cell(task or "(none)"),
                 arm,
                 str(totals.requests),
                 "-" if rate is None else f"{rate:.0%}",

@@ -12,7 +12,7 @@ from rich.style import Style
 from rich.table import Table
 
 from layerskip.params import AUTO, NumDraftTokens
-from layerskip.text import TextStream, by_origin
+from layerskip.text import NOT_TEXT, TextStream, by_origin
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,6 +55,11 @@ def print_round(
 def say(console: "Console", text: str, style: str | None = None) -> None:
     """A line as it is."""
     console.print(escape(text), style=style, highlight=False, soft_wrap=True)
+
+
+def cell(text: str) -> str:
+    """Somebody's text for a table: no markup, and nothing that a terminal would follow."""
+    return escape(text.translate(NOT_TEXT))
 
 
 def new_table(

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from layerskip.commands.options import new_table, output_of
+from layerskip.commands.options import cell, new_table, output_of
 from layerskip.telemetry.buckets import OUTPUT_EDGES, PROMPT_EDGES, shown
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def run_report(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     for table in (_acceptance_table(report), _latency_table(report), _decision_table(policy)):
         console.print(table)
     for note in _notes(report):
-        console.print(escape(note), style="dim", highlight=False)
+        console.print(cell(note), style="dim", highlight=False)
     for path in (args.policy, args.html):
         if path is not None:
             console.print(escape(f"written to {path}"), highlight=False, soft_wrap=True)
@@ -105,7 +105,7 @@ def _acceptance_table(report: "AcceptanceReport") -> Table:
         )
         every = row is report.total
         table.add_row(
-            "all" if every else escape(row.bucket.task or "-"),
+            "all" if every else cell(row.bucket.task or "-"),
             "" if every else shown(row.bucket.prompt_tokens),
             "" if every else shown(row.bucket.new_tokens),
             f"{row.num_requests}{'*' if row.few else ''}",
@@ -137,7 +137,7 @@ def _latency_table(report: "AcceptanceReport") -> Table:
             first, last = name == arms[0][0], name == arms[-1][0]
             speed = times.tokens_per_second
             table.add_row(
-                escape(row.bucket.name) if first else "",
+                cell(row.bucket.name) if first else "",
                 name,
                 str(times.end_to_end.count),
                 *(f"{1e3 * times.end_to_end.at(p):.0f}" for p in (50, 90, 99)),
@@ -154,10 +154,10 @@ def _decision_table(policy: "Policy") -> Table:
     for rule in policy.rules:
         most = rule.max_draft_tokens
         table.add_row(
-            escape(rule.task or "-"),
+            cell(rule.task or "-"),
             shown(rule.prompt_tokens),
             "auto" if most is None else "off" if most == 0 else f"at most {most}",
-            escape(rule.reason),
+            cell(rule.reason),
         )
     return table
 

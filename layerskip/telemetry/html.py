@@ -16,6 +16,7 @@ from layerskip.telemetry import figures, tables
 from layerskip.telemetry.charts import WIDTH
 from layerskip.telemetry.report import ENOUGH_REQUESTS, AcceptanceReport
 from layerskip.telemetry.runs import SAMPLES
+from layerskip.text import NOT_TEXT
 
 MAX_SAMPLES = 24
 MAX_ALARMS = 20
@@ -29,11 +30,6 @@ ORIGINS = {
     "plain": "of a round that drafted nothing",
     "prefill": "the first token, of the prompt's pass",
 }
-# What no page may hold: control characters (but for tabs and line breaks), half characters, and
-# marks that turn the direction of what follows them: they made "128-511" out of "115-821".
-SPANS = ((0, 32), (127, 160), (0xD800, 0xE000), (0x202A, 0x202F), (0x2066, 0x206A))
-NOT_TEXT = {code: "\N{REPLACEMENT CHARACTER}" for span in SPANS for code in range(*span)}
-NOT_TEXT |= {ord("\t"): "\t", ord("\n"): "\n", ord("\r"): ""}
 
 
 @dataclass(frozen=True)
