@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerskip.constraint import AfterMarker, packed
-from layerskip.grammar import Grammar, Matcher
+from layerskip.grammar import ANCHORS, Grammar, Matcher
 from layerskip.grammar_lengths import longest_shortest
 from layerskip.text import special_names
 
@@ -24,6 +24,12 @@ PROBE = '{"a": [1, true], "b": "c d"}'
 # Characters that a rule has at least: xgrammar looks for forced text without bound, and for each of
 # so many again from the beginning.
 MOST_FORCED = 4096
+# xgrammar 0.2.8 reads \x41a as U+041A, and takes a class that begins with a caret for its opposite,
+# in whatever way the caret is spelt.
+ESCAPES = re.compile(
+    r"\\(?:x(?P<x>[0-9a-fA-F]{2})|u(?P<u>[0-9a-fA-F]{4})|u\{(?P<any>[0-9a-fA-F]+)\}|.)", re.DOTALL
+)
+CARETS = re.compile(r"\A(?:\\?\^(?:-\\?\^|(?!-.)))+", re.DOTALL)  # but for a range to beyond
 
 Key = tuple[str, str, int]
 
@@ -85,7 +91,7 @@ class XGrammarBackend:
     def _compile(self, grammar: Grammar) -> Any:
         try:
             if grammar.kind == "regex":
-                return self._compiler.compile_regex(grammar.source)
+                return self._compiler.compile_regex(_respelt(grammar.source))
             if grammar.kind == "ebnf":
                 return self._compiler.compile_grammar(grammar.source)
             return self._compiler.compile_json_schema(
@@ -197,6 +203,28 @@ class XGrammarMatcher:
         except UnicodeDecodeError:  # it ends within a character
             return ()
         return self._vocabulary.tokens_of(text) if text else ()
+
+
+def _respelt(pattern: str) -> str:
+    """The same regular expression, as xgrammar reads it right."""
+    pattern = ESCAPES.sub(_respelt_escape, pattern)
+    return ANCHORS.sub(
+        lambda found: _without_caret(found[0]) if found[0].startswith("[\\^") else found[0], pattern
+    )
+
+
+def _respelt_escape(found: re.Match[str]) -> str:
+    digits = found["x"] or found["u"] or found["any"]
+    if digits is not None and int(digits, 16) == ord("^"):
+        return "\\^"
+    return f"\\u00{digits}" if found["x"] else found[0]
+
+
+def _without_caret(chars: str) -> str:
+    """A class that begins with an escaped caret, with the caret beside it."""
+    rest = CARETS.sub("", chars[1:-1])
+    rest = re.sub(r"\A\\?\^", "_", rest)  # a range from what follows the caret
+    return f"(?:\\^|[{rest}])" if rest else "\\^"
 
 
 def _xgrammar() -> ModuleType:

@@ -53,6 +53,7 @@ Keywords that xgrammar compiles and ignores
 
 import json
 import random
+import re
 import sys
 import threading
 from typing import Any
@@ -587,6 +588,25 @@ def test_anchors_at_the_ends_of_a_regex_and_escaped_ones_stay(backend):
     for pattern in (r"^a\$[\]$^]b$", r"\\Ab", "[^$]", r"[\\]$"):
         assert Grammar.regex(pattern).source == pattern
         backend.matcher(Grammar.regex(pattern))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"[\^]", r"[\^]{2}", r"[\^a]", r"[\^0-9]", r"[\^+*/-]", r"[\^-z]", r"[\^-]", r"[\^^]",
+        r"[\^\^-`]", r"[\^^-z]", r"[\^-\^]", r"[\^-\^-z]", r"[\^\]$]", r"\[[\^a]", r"[+[\^a]",
+        r"[\\\^a]", r"\\[\^a]", r"[^\^a]", r"[^^a]", r"[a\^]", r"[\x5e]", r"[\x5ea]",
+        r"[\u005eb]", r"[\x5e-z]", r"[_-\x61]", r"\x41a", r"\x41", r"[\x410]", r"\\x41a",
+    ],
+)  # fmt: skip
+def test_a_regex_means_what_it_does_in_python(backend, tokenizer, pattern):
+    spelt = re.compile(pattern)
+    texts = [*map(chr, range(128)), "^^", "A0", "Aa", "[a", "[^", "[[", "\\^", "\\a", r"\x41a"]
+    for text in texts:
+        matcher = backend.matcher(Grammar.regex(pattern))
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        fits = all(matcher.advance(token) for token in ids) and matcher.complete
+        assert fits == bool(spelt.fullmatch(text)), text
 
 
 def test_without_tokenizer_or_xgrammar_one_sentence_says_so(ending, wrap, tokenizer, monkeypatch):
