@@ -5,6 +5,7 @@ A backend makes matchers (``layerskip.grammar_xgrammar``); decoding knows this p
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -17,7 +18,15 @@ if TYPE_CHECKING:
 
 Kind = Literal["json_schema", "regex", "ebnf"]
 MAX_WHITESPACE = 1000
-ANCHORS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|[$^]", re.DOTALL)  # and what may hold one
+# Of a regular expression: escapes, sets, anchors.
+PARTS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|[$^]", re.DOTALL)
+# What may follow a backslash: of other letters and digits xgrammar 0.2.8 takes the letter itself.
+ESCAPED = re.compile(
+    r"[^A-Za-z0-9]|[adDefnrsStvwW]|0(?!\d)|c[A-Za-z]|x[0-9a-fA-F]{2}"
+    r"|u(?:(?P<four>[0-9a-fA-F]{4})|\{(?P<any>[0-9a-fA-F]+)\})",
+    re.DOTALL,
+)
+SETS = {"\\d", "\\D", "\\s", "\\S", "\\w", "\\W"}
 
 
 class Matcher(Protocol):
@@ -113,15 +122,11 @@ class Grammar:
         ``.`` stands for any character, a line break too.
 
         Raises:
-            ValueError: an anchor stands inside, where it could not be held to.
+            ValueError: an anchor stands inside, where it could not be held to, or something that
+                would be read as something else.
         """
-        for found in ANCHORS.finditer(pattern) if isinstance(pattern, str) else ():
-            inside = {"^": found.start() > 0, "$": found.end() < len(pattern)}
-            if inside.get(found[0], found[0] in ("\\A", "\\Z")):
-                raise ValueError(
-                    f"the regex's {found[0]!r} at {found.start()} can't be held to: only a '^' at "
-                    "the beginning and a '$' at the end can, and both are implied; take it out"
-                )
+        if isinstance(pattern, str):
+            _check_regex(pattern)
         return cls("regex", pattern)
 
     @classmethod
@@ -147,6 +152,52 @@ class Grammar:
         if not isinstance(marker, str) or not marker:
             raise ValueError(f"marker must be a non-empty text, got {marker!r}")
         return replace(self, marker=marker)
+
+
+def _check_regex(pattern: str) -> None:
+    """Raise where xgrammar would read an expression as another than it is."""
+    for found in PARTS.finditer(pattern):
+        part, at = found[0], found.start()
+        if part in ("[]", "[^]"):
+            raise ValueError(
+                f"the regex's ']' at {found.end() - 1} begins a set or ends an empty one, as "
+                "different readers have it; write it as '\\]'"
+            )
+        if part.startswith("["):
+            _check_set(pattern, found)
+        inside = {"^": at > 0, "$": found.end() < len(pattern)}
+        if inside.get(part, part in ("\\A", "\\Z")):
+            raise ValueError(
+                f"the regex's {part!r} at {at} can't be held to: only a '^' at the beginning and "
+                "a '$' at the end can, and both are implied; take it out"
+            )
+        if part.startswith("\\"):
+            _check_escape(pattern, at)
+
+
+def _check_set(pattern: str, found: re.Match[str]) -> None:
+    """Raise if a set of characters holds an escape or a range that is none."""
+    begin = found.start() + (2 if found[0].startswith("[^") else 1)
+    parts = list(re.compile(r"\\.|.", re.DOTALL).finditer(pattern, begin, found.end() - 1))
+    for i, part in enumerate(parts):
+        if part[0].startswith("\\") and part[0] != "\\b":  # a backspace in a set
+            _check_escape(pattern, part.start())
+        beside = {near[0] for near in (parts[i - 1 : i] + parts[i + 1 : i + 2])}
+        if part[0] == "-" and 0 < i < len(parts) - 1 and beside & SETS:
+            raise ValueError(
+                f"the regex's '-' at {part.start()} is no range of characters; write it as '\\-'"
+            )
+
+
+def _check_escape(pattern: str, at: int) -> None:
+    found = ESCAPED.match(pattern, at + 1)
+    code = int(found["four"] or found["any"] or "0", 16) if found else sys.maxunicode + 1
+    if 0xD800 <= code <= 0xDFFF or code > sys.maxunicode:
+        raise ValueError(
+            f"the regex's {pattern[at : at + 2]!r} at {at} can't be held to: of a letter or digit "
+            "only \\d \\w \\s \\D \\W \\S \\n \\r \\t \\f \\v \\a \\e \\0 are escapes, and "
+            "characters as \\cA, \\x41, \\u0041 or \\u{41}; write it in other words"
+        )
 
 
 def _loaded(schema: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerskip.constraint import AfterMarker, packed
-from layerskip.grammar import ANCHORS, Grammar, Matcher
+from layerskip.grammar import PARTS, Grammar, Matcher
 from layerskip.grammar_lengths import longest_shortest
 from layerskip.text import special_names
 
@@ -208,7 +208,7 @@ class XGrammarMatcher:
 def _respelt(pattern: str) -> str:
     """The same regular expression, as xgrammar reads it right."""
     pattern = ESCAPES.sub(_respelt_escape, pattern)
-    return ANCHORS.sub(
+    return PARTS.sub(
         lambda found: _without_caret(found[0]) if found[0].startswith("[\\^") else found[0], pattern
     )
 
