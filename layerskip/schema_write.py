@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -17,6 +18,7 @@ Core = dict[str, Any]
 NOTHING: Core = {"enum": []}
 MAX_STEP, MAX_MULTIPLES = 1000, 1000
 DECIMALS = 6  # that xgrammar writes of a number with bounds
+COARSE = 2**33  # from here on a double's neighbours are further away than the last of them
 
 
 class Writer:
@@ -89,11 +91,12 @@ class Writer:
         elif high is not None:
             core["maximum"] = high
         if low is None or high is None:
-            return core
+            return _coarse(core)
         closed = "minimum" in core and "maximum" in core
         if low > high or (low == high and not closed):
             return NOTHING
-        if not _has_short_number(core, low, high):
+        core = _coarse(core)
+        if not _has_short_number(core):
             word = next(iter(bounds))
             why = f"no number of at most {DECIMALS} decimals is within the bounds"
             self._refuse(word, node.places[word], why)
@@ -216,8 +219,22 @@ class Writer:
             return string_pattern(None)
 
 
-def _has_short_number(core: Core, low: Any, high: Any) -> bool:
+def _coarse(core: Core) -> Core:
+    """The same, where decimals beside an exclusive bound are read as the bound itself: the next
+    number that there is, inclusive."""
+    for exclusive, inclusive, end in (
+        ("exclusiveMinimum", "minimum", math.inf),
+        ("exclusiveMaximum", "maximum", -math.inf),
+    ):
+        if COARSE <= abs(core.get(exclusive, 0)) < sys.float_info.max:
+            core[inclusive] = math.nextafter(core.pop(exclusive), end)
+    return core
+
+
+def _has_short_number(core: Core) -> bool:
     """Whether a number with so few decimals as are written is within the bounds."""
+    low = core["exclusiveMinimum" if "exclusiveMinimum" in core else "minimum"]
+    high = core["exclusiveMaximum" if "exclusiveMaximum" in core else "maximum"]
     first, last = (Fraction(str(bound)) * 10**DECIMALS for bound in (low, high))
     least = math.floor(first) + 1 if "exclusiveMinimum" in core else math.ceil(first)
     return least < last if "exclusiveMaximum" in core else least <= last
