@@ -23,7 +23,7 @@ from layerskip.schema_merge import (
     merged,
 )
 from layerskip.schema_negate import KIND_OF, Negator, NoNegationError
-from layerskip.schema_refs import References
+from layerskip.schema_refs import References, shown
 from layerskip.schema_values import fits, json_equal
 from layerskip.schema_write import NOTHING, Core, Writer
 
@@ -90,7 +90,7 @@ class _Core:
     def refuse(self, keyword: str, pointer: str, why: str) -> None:
         if self.strict:
             raise ValueError(
-                f"the schema's {keyword!r} at {pointer or '/'} can't be held to while decoding: "
+                f"the schema's {keyword!r} at {shown(pointer)} can't be held to while decoding: "
                 f"{why}; change it, or allow invalid output with strict=False"
             )
 

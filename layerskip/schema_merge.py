@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from layerskip.schema_refs import escaped
+from layerskip.schema_refs import escaped, shown
 from layerskip.schema_values import NUMBERS, json_equal, matches
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -100,7 +100,7 @@ class Node:
         if isinstance(schema, bool):
             return cls({}, {}, not schema, through)
         if not isinstance(schema, Mapping):
-            raise ValueError(f"what stands at {pointer or '/'} is no schema: {schema!r}")
+            raise ValueError(f"what stands at {shown(pointer)} is no schema: {schema!r}")
         words = _one_spelling(schema)
         spelt = {"enum": "const", "prefixItems": "items", "required: true": "required"}
         places = {w: f"{pointer}/{w if w in schema else spelt.get(w, w)}" for w in words}
@@ -398,7 +398,7 @@ def _check(word: str, value: Any, place: str) -> None:
     else:
         return
     if not fine:
-        raise ValueError(f"the schema's {word!r} at {place} must be {wanted}, got {value!r}")
+        raise ValueError(f"the schema's {word!r} at {shown(place)} must be {wanted}, got {value!r}")
 
 
 def _is_text(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """Where the references of a JSON schema lead."""
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
@@ -42,7 +43,7 @@ class References:
             if len(found) == 1:  # nobody can say which of several is meant
                 return found[0] + ("" if anchored else inner)
         raise ValueError(
-            f"the schema's $ref {reference!r} at {pointer or '/'} leads out of it; put what it "
+            f"the schema's $ref {reference!r} at {shown(pointer)} leads out of it; put what it "
             "means under $defs"
         )
 
@@ -55,7 +56,7 @@ class References:
             try:
                 found = found[int(key)] if isinstance(found, list) else found[key]
             except (KeyError, IndexError, ValueError, TypeError):
-                raise ValueError(f"the schema has nothing at $ref '#{pointer}'") from None
+                raise ValueError(f"the schema has nothing at $ref {'#' + pointer!r}") from None
             place += f"/{part}"
             yield place, found
 
@@ -90,3 +91,8 @@ class References:
 def escaped(key: str) -> str:
     """A key as a part of a JSON pointer."""
     return key.replace("~", "~0").replace("/", "~1")
+
+
+def shown(pointer: str) -> str:
+    """A JSON pointer in a message: on one line, whatever the names in it."""
+    return pointer or "/" if pointer.isprintable() else json.dumps(pointer)

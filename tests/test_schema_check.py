@@ -154,6 +154,14 @@ BAD = [
     ({"$ref": "a", "$defs": {"1": {"$id": "a"}, "2": {"$id": "a"}}}, "leads out of it"),
     ({"$ref": "#"}, "round in circles|can't be held to"),
     ({"allOf": [{"$ref": "#"}]}, "round in circles|can't be held to"),
+    (
+        {"properties": {"a\n": {"pattern": "(?!a)"}}},
+        r'at "/properties/a\\n/pattern" can\'t be held',
+    ),
+    ({"properties": {"a\u2028": 3}}, r'at "/properties/a\\u2028" is no schema'),
+    ({"properties": {"a\n": {"minLength": "3"}}}, r'at "/properties/a\\n/minLength" must be'),
+    ({"properties": {"a\n": {"$ref": "b"}}}, r'at "/properties/a\\n/\$ref" leads out of it'),
+    ({"$ref": "#/a%0Ab"}, r"nothing at \$ref '#/a\\nb'"),
 ]
 # Invalid values are accepted by xgrammar 0.2.8 alone for each of these.
 HELD = {
