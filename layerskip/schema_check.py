@@ -62,7 +62,8 @@ def checked_schema(schema: Any, *, strict: bool = True) -> str:
     _check_circles(core.defs)
     if core.defs[root] == NOTHING:
         raise ValueError(
-            "the schema contradicts itself: no value fulfils it that has only properties it names"
+            "the schema contradicts itself: no value fulfils it that has only properties it names, "
+            "and is of a type that its keywords are about where it has none"
         )
     return json.dumps({"$ref": f"#/$defs/{root}", "$defs": core.defs})
 

@@ -153,6 +153,10 @@ BAD = [
     (NAMED | {"properties": {"a": {"$ref": "a#/$defs/none"}}}, "nothing at"),
     ({"$ref": "a", "$defs": {"1": {"$id": "a"}, "2": {"$id": "a"}}}, "leads out of it"),
     ({"$ref": "#"}, "round in circles|can't be held to"),
+    (
+        {"maximum": -1e-9, "exclusiveMinimum": 0.1},
+        "no value fulfils it that .* is of a type that its keywords are about where it has none",
+    ),
     ({"allOf": [{"$ref": "#"}]}, "round in circles|can't be held to"),
     (
         {"properties": {"a\n": {"pattern": "(?!a)"}}},
