@@ -116,7 +116,7 @@ def results(request: pytest.FixtureRequest, lab: Lab) -> Results:
     path = request.config.getoption("--resume")
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-    return Results(Journal(path, lab.subject()).once)
+    return Results(Journal(path, lab.subject(), alone=True).once)
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict) -> None:

@@ -3,8 +3,12 @@
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, BinaryIO, TypeVar
+
+from layerskip.files import locked
 
 VERSION = 1
 
@@ -20,17 +24,66 @@ class Journal:
     Args:
         path: of the file; None keeps nothing.
         subject: what is measured, by name, ready for JSON.
+        alone: no other process may have the file until it is closed.
 
     Raises:
-        ValueError: the file is no journal, is damaged, or is of another subject.
+        ValueError: the file is no journal, is damaged, is of another subject, or another process
+            has it alone.
     """
 
-    def __init__(self, path: str | Path | None, subject: Mapping[str, str | int | float]) -> None:
+    def __init__(
+        self,
+        path: str | Path | None,
+        subject: Mapping[str, str | int | float],
+        *,
+        alone: bool = False,
+    ) -> None:
         self.path = None if path is None else Path(path)
         self._known: dict[str, Any] = {}
         self._unwritten: list[Mapping[str, Any]] = []
+        self._held: BinaryIO | None = None
         if self.path is not None:
-            self._open(self.path, {"journal": VERSION, **subject})
+            try:
+                if alone:
+                    self._held = self._hold(self.path)
+                self._open(self.path, {"journal": VERSION, **subject})
+            except BaseException:
+                self.close()
+                raise
+
+    def _hold(self, path: Path) -> BinaryIO:
+        """The file, made if there is none, with a lock that ends when it is closed."""
+        while True:
+            try:
+                file = path.open("ab")
+            except OSError as error:
+                raise self._unwritable(error) from None
+            if not locked(file, wait=False):
+                file.close()
+                raise ValueError(f"{path} is being written by another process; wait for its end")
+            if _is_at(path, file):
+                return file
+            file.close()  # whoever had it has removed it: the lock is of a file without a name
+
+    def close(self) -> None:
+        """Let other processes have the file; one without any measurement is removed."""
+        if self.path is None or self._held is None:
+            return
+        file, self._held = self._held, None
+        with file:
+            if not os.fstat(file.fileno()).st_size:
+                _unlink(self.path, file)
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def _open(self, path: Path, first: Mapping[str, Any]) -> None:
         """Read what is there; nothing is written before it is known to be of this subject."""
@@ -52,8 +105,9 @@ class Journal:
         if whole < len(content):
             os.truncate(path, whole)
         if not lines:
-            self._append()  # whether it can be written is told now
-            path.unlink()
+            if self._held is None:
+                self._append()  # whether it can be written is told now
+                path.unlink()
             self._unwritten = [first]
 
     def once(self, what: str, measure: Callable[[], Any], read: Callable[[Any], T]) -> T:
@@ -103,6 +157,30 @@ class Journal:
         return ValueError(
             f"{self.path} is not a whole journal ({where}); delete it to start from the beginning"
         )
+
+
+def remove(path: Path) -> None:
+    """Remove a journal that is no longer needed, unless another process goes on with it."""
+    with suppress(FileNotFoundError), path.open("r+b") as file:
+        if locked(file, wait=False) and _is_at(path, file):
+            _unlink(path, file)
+
+
+def _is_at(path: Path, file: BinaryIO) -> bool:
+    """Whether the file still has that name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _unlink(path: Path, file: BinaryIO) -> None:
+    """Remove a file while it is held."""
+    try:
+        path.unlink()
+    except PermissionError:  # Windows removes no open file
+        file.close()
+        path.unlink(missing_ok=True)
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:

@@ -101,8 +101,9 @@ def search(
         on_progress: called with steps done, steps, and what comes next.
 
     Raises:
-        ValueError: fewer than two usable texts; the journal is of another search; or the model was
-            wrapped with an exit adapter, which belongs to one exit only.
+        ValueError: fewer than two usable texts; the journal is of another search, or another
+            process has it; or the model was wrapped with an exit adapter, which belongs to one
+            exit only.
     """
     if lm.stack.adapter is not None:
         raise ValueError("search looks at plain exits: wrap the model without its exit adapter")
@@ -112,8 +113,8 @@ def search(
         "vocabulary_texts": _digest(list(vocabulary_texts)),
         "settings": repr(settings),
     }
-    kept = Journal(journal, subject)
-    return _Search(lm, examples, settings, vocabulary_texts, kept, on_progress).run()
+    with Journal(journal, subject, alone=True) as kept:
+        return _Search(lm, examples, settings, vocabulary_texts, kept, on_progress).run()
 
 
 def _digest(work: Sequence[Any]) -> str:

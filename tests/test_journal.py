@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from layerskip.journal import Journal
+from layerskip.journal import Journal, remove
 
 SUBJECT = {"fingerprint": "abc", "threads": 2}
 
@@ -80,3 +80,30 @@ def test_work_that_fails_before_its_first_measurement_leaves_no_journal(tmp_path
     first = json.loads(path.read_text().splitlines()[0])
     assert first == {"journal": 1, **SUBJECT, "threads": 4}
     assert path.read_text().count("journal") == 1
+
+
+def test_a_journal_has_one_writer_and_is_removed_by_nobody_else(tmp_path):
+    path = tmp_path / "journal"
+    with Journal(path, SUBJECT, alone=True) as journal:
+        with pytest.raises(ValueError, match="is being written by another process; wait for its"):
+            Journal(path, SUBJECT, alone=True)
+        assert journal.once("a", lambda: 1, int) == 1
+        remove(path)
+        assert path.exists()
+        assert journal.once("b", lambda: 2, int) == 2
+    with Journal(path, SUBJECT, alone=True) as again:
+        assert [again.once(what, lambda: 1 // 0, int) for what in "ab"] == [1, 2]
+    remove(path)
+    remove(path)
+    assert not path.exists()
+
+
+def test_a_journal_held_for_nothing_is_removed(tmp_path):
+    path = tmp_path / "journal"
+    with pytest.raises(ZeroDivisionError), Journal(path, SUBJECT, alone=True) as journal:
+        journal.once("a", lambda: 1 // 0, int)
+    assert not path.exists()
+    path.write_bytes(b"[1]\n")
+    with pytest.raises(ValueError, match="not a whole journal"):
+        Journal(path, SUBJECT, alone=True)
+    assert path.read_bytes() == b"[1]\n"

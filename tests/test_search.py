@@ -21,6 +21,7 @@ from layerskip.cli import main
 from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
 from layerskip.drafting import EarlyExitDrafter
+from layerskip.journal import Journal
 from layerskip.model import pack_model
 from layerskip.packed import PackedStack
 from layerskip.params import MAX_SEED
@@ -538,6 +539,16 @@ def test_a_journal_of_other_work_is_refused(given, tmp_path, prompts, settings, 
         )
     with pytest.raises(ValueError, match=rf"the journal of another measurement \({message} "):
         search.search(lm, prompts, settings=settings, journal=journal)
+
+
+def test_a_second_search_on_one_journal_is_refused(given, tmp_path):
+    given(1.3)
+    lm, path = unquiet(3, 4), tmp_path / "journal"
+    with (
+        Journal(path, {}, alone=True),
+        pytest.raises(ValueError, match="is being written by another process; wait for its end"),
+    ):
+        search.search(lm, EXAMPLES, settings=SETTINGS, journal=path)
 
 
 @pytest.mark.parametrize("name", ["max_texts", "max_new_tokens", "max_draft_tokens"])

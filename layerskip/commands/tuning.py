@@ -154,6 +154,7 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     sampling = SamplingParams(temperature=args.temperature, seed=args.seed)
     quiet()
     from layerskip.api import SelfSpeculativeLM
+    from layerskip.journal import remove
     from layerskip.prompts import read_texts
     from layerskip.search import SearchSettings, search
 
@@ -193,7 +194,7 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         if journal.exists():
             console.print(f"the same command goes on from {escape(str(journal))}", highlight=False)
         raise
-    journal.unlink(missing_ok=True)
+    remove(journal)
     _show(result, args.out, console)
     plan, vocabulary = result.file.plan, result.file.draft_vocabulary
     return {
