@@ -17,6 +17,7 @@ from recorded import DRAFT, PLAIN, Request, flat_cost, pair, write_run
 from layerskip.cli import main
 from layerskip.metrics import speculative_metrics
 from layerskip.policy import Policy
+from layerskip.telemetry import records
 from layerskip.telemetry.aggregation import acceptance_report
 from layerskip.telemetry.buckets import Bucket, lengths
 from layerskip.telemetry.resampling import (
@@ -528,6 +529,29 @@ def test_a_folder_whose_name_is_a_pattern_is_refused(tmp_path):
     folder = write_run(tmp_path / "runs[1]", pair(0, ((4, 2),) * 3))
     with pytest.raises(ValueError, match="rename it"):
         acceptance_report(folder)
+
+
+def test_a_folder_that_is_named_like_a_home_is_read_itself(tmp_path, monkeypatch):
+    home, here = tmp_path / "home", tmp_path / "here[1]*?"
+    for folder in (home, here / "~"):
+        folder.mkdir(parents=True)
+    write_run(home / "runs", pair(0, ((4, 2),) * 3))
+    write_run(here / "~" / "runs", pair(0, ((4, 2),) * 5))
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    assert acceptance_report("~/runs").total.num_rounds == 5
+    assert acceptance_report(home / "runs").total.num_rounds == 3
+
+
+def test_a_report_is_interrupted_without_a_traceback(tmp_path, monkeypatch, capsys):
+    folder = write_run(tmp_path / "runs", pair(0, ((4, 2),) * 3))
+
+    def interrupted(*_):
+        raise RuntimeError("Query interrupted")  # as DuckDB has it
+
+    monkeypatch.setattr(records, "_load_rounds", interrupted)
+    assert main(["report", str(folder)]) == 130
+    assert capsys.readouterr().err == "layerskip: interrupted\n"
 
 
 def test_an_unknown_arm_is_refused(recorded):

@@ -4,6 +4,7 @@ DuckDB reads the lines as a stream and keeps a few numbers of each in a temporar
 records may be larger than memory.
 """
 
+import glob
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -147,6 +148,10 @@ def opened(
                 _load_requests(database, run, prompts, outputs)
                 _load_rounds(database, run.folder)
                 yield database
+        except RuntimeError as error:  # what DuckDB makes of Ctrl-C, which is none of its errors
+            if "interrupted" not in str(error):
+                raise
+            raise KeyboardInterrupt from None
         except duckdb.Error as error:
             what = f"{run.folder} cannot be read"
             if scratch in str(error):  # what could not be written lies there
@@ -165,7 +170,7 @@ def _load_requests(
     outputs: tuple[Lengths, ...],
 ) -> None:
     task = "''" if run.label is None else "coalesce(labels[$label], '')"
-    given = {"path": str(run.folder / runs.REQUESTS), "arm": run.arm, "plain": PLAIN_ARM}
+    given = {"path": _place(run.folder, runs.REQUESTS), "arm": run.arm, "plain": PLAIN_ARM}
     given |= {} if run.label is None else {"label": run.label}
     database.execute(
         f"""
@@ -211,7 +216,7 @@ def _load_rounds(database: "DuckDBPyConnection", folder: Path) -> None:
         FROM {_source(ROUNDS)} LEFT JOIN requests USING (request_id)
         WHERE (index > 0 OR index IS NULL) AND (number IS NULL OR is_on IS NOT NULL)
         """,
-        {"path": str(folder / runs.ROUNDS)},
+        {"path": _place(folder, runs.ROUNDS)},
     )
     _drop_broken(database, "rounds", folder)
     (differing,) = one_row(
@@ -228,6 +233,11 @@ def _load_rounds(database: "DuckDBPyConnection", folder: Path) -> None:
             f"{folder}/rounds.jsonl has not the rounds that requests.jsonl counts, "
             f"for {differing} requests"
         )
+
+
+def _place(folder: Path, name: str) -> str:
+    """A file's path for DuckDB: whole, for it takes a folder "~" for the user's own."""
+    return glob.escape(str((folder / name).absolute()))
 
 
 def _source(columns: Mapping[str, str]) -> str:
