@@ -300,6 +300,13 @@ OVERWRITING = {
     ),
     "run": (["report", "r", "--html", "{}"], "r/run.json", "a file of the runs"),
     "requests": (["report", "r", "--policy", "{}"], "r/requests.jsonl", "a file of the runs"),
+    "config": (["search", "m", "--out", "{}"], "m/config.json", "a file of the model"),
+    "plan of the model": (["profile", "m", "--out", "{}"], "m/layerskip.json", "a file of the mod"),
+    "adapter": (
+        ["profile", "./gone", "--exit-adapter", "m", "--out", "{}"],
+        "m/config.json",
+        "a file of the exit adapter",
+    ),
     "samples": (["report", "r", "--html", "{}"], "r/samples.jsonl", "a file of the runs"),
 }
 
@@ -313,6 +320,8 @@ def test_no_command_writes_over_what_it_reads(
     argv, name, what = OVERWRITING[case]
     write_run(tmp_path / "r", pair(0, ((4, 2),) * 3), cost=flat_cost())
     flat_cost().save("c")
+    Path("m").mkdir()
+    Path("m/config.json").write_text("{", encoding="utf-8")
     DraftPlan.exiting(num_layers=NUM_LAYERS, exit_layer=2).save("plan.json")
     for text in ("a.jsonl", "t", "r/samples.jsonl"):
         Path(text).write_text('{"prompt": "the rain in Spain stays"}\n' * 2, encoding="utf-8")
@@ -326,6 +335,12 @@ def test_no_command_writes_over_what_it_reads(
     result = run(*(word.format(out) for word in argv))
     assert_refused(result, f"{argv[-2]} {out} would overwrite ", what, "; give another name")
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_a_search_alone_may_write_the_plan_of_its_model(bad: Path) -> None:
+    (bad / "config.json").write_text("{", encoding="utf-8")  # which no command gets beyond
+    result = run("search", bad, "--out", bad / "layerskip.json")
+    assert_refused(result, f"model {str(bad)!r} cannot be loaded")
 
 
 def test_a_page_may_lie_among_the_runs_and_be_written_again(tmp_path: Path) -> None:

@@ -168,8 +168,11 @@ def examples_of(prompts: str | None, limit: int) -> "list[Example]":
     return held_out_code(held_out_modules(), limit)
 
 
-def output_of(args: argparse.Namespace, option: str) -> Path:
+def output_of(args: argparse.Namespace, option: str, *, is_plan: bool = False) -> Path:
     """The file that an option names for the command to write, asked for before any work.
+
+    Args:
+        is_plan: what is written is a plan, and may be the one that the model is loaded with.
 
     Raises:
         ValueError: it cannot be written, or the command reads it: what it holds would be lost.
@@ -178,14 +181,16 @@ def output_of(args: argparse.Namespace, option: str) -> Path:
 
     path = getattr(args, option)
     file = check_writable(path)
-    for name, source in _inputs(args):
+    for name, source in _inputs(args, is_plan=is_plan):
         if os.path.realpath(source) == str(file):
             raise ValueError(f"--{option} {path} would overwrite {name}; give another name")
     return file
 
 
-def _inputs(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def _inputs(args: argparse.Namespace, *, is_plan: bool) -> Iterator[tuple[str, str]]:
     """Files that the command reads as well, and what they are."""
+    from layerskip.checkpoint import BUILTIN, PLAN_FILE, builtin_folder
+
     for option in READ_FILES:
         path = getattr(args, option, None)
         if path is not None:
@@ -196,6 +201,16 @@ def _inputs(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
         for name in FILES:  # any other name there is free, as of the report's page
             yield "a file of the runs", str(Path(runs) / name)
+    for option, what in (("model", "the model"), ("exit_adapter", "the exit adapter")):
+        folder = getattr(args, option, None)
+        if folder is None:
+            continue
+        path = builtin_folder() if folder == BUILTIN else Path(folder)
+        names = {p.name for p in path.iterdir()} if path.is_dir() else set()
+        # A plan file is looked for there: a new one, too, would be taken for the model's.
+        names = (names | {PLAN_FILE}) - ({PLAN_FILE} if is_plan else set())
+        for name in names:
+            yield f"a file of {what}", str(path / name)
 
 
 def sampling_options(command: argparse.ArgumentParser) -> None:

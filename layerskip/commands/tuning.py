@@ -150,7 +150,7 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     from layerskip.params import SamplingParams, check_integer
 
     check_integer("--limit", args.limit, 2)
-    output_of(args, "out")
+    output_of(args, "out", is_plan=True)
     sampling = SamplingParams(temperature=args.temperature, seed=args.seed)
     quiet()
     from layerskip.api import SelfSpeculativeLM
