@@ -189,8 +189,6 @@ def output_of(args: argparse.Namespace, option: str, *, is_plan: bool = False) -
 
 def _inputs(args: argparse.Namespace, *, is_plan: bool) -> Iterator[tuple[str, str]]:
     """Files that the command reads as well, and what they are."""
-    from layerskip.checkpoint import BUILTIN, PLAN_FILE, builtin_folder
-
     for option in READ_FILES:
         path = getattr(args, option, None)
         if path is not None:
@@ -205,6 +203,8 @@ def _inputs(args: argparse.Namespace, *, is_plan: bool) -> Iterator[tuple[str, s
         folder = getattr(args, option, None)
         if folder is None:
             continue
+        from layerskip.checkpoint import BUILTIN, PLAN_FILE, builtin_folder
+
         path = builtin_folder() if folder == BUILTIN else Path(folder)
         names = {p.name for p in path.iterdir()} if path.is_dir() else set()
         # A plan file is looked for there: a new one, too, would be taken for the model's.
