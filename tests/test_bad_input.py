@@ -114,6 +114,12 @@ def test_a_stream_of_no_prompt(talking, prompt, sentence):
     check_sentence(lambda: talking.stream(prompt), (TypeError, ValueError), sentence)
 
 
+@pytest.mark.parametrize("labels", [{"task": "a\ud83d"}, {"\udc00": "a"}])
+def test_labels_that_no_page_of_metrics_can_hold(talking, labels):
+    with pytest.raises(ValueError, match="labels must be valid Unicode, got half of a surrogate"):
+        talking.generate("a", max_new_tokens=1, labels=labels)
+
+
 @pytest.mark.parametrize("labels", [[], "", 0, ["x"]])
 def test_labels(talking, labels):
     with pytest.raises(TypeError, match="labels must map"):
