@@ -15,12 +15,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-from layerskip.params import check_integer, check_number
+from layerskip.params import MAX_SEED, check_integer, check_number
 from layerskip.training.losses import consistency_loss, exit_loss
 from layerskip.training.schedules import layer_dropout_rate, warmup_stable_decay
 
 ATTENTION_CHUNK = 128
 EVAL_EXITS = (1, 2, 3, 4)
+BYTES, MOST_IDS = 256, 1 << 16  # a tokenizer's alphabet, and what streams of uint16 can name
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_positions",
+    "max_steps",
+    "batch_tokens",
+    "micro_tokens",
+    "seq_len",
+    "long_seq_len",
+)
 # How long a run goes on, and what a pass holds: a run may go on with others.
 NOT_OF_THE_WEIGHTS = {"minutes", "max_steps", "micro_tokens"}
 
@@ -54,10 +69,26 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "max_steps", "batch_tokens", "micro_tokens", "seq_len"):
+        check_integer("vocab_size", self.vocab_size, BYTES + 1, MOST_IDS)
+        for name in SIZES:
             check_integer(name, getattr(self, name), 1)
-        check_integer("long_seq_len", self.long_seq_len, 1)
-        check_integer("seed", self.seed, 0)
+        check_integer("seed", self.seed, 0, MAX_SEED)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be divisible by num_kv_heads, got {self.num_heads} and "
+                f"{self.num_kv_heads}"
+            )
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size must be divisible by num_heads, got {self.hidden_size} and "
+                f"{self.num_heads}"
+            )
+        if self.head_dim % 2:  # positions turn pairs
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        for name in ("layer_dropout", "distil", "math_share"):
+            check_number(name, getattr(self, name), 0.0, 1.0)
+        for name in ("learning_rate", "weight_decay", "early_exit", "consistency"):
+            check_number(name, getattr(self, name), 0.0, math.inf)
         check_number("minutes", self.minutes, 1e-6, math.inf)
         for layer in (self.exit_weights or {}) if self.early_exit else ():
             if not 1 <= layer < self.num_layers:

@@ -395,6 +395,33 @@ def test_a_small_tokenizer_loses_nothing(recipes: SimpleNamespace, text: str) ->
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vocab_size": 256}, "vocab_size must be between 257 and 65536, got 256"),
+        ({"vocab_size": 65537}, "vocab_size must be between 257 and 65536"),
+        ({"hidden_size": 0}, "hidden_size must be at least 1"),
+        ({"intermediate_size": 0}, "intermediate_size must be at least 1"),
+        ({"max_positions": 0}, "max_positions must be at least 1"),
+        ({"num_heads": 0}, "num_heads must be at least 1"),
+        ({"num_kv_heads": 0}, "num_kv_heads must be at least 1"),
+        ({"num_kv_heads": 2}, "num_heads must be divisible by num_kv_heads, got 5 and 2"),
+        ({"num_heads": 3}, "hidden_size must be divisible by num_heads, got 320 and 3"),
+        ({"head_dim": 63}, "head_dim must be even, got 63"),
+        ({"layer_dropout": 2.0}, "layer_dropout must be finite and between 0 and 1"),
+        ({"distil": 5.0}, "distil must be finite and between 0 and 1"),
+        ({"math_share": 2.0}, "math_share must be finite and between 0 and 1"),
+        ({"learning_rate": -1.0}, "learning_rate must be finite and at least 0"),
+        ({"seed": 2**63}, "seed must be between 0 and"),
+    ],
+)
+def test_settings_that_no_model_can_have_are_refused(
+    recipes: SimpleNamespace, changes: dict[str, float], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        recipes.trainer.Settings(**changes)
+
+
 @pytest.mark.parametrize("length", [1, 7, 128, 129, 300])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_chunked_attention_is_causal_attention(
