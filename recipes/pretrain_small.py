@@ -28,7 +28,10 @@ from safetensors import SafetensorError
 from settings import read
 from trainer import Settings, Trainer
 
+from layerskip.files import write_text
+
 SAVE_EVERY_SECONDS = 300.0
+LOG = "log.jsonl"
 SMOKE = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -100,6 +103,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     else:
         trainer.save(state)  # it knows its text, and with it the tokenizer's
     corpus.keep_tokenizer()
+    drop_later(args.out / LOG, trainer.steps)
     stopped = train(trainer, corpus, state, console)
     if stopped:
         console.print(f"stopped at step {trainer.steps}; the same command goes on from {state}")
@@ -112,11 +116,26 @@ def run(args: argparse.Namespace, console: Console) -> None:
     console.print_json(json.dumps(final))
 
 
+def drop_later(path: Path, steps: int) -> None:
+    """Take out of a log the records of steps after the state that a killed run goes on from, which
+    are taken again, and a line that the kill cut off."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            if json.loads(line)["step"] <= steps:
+                kept.append(line + "\n")
+        except (ValueError, TypeError, KeyError):
+            continue
+    write_text(path, "".join(kept))
+
+
 def train(trainer: Trainer, corpus: Corpus, state: Path, console: Console) -> bool:
     """Run until the budget is spent; True if a signal stopped it."""
     saved, columns = time.monotonic(), (TextColumn("{task.description}"), BarColumn())
     bar = Progress(*columns, MofNCompleteColumn(), TimeRemainingColumn(), console=console)
-    path = state.with_name("log.jsonl")
+    path = state.with_name(LOG)
     with StopRequest() as request, bar, path.open("a", encoding="utf-8") as log:
         task = bar.add_task("training (seconds)", total=int(60 * trainer.settings.minutes))
         while trainer.progress() < 1.0 and not request.asked:

@@ -513,6 +513,21 @@ def test_other_text_has_another_digest(recipes: SimpleNamespace, tmp_path: Path)
     assert one.digest == same.digest != other.digest
 
 
+def test_a_killed_run_logs_no_step_twice(
+    recipes: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, out = write_texts(tmp_path / "text", 4), tmp_path / "run"
+    argv = [f"--out={out}", f"--text={text}", "--smoke", "--device=cpu", "--vocab-size=300"]
+    monkeypatch.setattr(recipes.pretrain_small, "train", lambda *_: True)  # as if it were stopped
+    recipes.pretrain_small.main(argv)
+    log = out / "log.jsonl"
+    lines = [json.dumps({"step": step}) + "\n" for step in (1, 2, 3)]
+    log.write_text("".join(lines) + '{"step": 4, "lo')
+    monkeypatch.setattr(recipes.trainer.Trainer, "load", lambda self, _: setattr(self, "steps", 2))
+    recipes.pretrain_small.main(argv)
+    assert log.read_text() == "".join(lines[:2])
+
+
 @pytest.mark.parametrize("signalled", [False, True])
 def test_signals_are_noted_in_training_alone(
     recipes: SimpleNamespace, tmp_path: Path, signalled: bool
