@@ -295,6 +295,36 @@ def test_a_run_without_its_costs_is_refused_in_one_sentence(
         measure(lm, traffic, folder, settings=SETTINGS, model="toy")
 
 
+@pytest.mark.parametrize(
+    ("name", "number", "field"),
+    [
+        ("requests", 0, "request_id"),
+        ("requests", 0, "new_tokens"),
+        ("requests", -1, "tokens_sha256"),
+        ("rounds", -1, "request_id"),
+        ("samples", 0, "labels"),
+    ],
+)
+def test_a_line_that_lacks_a_field_is_damage(
+    lm, traffic, full, tmp_path, name, number, field
+) -> None:
+    folder = shutil.copytree(full, tmp_path / "runs")
+    entries = lines(folder, name)
+    del entries[number][field]
+    text = "".join(json.dumps(entry) + "\n" for entry in entries)
+    (folder / f"{name}.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=rf"{name}\.jsonl is damaged \(.*\); measure again into"):
+        measure(lm, traffic, folder, settings=SETTINGS, model="toy")
+
+
+def test_a_request_of_an_arm_that_was_not_measured_is_damage(full, tmp_path) -> None:
+    folder = shutil.copytree(full, tmp_path / "runs")
+    path = folder / "requests.jsonl"
+    path.write_text(path.read_text().replace('"arm": "3"', '"arm": "7"', 1))
+    with pytest.raises(ValueError, match=r"requests\.jsonl is damaged \(an arm '7'\)"):
+        summarize(folder)
+
+
 def test_a_run_without_the_name_of_its_label_has_none(lm, traffic, full, tmp_path) -> None:
     folder = shutil.copytree(full, tmp_path / "runs")
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))

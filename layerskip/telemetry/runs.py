@@ -19,6 +19,22 @@ RUNS_VERSION = 1
 RUN, ROUNDS, REQUESTS, SAMPLES = "run.json", "rounds.jsonl", "requests.jsonl", "samples.jsonl"
 FILES = (RUN, ROUNDS, REQUESTS, SAMPLES)
 BLOCK = 1 << 16
+# What lines must hold to be gone on from and summed up.
+Fields = Mapping[str, type | tuple[type, ...]]
+ROUND_FIELDS: Fields = {"request_id": str}
+SAMPLE_FIELDS: Fields = {"labels": dict, "arm": str}
+REQUEST_FIELDS: Fields = {
+    "request_id": str,
+    "prompt_index": int,
+    "arm": str,
+    "labels": dict,
+    "new_tokens": int,
+    "num_rounds": int,
+    "num_draft_tokens": int,
+    "num_accepted_tokens": int,
+    "decode_seconds": (int, float),
+    "tokens_sha256": str,
+}
 
 
 class JsonLines:
@@ -123,11 +139,14 @@ class JsonLines:
         return ValueError(f"{self.path} cannot be written: {error.strerror}")
 
 
-def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: str | Path, fields: Fields | None = None) -> Iterator[dict[str, Any]]:
     """Entries of a file that ``JsonLines`` wrote, one at a time; nothing if there is no file.
 
+    Args:
+        fields: that every entry must have, and of which kinds; None: any.
+
     Raises:
-        ValueError: a line other than a last one that was cut off is damaged.
+        ValueError: a line other than a last one that was cut off is damaged, or lacks a field.
     """
     path = Path(path)
     if not path.exists():
@@ -135,17 +154,23 @@ def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
-                yield _parsed(path, f"line {number}", line)
+                yield _parsed(path, f"line {number}", line, fields or {})
 
 
-def _parsed(path: Path, where: str, line: bytes) -> dict[str, Any]:
+def _parsed(path: Path, where: str, line: bytes, fields: Fields) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
         entry = None
-    if not isinstance(entry, dict):
-        raise ValueError(f"{path} is damaged ({where}); measure again into another folder")
+    whole = isinstance(entry, dict)
+    if not whole or not all(isinstance(entry.get(name), kind) for name, kind in fields.items()):
+        raise damaged(path, where)
     return entry
+
+
+def damaged(path: Path, where: str) -> ValueError:
+    """What is said of a file whose lines nothing can be made of."""
+    return ValueError(f"{path} is damaged ({where}); measure again into another folder")
 
 
 def read_run(folder: str | Path) -> dict[str, Any]:
@@ -213,11 +238,11 @@ class RunsFolder:
 
     def finished(self) -> Iterator[dict[str, Any]]:
         """Lines of the requests that were finished before, in their order."""
-        return read_lines(self._requests.path)
+        return read_lines(self._requests.path, REQUEST_FIELDS)
 
     def samples(self) -> Iterator[dict[str, Any]]:
         """Lines of the samples so far."""
-        return read_lines(self._samples.path)
+        return read_lines(self._samples.path, SAMPLE_FIELDS)
 
     def add(
         self,
@@ -278,7 +303,8 @@ def whole_lines(path: Path) -> int:
 
 def _last_entry(path: Path) -> dict[str, Any] | None:
     with path.open("rb") as file:
-        return next((_parsed(path, "near the end", line) for _, line in _backwards(file)), None)
+        lines = (line for _, line in _backwards(file))
+        return next((_parsed(path, "near the end", line, REQUEST_FIELDS) for line in lines), None)
 
 
 def _end_of(path: Path, request: Mapping[str, Any] | None) -> int:
@@ -288,7 +314,7 @@ def _end_of(path: Path, request: Mapping[str, Any] | None) -> int:
     request_id = request["request_id"]
     with path.open("rb") as file:
         for start, line in _backwards(file):
-            if _parsed(path, "near the end", line).get("request_id") == request_id:
+            if _parsed(path, "near the end", line, ROUND_FIELDS)["request_id"] == request_id:
                 return start + len(line)
     raise ValueError(f"{path} lacks request {request_id}; measure again into another folder")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from layerskip.policy import task_of
 from layerskip.telemetry.buckets import counted_as
-from layerskip.telemetry.runs import REQUESTS, read_lines, read_run
+from layerskip.telemetry.runs import REQUEST_FIELDS, REQUESTS, damaged, read_lines, read_run
 
 
 @dataclass
@@ -80,11 +80,16 @@ class Summary:
 
 
 def summarize(folder: str | Path) -> Summary:
-    """Sum up a runs folder, one line at a time; prompts that some arm lacks count in the others."""
+    """Sum up a runs folder, one line at a time; prompts that some arm lacks count in the others.
+
+    Raises:
+        ValueError: the folder is no runs folder, or is damaged.
+    """
     run = read_run(folder)
     tasks: dict[str, dict[str, Totals]] = {}
     prompts = equal = 0
-    lines = read_lines(Path(folder) / REQUESTS)
+    path = Path(folder) / REQUESTS
+    lines = read_lines(path, REQUEST_FIELDS)
     for _, of_prompt in groupby(lines, key=lambda line: line["prompt_index"]):
         requests = list(of_prompt)
         if len(requests) == len(run["arms"]):
@@ -93,5 +98,7 @@ def summarize(folder: str | Path) -> Summary:
         for request in requests:
             task = counted_as(task_of(request["labels"], run.get("label")), tasks)
             arms = tasks.setdefault(task, {arm: Totals() for arm in run["arms"]})
+            if request["arm"] not in arms:
+                raise damaged(path, f"an arm {request['arm']!r}")
             arms[request["arm"]].add(request)
     return Summary(prompts, equal, tasks)
