@@ -189,6 +189,12 @@ def test_the_inequality_by_hand(tmp_path):
     assert (found.clock_alpha, found.clock_beta) == (None, None)
 
 
+def test_costs_of_nothing_are_told_too(tmp_path):
+    free = flat_cost(draft=0.0, verify=(0.0,) * 17)
+    total = acceptance_report(write_run(tmp_path / "r", pair(0, ((4, 2),) * 9), cost=free)).total
+    assert total.inequality.c == 0.0
+
+
 def change_rounds(folder: Path, change) -> None:
     """Rewrite each round's line by ``change(entry)``."""
     path = folder / "rounds.jsonl"

@@ -262,7 +262,7 @@ def _inequality(
     """In units of a plain pass of as many rows as shared the rounds."""
     context, rows = _mean(drafts, "context"), max(1, round(_mean(drafts, "rows")))
     most = max(r.drafted for r in drafts)
-    plain = cost.verify_pass(rows, context, sequences=rows)
+    plain = max(cost.verify_pass(rows, context, sequences=rows), SHORTEST)
     verify = tuple(
         cost.verify_pass(tokens * rows, context, sequences=rows) / plain
         for tokens in range(1, most + 2)
