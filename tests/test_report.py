@@ -15,6 +15,7 @@ import pytest
 from recorded import DRAFT, PLAIN, Request, flat_cost, pair, write_run
 
 from layerskip.cli import main
+from layerskip.cost import COST_VERSION
 from layerskip.metrics import speculative_metrics
 from layerskip.policy import Policy
 from layerskip.telemetry import records
@@ -193,6 +194,18 @@ def test_costs_of_nothing_are_told_too(tmp_path):
     free = flat_cost(draft=0.0, verify=(0.0,) * 17)
     total = acceptance_report(write_run(tmp_path / "r", pair(0, ((4, 2),) * 9), cost=free)).total
     assert total.inequality.c == 0.0
+
+
+def test_a_run_with_costs_of_another_version_is_reported_without_them(tmp_path, capsys):
+    folder = write_run(tmp_path / "runs", pair(0, ((4, 2),) * 9), cost=flat_cost())
+    damage("run.json", f'"version": {COST_VERSION}', '"version": 3')(folder)
+    page = tmp_path / "page.html"
+    assert main(["report", str(folder), "--html", str(page)]) == 0
+    assert "the recorded costs are of version 3, which" in " ".join(capsys.readouterr().out.split())
+    assert "cost table is of version 3, which" in page.read_text()
+    report = acceptance_report(folder)
+    assert (report.unread_costs, report.total.inequality) == (3, None)
+    assert report.total.num_rounds == 9
 
 
 def change_rounds(folder: Path, change) -> None:

@@ -186,6 +186,11 @@ def _notes(report: "AcceptanceReport") -> list[str]:
                 f"by the cost table alpha {i.alpha:.3f}, beta {i.beta:.3f}; "
                 f"by the clock alpha {i.clock_alpha:.3f}, beta {i.clock_beta:.3f}"
             )
+    elif report.unread_costs is not None:
+        notes.append(
+            f"margin: unknown, for the recorded costs are of version {report.unread_costs}, which "
+            "this layerskip does not read; measure again for it"
+        )
     else:
         notes.append("margin: unknown, for nothing was drafted or no costs were recorded")
     if total.paired is None:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from layerskip.cost import CostTable
+from layerskip.cost import COST_VERSION, CostTable
 from layerskip.pass_times import SHORTEST
 from layerskip.telemetry.buckets import (
     EVERY_LENGTH,
@@ -91,7 +91,8 @@ def acceptance_report(
     """
     prompts, outputs = lengths(prompt_edges, "prompt edges"), lengths(output_edges, "output edges")
     run = read_run(folder, arm)
-    cost = _cost_of(run)
+    unread = _unread_costs(run)
+    cost = _cost_of(run) if unread is None else None
     with opened(run, prompts, outputs) as database:
         tallies = tally(database, cost)
         label = None if run.label is None else "task"
@@ -125,7 +126,14 @@ def acceptance_report(
         num_ignored_rounds=tallies.num_ignored_rounds,
         drift=drift,
         measured={name: run.content[name] for name in MEASURED if name in run.content},
+        unread_costs=unread,
     )
+
+
+def _unread_costs(run: Run) -> int | None:
+    """Version of the run's cost table, where another layerskip wrote it: all else can be told."""
+    version = (run.content.get("cost") or {}).get("version")
+    return version if isinstance(version, int) and version != COST_VERSION else None
 
 
 def _cost_of(run: Run) -> CostTable | None:

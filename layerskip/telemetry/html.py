@@ -135,7 +135,12 @@ def _cautions(report: AcceptanceReport) -> list[str]:
         cautions.append("no request was finished with drafting on.")
     if not total.num_plain_requests:
         cautions.append("nothing was measured with drafting off, so no times are compared.")
-    if total.num_drafts and total.inequality is None:
+    if report.unread_costs is not None:
+        cautions.append(
+            f"the run's cost table is of version {report.unread_costs}, which this layerskip does "
+            "not read, so the inequality is not known: measure again for it."
+        )
+    elif total.num_drafts and total.inequality is None:
         cautions.append("the run has no cost table, so the inequality is not known.")
     if pair and pair.num_identical < pair.num_prompts:
         cautions.append(

@@ -301,6 +301,8 @@ class AcceptanceReport:
         drift: whether acceptance shifted while it was measured, by task; alarms are sentences for
             ``str``.
         measured: what was run: prompts, sampling, seed, versions, machine; ready for JSON.
+        unread_costs: version of the cost table that was recorded, where this layerskip reads
+            another one; the inequality is not known then.
     """
 
     model: str
@@ -314,6 +316,7 @@ class AcceptanceReport:
     num_ignored_rounds: int = 0
     drift: Drift | None = None
     measured: Mapping[str, Any] = field(default_factory=dict)
+    unread_costs: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON; curves are left out, their named quantiles stay."""
