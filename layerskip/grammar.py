@@ -26,6 +26,7 @@ ESCAPED = re.compile(
     r"|u(?:(?P<four>[0-9a-fA-F]{4})|\{(?P<any>[0-9a-fA-F]+)\})",
     re.DOTALL,
 )
+MEMBERS = re.compile(r"(?P<first>\\.|.)(?:-(?P<last>\\.|.))?", re.DOTALL)
 SETS = {"\\d", "\\D", "\\s", "\\S", "\\w", "\\W"}
 
 
@@ -178,14 +179,14 @@ def _check_regex(pattern: str) -> None:
 def _check_set(pattern: str, found: re.Match[str]) -> None:
     """Raise if a set of characters holds an escape or a range that is none."""
     begin = found.start() + (2 if found[0].startswith("[^") else 1)
-    parts = list(re.compile(r"\\.|.", re.DOTALL).finditer(pattern, begin, found.end() - 1))
-    for i, part in enumerate(parts):
-        if part[0].startswith("\\") and part[0] != "\\b":  # a backspace in a set
-            _check_escape(pattern, part.start())
-        beside = {near[0] for near in (parts[i - 1 : i] + parts[i + 1 : i + 2])}
-        if part[0] == "-" and 0 < i < len(parts) - 1 and beside & SETS:
+    for member in MEMBERS.finditer(pattern, begin, found.end() - 1):
+        for part in ("first", "last"):
+            if (member[part] or "").startswith("\\") and member[part] != "\\b":  # a backspace here
+                _check_escape(pattern, member.start(part))
+        if member["last"] and SETS & set(member.groups()):
             raise ValueError(
-                f"the regex's '-' at {part.start()} is no range of characters; write it as '\\-'"
+                f"the regex's '-' at {member.end('first')} is no range of characters; write it as "
+                "'\\-'"
             )
 
 

@@ -622,6 +622,11 @@ def test_a_regex_means_what_it_does_in_python(backend, tokenizer, pattern):
         assert fits == bool(spelt.fullmatch(text)), text
 
 
+def test_escapes_and_sets_that_mean_one_thing_are_no_mistake(backend):
+    for pattern in (r"[\b-\t\d-]\\z", r"[-\w]\u{1F600}", r"[a-z-\d]\0a", r"[^-\s]\cA\e", "[a&&b]"):
+        backend.matcher(Grammar.regex(pattern))
+
+
 def test_without_tokenizer_or_xgrammar_one_sentence_says_so(ending, wrap, tokenizer, monkeypatch):
     with pytest.raises(ValueError, match="a grammar needs a tokenizer"):
         wrap().generate([1, 2], grammar=PERSON)
