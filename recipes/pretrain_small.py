@@ -14,6 +14,7 @@ Face checkpoint with ``layerskip.json`` beside the weights.
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -80,6 +81,9 @@ def main(argv: list[str] | None = None) -> None:
             run(args, Console())
     except (OSError, ValueError, SafetensorError) as error:  # the last of full disks
         raise SystemExit(f"pretrain_small: {error}") from None
+    except KeyboardInterrupt:  # while nothing is trained; what was saved is whole
+        print("pretrain_small: interrupted; the same command goes on", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def run(args: argparse.Namespace, console: Console) -> None:

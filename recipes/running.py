@@ -1,6 +1,7 @@
 """What both recipes do around their steps: what they read, going on, the bar, and what is left."""
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -71,6 +72,9 @@ def run_script(
             run(settings)
     except (ValueError, OSError, SafetensorError) as error:  # the last of full disks
         raise SystemExit(f"{path.stem}: {error}") from None
+    except KeyboardInterrupt:  # while nothing is trained; what was saved is whole
+        print(f"{path.stem}: interrupted; the same command goes on", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def check_folder(out: str | Path) -> None:

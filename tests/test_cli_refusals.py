@@ -337,6 +337,13 @@ def test_no_command_writes_over_what_it_reads(
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
+def test_a_cost_table_in_a_model_s_folder_may_be_written_again(bad: Path) -> None:
+    (bad / "config.json").write_text("{", encoding="utf-8")  # which no command gets beyond
+    flat_cost().save(bad / "cost.json")
+    result = run("profile", bad, "--out", bad / "cost.json")
+    assert_refused(result, f"model {str(bad)!r} cannot be loaded")
+
+
 def test_a_search_alone_may_write_the_plan_of_its_model(bad: Path) -> None:
     (bad / "config.json").write_text("{", encoding="utf-8")  # which no command gets beyond
     result = run("search", bad, "--out", bad / "layerskip.json")

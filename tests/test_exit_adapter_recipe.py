@@ -300,6 +300,19 @@ def test_calibration_is_judged_on_rows_it_was_not_fitted_on(
     assert len(found) == (5 if judged else 1)
 
 
+def test_ctrl_c_while_nothing_is_trained_is_one_line(
+    recipe: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    given = recipe.exit_adapter.__file__, recipe.adapter_settings.Settings, interrupted
+    with pytest.raises(SystemExit) as ended:
+        recipe.running.run_script(*given, ["data=none", f"out={tmp_path / 'out'}"], None)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "exit_adapter: interrupted; the same command goes on\n"
+
+
 # The block's beginning
 
 

@@ -528,6 +528,22 @@ def test_a_killed_run_logs_no_step_twice(
     assert log.read_text() == "".join(lines[:2])
 
 
+def test_ctrl_c_outside_training_is_one_line(
+    recipes: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recipes.pretrain_small, "run", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        recipes.pretrain_small.main(["--out", str(tmp_path / "out")])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "pretrain_small: interrupted; the same command goes on\n"
+
+
 @pytest.mark.parametrize("signalled", [False, True])
 def test_signals_are_noted_in_training_alone(
     recipes: SimpleNamespace, tmp_path: Path, signalled: bool

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from layerskip.telemetry.traffic import Traffic
 
 READ_FILES = ("prompts", "vocabulary_texts", "plan", "cost")  # options that name them
+# What a model's folder, or an exit adapter's, is loaded from.
+LOADED_FILES = (
+    *("*config.json", "*.safetensors*", "*.bin*", "tokenizer*", "vocab*", "merges.txt", "*.model"),
+    *("*tokens*.json", "chat_template*", "exit_adapter.json", "layerskip.json"),
+)
 MOST_SAID = 5  # bad lines and prompts left out that are named; the others are counted
 # How tokens are shown, by where they came from.
 STYLES = {
@@ -206,10 +211,11 @@ def _inputs(args: argparse.Namespace, *, is_plan: bool) -> Iterator[tuple[str, s
         from layerskip.checkpoint import BUILTIN, PLAN_FILE, builtin_folder
 
         path = builtin_folder() if folder == BUILTIN else Path(folder)
-        names = {p.name for p in path.iterdir()} if path.is_dir() else set()
         # A plan file is looked for there: a new one, too, would be taken for the model's.
-        names = (names | {PLAN_FILE}) - ({PLAN_FILE} if is_plan else set())
-        for name in names:
+        names = set() if is_plan else {PLAN_FILE}
+        for pattern in LOADED_FILES if path.is_dir() else ():  # cost tables may lie there as well
+            names |= {p.name for p in path.glob(pattern)}
+        for name in names - ({PLAN_FILE} if is_plan else set()):
             yield f"a file of {what}", str(path / name)
 
 
