@@ -239,18 +239,16 @@ class FakeLM:
         for index, token in enumerate(tokens):
             if index:
                 self.clock.now += 1.0 / max(1, k)
-            yield SimpleNamespace(
-                round=Round(
-                    row=0,
-                    index=index,
-                    token_ids=(token,),
-                    text="",
-                    num_draft_tokens=k if index else 0,
-                    num_accepted_tokens=min(k, index % 3) if index else 0,
-                    origin="target",
-                    finish_reason="length" if index == len(tokens) - 1 else None,
-                    **common,
-                )
+            yield Round(
+                row=0,
+                index=index,
+                token_ids=(token,),
+                text="",
+                num_draft_tokens=k if index else 0,
+                num_accepted_tokens=min(k, index % 3) if index else 0,
+                origin="target",
+                finish_reason="length" if index == len(tokens) - 1 else None,
+                **common,
             )
 
 

@@ -310,7 +310,7 @@ def test_counters_are_defined_as_in_vllm(registry: CollectorRegistry) -> None:
     assert value(registry, "num_emitted_tokens_total") == 1 + 4 + 2 + 1 + 1
     modes = {m: value(registry, "rounds_total", mode=m) for m in ("plain", "early_exit", "lookup")}
     assert modes == {"plain": 1, "early_exit": 2, "lookup": 1}
-    assert value(registry, "num_draft_tokens_current") == 2
+    assert value(registry, "k_current") == 2
     assert value(registry, "draft_seconds_total") == pytest.approx(2.0)
     assert value(registry, "verify_seconds_total") == pytest.approx(4.0)  # without the prefill's
 

@@ -84,7 +84,7 @@ class PrometheusSink:
     vLLM's counters: ``_num_emitted_tokens_total``, ``_draft_seconds_total`` and
     ``_verify_seconds_total`` (wall time of the passes, shared out among the rows in them; prefills
     are left out), ``_rounds_total{mode}``, the histogram ``_accepted_per_round{bucket}`` of rounds
-    that drafted, and gauges: ``_num_draft_tokens_current``, of the last round; ``_draft_ece``, the
+    that drafted, and gauges: ``_k_current``, tokens drafted in the last round; ``_draft_ece``, the
     calibration error of the draft's confidence; and of about the last 500 drafts
     ``_cost_ratio_c``, a draft pass in plain passes, ``_verify_overhead_beta``, what verifying
     takes beyond one plain pass, in the same unit, and ``_inequality_margin{bucket}``,
@@ -211,7 +211,7 @@ class PrometheusSink:
         def family(name: str, what: str, *labels: str) -> GaugeMetricFamily:
             return GaugeMetricFamily(f"{self._prefix}_{name}", what, labels=labels)
 
-        current = family("num_draft_tokens_current", "Tokens drafted in the last round.")
+        current = family("k_current", "Tokens drafted in the last round.")
         current.add_metric([], self._current)
         error = family("draft_ece", "Expected calibration error of the draft's confidence.")
         if self._calibration.num_tokens:
