@@ -1,6 +1,7 @@
 """Options of the benchmarks, the checkpoint they share, and what their JSON says of the machine."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +113,12 @@ def cell(request: pytest.FixtureRequest, name: str) -> Cell:
 
 
 @pytest.fixture(scope="session")
-def results(request: pytest.FixtureRequest, lab: Lab) -> Results:
+def results(request: pytest.FixtureRequest, lab: Lab) -> Iterator[Results]:
     path = request.config.getoption("--resume")
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-    return Results(Journal(path, lab.subject(), alone=True).once)
+    with Journal(path, lab.subject(), alone=True) as journal:
+        yield Results(journal.once)
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict) -> None:

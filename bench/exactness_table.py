@@ -126,8 +126,8 @@ def main() -> None:
     )
     if options.resume is not None:
         options.resume.parent.mkdir(parents=True, exist_ok=True)
-    journal = Journal(options.resume, lab.subject(), alone=True)
-    found = shares(lab, tasks, options.limit // len(tasks), options.tokens, journal)
+    with Journal(options.resume, lab.subject(), alone=True) as journal:
+        found = shares(lab, tasks, options.limit // len(tasks), options.tokens, journal)
     settings = {"model": options.model, "dtype": options.dtype, "tokens": options.tokens}
     out = options.out or (RECORD if is_record(options, parser) else part_of(RECORD))
     write(out, {**settings, **circumstances(), "modes": found})

@@ -120,7 +120,8 @@ class Grammar:
     def regex(cls, pattern: str) -> "Grammar":
         """Text that a regular expression matches from its beginning to its end.
 
-        ``.`` stands for any character, a line break too.
+        ``.`` stands for any character, a line break too; ``\\d``, ``\\s`` and ``\\w`` for those of
+        ASCII.
 
         Raises:
             ValueError: an anchor stands inside, where it could not be held to, or something that

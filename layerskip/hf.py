@@ -287,8 +287,9 @@ def _padding(config: GenerationConfig) -> int:
     named the first end of sequence, and where there is none of that either any token."""
     if config.pad_token_id is not None:
         return int(config.pad_token_id)
-    eos = 0 if config.eos_token_id is None else config.eos_token_id
-    return int(torch.as_tensor(eos, device="cpu").flatten()[0])
+    eos = () if config.eos_token_id is None else config.eos_token_id
+    ids = torch.as_tensor(eos, device="cpu").flatten().tolist()
+    return int(ids[0]) if ids else 0
 
 
 def _returned(

@@ -71,7 +71,7 @@ class Journal:
             return
         file, self._held = self._held, None
         with file:
-            if not os.fstat(file.fileno()).st_size:
+            if not os.fstat(file.fileno()).st_size and _is_at(self.path, file):
                 _unlink(self.path, file)
 
     def __enter__(self) -> "Journal":

@@ -148,5 +148,5 @@ def eos_ids_of(config: Any) -> frozenset[int]:
     eos = getattr(config, "eos_token_id", None)
     if eos is None:
         return frozenset()
-    ids = torch.as_tensor(eos, device="cpu")  # one number or several, of any kind
-    return frozenset(map(int, ids.flatten().tolist()))
+    ids = eos.tolist() if hasattr(eos, "tolist") else eos  # as of a tensor
+    return frozenset([ids] if isinstance(ids, int) else map(int, ids))

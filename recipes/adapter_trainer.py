@@ -41,7 +41,7 @@ def new_adapter(model: Any, exit_layer: int, settings: Settings) -> ExitAdapter:
     Raises:
         ValueError: the exit is not one of the model, or its next layer has not the block's form.
     """
-    inner = getattr(model.config, "intermediate_size", 0)
+    inner = getattr(model.config, "intermediate_size", None) or 0
     inner += -inner % WIDTH_QUANTUM  # a copy of narrower ones adds nothing there
     adapter = ExitAdapter.create(
         model,

@@ -102,10 +102,10 @@ def test_stop_strings_are_cut_and_end_the_text(talking, length):
 
 
 @pytest.mark.parametrize(
-    "eos", [50, [50, 51], torch.tensor(50), torch.tensor([50, 51]), np.int64(50), (), None]
+    "eos", [50, [50, 51], torch.tensor(50), torch.tensor([50, 51]), np.int64(50), {50}, (), None]
 )
 def test_ends_of_sequence_may_be_all_that_transformers_takes(eos):
-    wanted = () if eos is None else np.atleast_1d(eos).tolist()
+    wanted = [*eos] if isinstance(eos, set) else () if eos is None else np.atleast_1d(eos).tolist()
     assert eos_ids_of(SimpleNamespace(eos_token_id=eos)) == set(wanted)
 
 

@@ -2,6 +2,8 @@
 
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -352,3 +354,18 @@ def test_an_empty_cell_says_how_many_prompts_were_tried(
     reason = bench.measuring.why_empty(measured.document()["cell"])
     assert reason.startswith(told)
     assert ("--seconds" in reason) == (seconds == 0.0)
+
+
+@pytest.mark.slow
+def test_cells_that_are_gone_on_with_end_well(tmp_path: Path) -> None:
+    """Nothing is left open, which pytest would make an error of when all cells have passed."""
+    words = ["-m", "pytest", "bench", "--benchmark-only", "--smoke", "--cells", "code-sampled"]
+    for _ in range(2):
+        ended = subprocess.run(
+            [sys.executable, *words, "--resume", str(tmp_path / "journal.jsonl")],
+            cwd=REPO,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr

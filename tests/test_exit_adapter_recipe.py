@@ -16,7 +16,7 @@ from recipe_modules import imported, killed, launched, packed_rows, take, weight
 from rich.console import Console
 from torch import Tensor
 from toys import NUM_LAYERS, make_model, make_tokenizer, random_ids
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCausalLM
 
 from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM
 from layerskip.exit_adapter import ExitAdapter
@@ -346,6 +346,15 @@ def test_only_layers_like_llamas_are_copied(recipe: SimpleNamespace) -> None:
     settings = some_settings(recipe, block_width=64)
     with pytest.raises(ValueError, match=r"GPT2Block, .* give block_start=nothing"):
         recipe.adapter_trainer.new_adapter(GPT2LMHeadModel(config), 1, settings)
+
+
+def test_a_model_may_have_no_width_of_its_layers(recipe: SimpleNamespace) -> None:
+    kinds = [[["global", "local"], 2]]
+    config = GPTNeoConfig(
+        num_layers=4, attention_types=kinds, hidden_size=64, num_heads=4, vocab_size=64
+    )
+    model, settings = GPTNeoForCausalLM(config), some_settings(recipe, block=False, bridge_rank=4)
+    assert recipe.adapter_trainer.new_adapter(model, EXIT, settings).shape.block_width == 0
 
 
 def test_a_bridge_takes_the_place_of_the_block(recipe: SimpleNamespace, model: Any) -> None:

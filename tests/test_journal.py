@@ -103,6 +103,10 @@ def test_a_journal_held_for_nothing_is_removed(tmp_path):
     with pytest.raises(ZeroDivisionError), Journal(path, SUBJECT, alone=True) as journal:
         journal.once("a", lambda: 1 // 0, int)
     assert not path.exists()
+    with Journal(path, SUBJECT, alone=True) as journal:
+        path.unlink()  # by whoever else: the journal begins again
+        journal.once("a", lambda: 1, int)
+    assert len(path.read_text().splitlines()) == 2
     path.write_bytes(b"[1]\n")
     with pytest.raises(ValueError, match="not a whole journal"):
         Journal(path, SUBJECT, alone=True)
