@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, TypeVar
 
 from layerskip.files import locked
@@ -73,17 +72,6 @@ class Journal:
         with file:
             if not os.fstat(file.fileno()).st_size and _is_at(self.path, file):
                 _unlink(self.path, file)
-
-    def __enter__(self) -> "Journal":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _open(self, path: Path, first: Mapping[str, Any]) -> None:
         """Read what is there; nothing is written before it is known to be of this subject."""

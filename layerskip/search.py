@@ -14,6 +14,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -113,7 +114,7 @@ def search(
         "vocabulary_texts": _digest(list(vocabulary_texts)),
         "settings": repr(settings),
     }
-    with Journal(journal, subject, alone=True) as kept:
+    with closing(Journal(journal, subject, alone=True)) as kept:
         return _Search(lm, examples, settings, vocabulary_texts, kept, on_progress).run()
 
 

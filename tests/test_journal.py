@@ -1,6 +1,7 @@
 """Journals: what was measured is kept, and no other file is taken for one."""
 
 import json
+from contextlib import closing
 
 import pytest
 
@@ -84,14 +85,14 @@ def test_work_that_fails_before_its_first_measurement_leaves_no_journal(tmp_path
 
 def test_a_journal_has_one_writer_and_is_removed_by_nobody_else(tmp_path):
     path = tmp_path / "journal"
-    with Journal(path, SUBJECT, alone=True) as journal:
+    with closing(Journal(path, SUBJECT, alone=True)) as journal:
         with pytest.raises(ValueError, match="is being written by another process; wait for its"):
             Journal(path, SUBJECT, alone=True)
         assert journal.once("a", lambda: 1, int) == 1
         remove(path)
         assert path.exists()
         assert journal.once("b", lambda: 2, int) == 2
-    with Journal(path, SUBJECT, alone=True) as again:
+    with closing(Journal(path, SUBJECT, alone=True)) as again:
         assert [again.once(what, lambda: 1 // 0, int) for what in "ab"] == [1, 2]
     remove(path)
     remove(path)
@@ -100,10 +101,10 @@ def test_a_journal_has_one_writer_and_is_removed_by_nobody_else(tmp_path):
 
 def test_a_journal_held_for_nothing_is_removed(tmp_path):
     path = tmp_path / "journal"
-    with pytest.raises(ZeroDivisionError), Journal(path, SUBJECT, alone=True) as journal:
+    with pytest.raises(ZeroDivisionError), closing(Journal(path, SUBJECT, alone=True)) as journal:
         journal.once("a", lambda: 1 // 0, int)
     assert not path.exists()
-    with Journal(path, SUBJECT, alone=True) as journal:
+    with closing(Journal(path, SUBJECT, alone=True)) as journal:
         path.unlink()  # by whoever else: the journal begins again
         journal.once("a", lambda: 1, int)
     assert len(path.read_text().splitlines()) == 2

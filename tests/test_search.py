@@ -7,6 +7,7 @@ import math
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from itertools import combinations
 
@@ -545,7 +546,7 @@ def test_a_second_search_on_one_journal_is_refused(given, tmp_path):
     given(1.3)
     lm, path = unquiet(3, 4), tmp_path / "journal"
     with (
-        Journal(path, {}, alone=True),
+        closing(Journal(path, {}, alone=True)),
         pytest.raises(ValueError, match="is being written by another process; wait for its end"),
     ):
         search.search(lm, EXAMPLES, settings=SETTINGS, journal=path)

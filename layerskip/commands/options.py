@@ -212,7 +212,7 @@ def _inputs(args: argparse.Namespace, *, is_plan: bool) -> Iterator[tuple[str, s
 
         path = builtin_folder() if folder == BUILTIN else Path(folder)
         # A plan file is looked for there: a new one, too, would be taken for the model's.
-        names = set() if is_plan else {PLAN_FILE}
+        names = {PLAN_FILE}
         for pattern in LOADED_FILES if path.is_dir() else ():  # cost tables may lie there as well
             names |= {p.name for p in path.glob(pattern)}
         for name in names - ({PLAN_FILE} if is_plan else set()):
