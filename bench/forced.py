@@ -18,7 +18,7 @@ from tasks import Asked
 from torch import Tensor
 
 from layerskip import SamplingParams, SelfSpeculativeLM
-from layerskip.calibration import Calibration, Text
+from layerskip.calibration import KnownTexts, Text
 from layerskip.drafting import Draft, DraftRequest
 
 
@@ -67,7 +67,7 @@ def runs_of(
 ) -> tuple[int, ...]:
     """For each slot from the prompt's end on: drafted tokens that are right in a row."""
     assert lm.plan is not None
-    (runs,) = Calibration(lm.stack, [text], sampling=sampling).chains(lm.plan, most)
+    (runs,) = KnownTexts(lm.stack, [text], sampling=sampling).chains(lm.plan, most)
     return runs
 
 

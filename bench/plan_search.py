@@ -18,7 +18,7 @@ from paired import quiet
 from tasks import examples_from
 
 from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM
-from layerskip.calibration import Calibration, read_texts
+from layerskip.calibration import KnownTexts, texts_to_draft_along
 from layerskip.plan import ranges
 from layerskip.prediction import count, draft_costs, predict
 from layerskip.profiling import measure_cost
@@ -59,12 +59,12 @@ def main() -> None:
     examples = examples_from(args.prompts, args.texts)
     if args.written:
         examples = [Example(e.prompt) for e in examples]
-    texts = read_texts(
+    texts = texts_to_draft_along(
         lm, examples, sampling=sampling, max_texts=args.texts, max_tokens=args.tokens
     )
     context = statistics.fmean(t.start + t.window / 2 for t in texts)
-    calibration = Calibration(stack, texts, sampling=sampling)
-    sets = closest_skip_sets(calibration)
+    known_texts = KnownTexts(stack, texts, sampling=sampling)
+    sets = closest_skip_sets(known_texts)
     plans = [DraftPlan.exiting(num_layers=depth, exit_layer=e) for e in args.exits]
     plans = list(dict.fromkeys([*plans, *(sets[n] for n in args.skipped)]))
     shallow, deep = (
@@ -73,7 +73,7 @@ def main() -> None:
     found = []
     for plan in plans:
         table = draft_costs(shallow, deep, len(plan.layers), depth)
-        counts = count(calibration.chains(plan, MOST), MOST)
+        counts = count(known_texts.chains(plan, MOST), MOST)
         k, speed = predict(table, counts.lengths, context)
         if k == 0:
             k, speed = (

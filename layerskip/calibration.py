@@ -54,7 +54,7 @@ class Text:
         return len(self.ids) - 1 - self.start
 
 
-def read_texts(
+def texts_to_draft_along(
     lm: SelfSpeculativeLM,
     examples: Sequence[Example],
     *,
@@ -101,7 +101,7 @@ def read_texts(
     return texts
 
 
-class Calibration:
+class KnownTexts:
     """Texts at full depth, for trying plans on.
 
     Memory, of the model's device: every text's keys and values twice, its noise (window x
@@ -252,7 +252,7 @@ class _Group:
     def chains(
         self, plan: DraftPlan, most: int, kept: Tensor | None = None
     ) -> list[tuple[int, ...]]:
-        """As of ``Calibration``, ``kept`` being ``(vocab,)`` bool. From the last slot down: a draft
+        """As of ``KnownTexts``, ``kept`` being ``(vocab,)`` bool. From the last slot down: a draft
         overwrites its own slots and later ones, and those before it are at full depth still."""
         self.restore()
         lengths = [[0] * t.window for t in self.texts]
@@ -293,7 +293,7 @@ class _Group:
 
     @Decoding()
     def run_layer(self, layer: int, drafts: Sequence[Tensor]) -> list[Tensor]:
-        """As of ``Calibration``. All drafts of one turn before the next: a turn's slots lie after
+        """As of ``KnownTexts``. All drafts of one turn before the next: a turn's slots lie after
         those that later turns attend to."""
         outputs: list[list[Tensor]] = [[] for _ in drafts]
         done = 0

@@ -39,7 +39,7 @@ REFUSALS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
-class Run:
+class ModeRun:
     """One decoding of one prompt in one mode.
 
     Attributes:
@@ -87,7 +87,7 @@ class Comparison:
         self.sampling, self.max_new_tokens = sampling, max_new_tokens
         self.early_exit = EarlyExitSettings(2, 4, 0.4)
 
-    def run(self, mode: str, ids: Sequence[int], *, count: bool = False) -> Run:
+    def run(self, mode: str, ids: Sequence[int], *, count: bool = False) -> ModeRun:
         """Decode one prompt; ``count`` also counts positions and cache bytes, untimed."""
         if mode in ("plain", "layerskip"):
             return self._ours(ids, 0 if mode == "plain" else None)
@@ -103,9 +103,9 @@ class Comparison:
             began = time.perf_counter()
             tokens = self._transformers(ids, extra)
             seconds = time.perf_counter() - began
-        return Run(tokens, seconds, None, counts.positions, counts.kv_cache_bytes)
+        return ModeRun(tokens, seconds, None, counts.positions, counts.kv_cache_bytes)
 
-    def _ours(self, ids: Sequence[int], num_draft_tokens: int | None) -> Run:
+    def _ours(self, ids: Sequence[int], num_draft_tokens: int | None) -> ModeRun:
         began = time.perf_counter()
         out = self.lm.generate(
             ids,
@@ -117,7 +117,7 @@ class Comparison:
         assert isinstance(out, GenerationOutput)
         stats = out.stats
         positions, cache = stats.positions_through_first_layer, stats.kv_cache_bytes
-        return Run(out.token_ids, seconds, stats, positions, cache)
+        return ModeRun(out.token_ids, seconds, stats, positions, cache)
 
     def _transformers(self, ids: Sequence[int], extra: dict[str, Any]) -> tuple[int, ...]:
         if not self.sampling.greedy:
@@ -239,8 +239,8 @@ def compare(
     shuffle = random.Random(0)
     kept: list[list[int]] = []
     shares = []
-    counted: dict[str, list[Run]] = {m: [] for m in modes}
-    timed: dict[str, list[list[Run]]] = {m: [] for m in modes}
+    counted: dict[str, list[ModeRun]] = {m: [] for m in modes}
+    timed: dict[str, list[list[ModeRun]]] = {m: [] for m in modes}
     for done, ids in enumerate(prompts):
         on_progress(done, len(prompts))
         plain = comparison.run("plain", ids)
@@ -250,7 +250,7 @@ def compare(
         first = {m: comparison.run(m, ids, count=True) if m != "plain" else plain for m in modes}
         kept.append(ids)
         shares.append(share)
-        runs: dict[str, list[Run]] = {m: [] for m in modes}
+        runs: dict[str, list[ModeRun]] = {m: [] for m in modes}
         for _ in range(repeats):
             for mode in shuffle.sample(modes, len(modes)):
                 runs[mode].append(comparison.run(mode, ids))
@@ -289,8 +289,8 @@ def _tuned(
 def _document(
     comparison: Comparison,
     prompts: Sequence[Sequence[int]],
-    counted: dict[str, list[Run]],
-    timed: dict[str, list[list[Run]]],
+    counted: dict[str, list[ModeRun]],
+    timed: dict[str, list[list[ModeRun]]],
     shares: Sequence[float],
     left_out: int,
 ) -> dict[str, Any]:
@@ -321,8 +321,8 @@ def _document(
 def _summary(
     comparison: Comparison,
     mode: str,
-    counted: dict[str, list[Run]],
-    timed: dict[str, list[list[Run]]],
+    counted: dict[str, list[ModeRun]],
+    timed: dict[str, list[list[ModeRun]]],
 ) -> dict[str, Any]:
     ratios = [  # one a prompt: repeats of one prompt are not independent
         statistics.median(

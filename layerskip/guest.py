@@ -1,8 +1,8 @@
 """What transformers' own modules call while they run for us: attention, masks, experts, a cache.
 
 The three functions are registered with transformers under one name; a twin's config names them.
-What a thread is running is in its ``Run``, which hangs on the modules of the twin: several threads
-may use one stack.
+What a thread is running is in its ``Running``, which hangs on the modules of the twin: several
+threads may use one stack.
 """
 
 import threading
@@ -19,7 +19,7 @@ from layerskip.draft_head import Projection
 from layerskip.layout import Layout
 
 NAME = "layerskip"
-RUN = "layerskip_run"  # the attribute of a twin's modules that holds their ``Run``
+RUN = "layerskip_run"  # the attribute of a twin's modules that holds their ``Running``
 
 
 class Lesson:
@@ -62,7 +62,7 @@ Places = Layout | Lesson  # where a pass writes and what it may read
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class LayerCall:
     """What a body called a layer with: hidden states, and all that comes beside them."""
 
     hidden: Tensor
@@ -70,7 +70,7 @@ class Call:
     kwargs: dict[str, Any]
 
 
-class Run(threading.local):
+class Running(threading.local):
     """What the thread that asks is running.
 
     Attributes:
@@ -82,12 +82,12 @@ class Run(threading.local):
 
     def __init__(self) -> None:  # once in every thread that asks
         self.places: Places | None = None
-        self.calls: list[Call] = []
+        self.calls: list[LayerCall] = []
         self.injected: Tensor | None = None
         self.project: Projection | None = None
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "Run":
-        return Run()  # a copied module belongs to nobody yet
+    def __deepcopy__(self, memo: dict[int, object]) -> "Running":
+        return Running()  # a copied module belongs to nobody yet
 
 
 class LearntMask(Tensor):
@@ -97,7 +97,7 @@ class LearntMask(Tensor):
 
 
 def running_places(module: nn.Module) -> Places:
-    run: Run = getattr(module, RUN)
+    run: Running = getattr(module, RUN)
     assert run.places is not None, "a twin's layers are only run by DecoderStack"
     return run.places
 

@@ -100,7 +100,7 @@ def configured(model: PreTrainedModel, settings: EarlyExitSettings) -> Iterator[
 
 
 @dataclass
-class Counts:
+class Counted:
     """What one call of transformers took.
 
     Attributes:
@@ -113,9 +113,9 @@ class Counts:
 
 
 @contextmanager
-def counted(model: PreTrainedModel, wanted: bool) -> Iterator[Counts]:
+def counted(model: PreTrainedModel, wanted: bool) -> Iterator[Counted]:
     """Count what transformers runs through layer 0, and the caches it uses."""
-    counts = Counts()
+    counts = Counted()
     if not wanted:
         yield counts
         return

@@ -19,7 +19,7 @@ from layerskip.row import Row, Seen
 from layerskip.sampling import confidences
 
 # Judged tokens of a draft, accepted ones and the first that was not, and their confidences.
-Run = tuple[list[bool], list[float]]
+Stretch = tuple[list[bool], list[float]]
 
 
 def tells(row: Row, drafter: EarlyExitDrafter | None) -> bool:
@@ -53,7 +53,7 @@ def remember(row: Row, emitted: Sequence[int], states: Tensor) -> None:
     del row.seen[:-MOST_SEEN]
 
 
-def look_back(row: Row, drafter: EarlyExitDrafter, head: DraftHead | None) -> list[Run]:
+def look_back(row: Row, drafter: EarlyExitDrafter, head: DraftHead | None) -> list[Stretch]:
     """Drafts that a row's seen tokens would have had, each as long as it would have been right."""
     seen, sampler = row.seen, row.spec.sampler
     logits = drafter.looked_back(torch.stack([s.state for s in seen]), head)
@@ -65,7 +65,7 @@ def look_back(row: Row, drafter: EarlyExitDrafter, head: DraftHead | None) -> li
     if noise:
         scores = scores + torch.stack(noise)
     told = confidences(scores, 1.0 if sampler.params.greedy else sampler.params.temperature)
-    runs: list[Run] = [([], [])]
+    runs: list[Stretch] = [([], [])]
     for s, drafted, confidence in zip(seen, scores.argmax(-1).tolist(), told, strict=True):
         right = drafted == s.token
         runs[-1][0].append(right)

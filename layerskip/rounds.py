@@ -130,7 +130,7 @@ class Rounds:
             Recordings that are kept.
         """
         began, rows, slots = time.perf_counter(), self.cache.num_rows, self.cache.num_slots
-        sizes = itertools.product(slot_sizes(slots), _doubled(rows), counts, (False, True))
+        sizes = itertools.product(slot_sizes(slots), _powers_up_to(rows), counts, (False, True))
         for num_slots, num_rows, count, sampled in sizes:
             shape = Shape(count, num_rows, num_slots, sampled)
             if self.recordings.full or time.perf_counter() - began > seconds:
@@ -267,7 +267,7 @@ class Rounds:
         flying = sum(flight.shape.num_draft_tokens + 1 for flight in self._flights)
         return Frame(
             rows,
-            next(n for n in _doubled(self.cache.num_rows) if n > last),
+            next(n for n in _powers_up_to(self.cache.num_rows) if n > last),
             max([row.length for row in rows]) + flying,
             self.cache.num_slots,
             sampled=not all(row.spec.sampler.params.greedy for row in rows),
@@ -372,8 +372,8 @@ def _verified(told: list[int], most: int) -> tuple[tuple[int, ...], list[int]]:
     return draft, target[: count_matches(draft, target) + 1]
 
 
-def _doubled(last: int) -> list[int]:
-    """1, 2, 4, ..., up to ``last``."""
+def _powers_up_to(last: int) -> list[int]:
+    """Powers of two below ``last``, and ``last``: numbers of rows that rounds are recorded for."""
     found = [1]
     while found[-1] < last:
         found.append(min(2 * found[-1], last))

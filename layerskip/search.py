@@ -22,7 +22,7 @@ from typing import Any
 
 from layerskip.api import SelfSpeculativeLM
 from layerskip.bootstrap import bootstrap_interval
-from layerskip.calibration import Calibration, Text, read_texts
+from layerskip.calibration import KnownTexts, Text, texts_to_draft_along
 from layerskip.cost import CostTable
 from layerskip.fingerprint import cost_key, fingerprint
 from layerskip.journal import Journal
@@ -169,7 +169,7 @@ class _Search:
 
     def _read_texts(self) -> list[list[Any]]:
         settings = self.settings
-        texts = read_texts(
+        texts = texts_to_draft_along(
             self.lm,
             self.examples,
             sampling=settings.sampling,
@@ -184,16 +184,16 @@ class _Search:
         return [[list(t.ids), t.start, t.seed] for t in texts]
 
     @cached_property
-    def calibration(self) -> Calibration:
+    def known_texts(self) -> KnownTexts:
         """Made when something has to be measured along the texts, not when all is remembered."""
-        return Calibration(self.stack, self.texts, sampling=self.settings.sampling)
+        return KnownTexts(self.stack, self.texts, sampling=self.settings.sampling)
 
     def _exits(self) -> None:
         most = self.settings.max_draft_tokens
 
         def measure() -> list[Any]:
             exits = range(1, self.depth)
-            return [count(self.calibration.exit_chains(e, most), most).to_list() for e in exits]
+            return [count(self.known_texts.exit_chains(e, most), most).to_list() for e in exits]
 
         found = self.journal.once(
             "exits", measure, lambda entry: [Counts.from_list(c) for c in entry]
@@ -207,7 +207,7 @@ class _Search:
         """Of every size, by similarity; the smallest, which leave most room, first."""
 
         def measure() -> list[list[int]]:
-            sets = closest_skip_sets(self.calibration)
+            sets = closest_skip_sets(self.known_texts)
             return [list(plan.layers) for plan in sets.values()]
 
         plans = self.journal.once(
@@ -251,7 +251,7 @@ class _Search:
         most = self.settings.max_draft_tokens
         counts = self.journal.once(
             f"draft layers {ranges(plan.layers)}",
-            lambda: count(self.calibration.chains(plan, most), most).to_list(),
+            lambda: count(self.known_texts.chains(plan, most), most).to_list(),
             Counts.from_list,
         )
         self._note(plan, found_by, counts)
@@ -315,7 +315,7 @@ class _Search:
             plan,
             table,
             self.texts,
-            calibration=lambda: self.calibration,
+            known_texts=lambda: self.known_texts,
             journal=self.journal,
             say=self._say,
             sampling=settings.sampling,

@@ -25,7 +25,7 @@ from layerskip.machine_time import MachineTime
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS, MAX_NUM_DRAFT_TOKENS
 from layerskip.pass_costs import Overhead, PassCosts, prefill_seconds
 from layerskip.simulated_controller import Automatic, Batches, Fixed
-from layerskip.workload import Stream, Traffic
+from layerskip.workload import Requests, Stream
 
 OFF = "off"
 QUANTILES = (0.5, 0.9, 0.99)
@@ -124,7 +124,7 @@ class Simulation:
 
 def simulate(
     table: CostTable,
-    traffic: Traffic,
+    traffic: Requests,
     *,
     concurrency: Sequence[int] = (1, 2, 4, 8, 16, 32),
     policies: Sequence[str] = (OFF, "fixed:4", "auto"),

@@ -24,7 +24,7 @@ from layerskip.admission import decoder_layers
 from layerskip.ambient import Decoding
 from layerskip.draft_head import Projection
 from layerskip.errors import UnsupportedModelError
-from layerskip.guest import NAME, RUN, CacheGuest, Call, LearntMask, Lesson, Places, Run
+from layerskip.guest import NAME, RUN, CacheGuest, LayerCall, LearntMask, Lesson, Places, Running
 from layerskip.layout import Layout
 
 EMPTIED = (dict, OrderedDict, set)
@@ -79,7 +79,7 @@ class Embedded(Tensor):
 class StandIn(nn.Module):
     """In the place of a decoder layer: notes what it is called with, returns what it is told."""
 
-    def __init__(self, layer: nn.Module, run: Run) -> None:
+    def __init__(self, layer: nn.Module, run: Running) -> None:
         super().__init__()
         self.run, self.in_tuple = run, False
         # Bodies read plain attributes of their layers, such as the type of attention.
@@ -91,19 +91,19 @@ class StandIn(nn.Module):
         if self.run.injected is not None:
             hidden = self.run.injected
         else:
-            self.run.calls.append(Call(hidden, args, kwargs))
+            self.run.calls.append(LayerCall(hidden, args, kwargs))
         return (hidden, None) if self.in_tuple else hidden
 
 
 class FirstLayer(nn.Module):
     """In the place of layer 0 while a model is learnt: the layer itself, watched."""
 
-    def __init__(self, layer: nn.Module, run: Run, stand_ins: list[StandIn]) -> None:
+    def __init__(self, layer: nn.Module, run: Running, stand_ins: list[StandIn]) -> None:
         super().__init__()
         self.layer, self.run, self.stand_ins = layer, run, stand_ins
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.run.calls.append(Call(hidden, args, kwargs))
+        self.run.calls.append(LayerCall(hidden, args, kwargs))
         out = self.layer(hidden, *args, **kwargs)
         for stand_in in self.stand_ins:
             stand_in.in_tuple = isinstance(out, tuple)
@@ -113,7 +113,7 @@ class FirstLayer(nn.Module):
 class HeadStandIn(nn.Linear):
     """In the place of the head: does what it is told."""
 
-    def __init__(self, head: nn.Linear, run: Run) -> None:
+    def __init__(self, head: nn.Linear, run: Running) -> None:
         nn.Module.__init__(self)
         self.run = run
         self.in_features, self.out_features = head.in_features, head.out_features
@@ -140,7 +140,7 @@ class Skeleton:
     fewest_rows, products = 0, ()
 
     def __init__(self, twin: PreTrainedModel, attention_before: str) -> None:
-        self._run = Run()
+        self._run = Running()
         self._layers = list(decoder_layers(twin))
         for module in chain.from_iterable(layer.modules() for layer in self._layers):
             setattr(module, RUN, self._run)
@@ -171,7 +171,7 @@ class Skeleton:
         weights = (p for i in self.probed for p in self._layers[i].parameters() if p.ndim > 1)
         self.widths = {width for weight in weights for width in weight.shape[-2:]}
 
-    def _learn(self, stand_ins: list[StandIn]) -> tuple[Lesson, list[Call]]:
+    def _learn(self, stand_ins: list[StandIn]) -> tuple[Lesson, list[LayerCall]]:
         """Two tokens through layer 0: the shapes of its attention, and every layer's mask."""
         lesson, places = Lesson(2), decoder_layers(self._model)
         places[0] = FirstLayer(self._layers[0], self._run, stand_ins)
@@ -253,9 +253,9 @@ class Skeleton:
 
     def _calls(
         self, inputs: Tensor, positions: Tensor, places: Places, mask: Tensor | None
-    ) -> list[Call]:
+    ) -> list[LayerCall]:
         """What the body calls each layer with, for ``inputs`` ``(1, rows, width)``."""
-        calls: list[Call] = []
+        calls: list[LayerCall] = []
         self._run.calls = calls
         self._body(
             inputs_embeds=inputs,
@@ -268,7 +268,7 @@ class Skeleton:
         return calls
 
 
-def _window(call: Call) -> int | None:
+def _window(call: LayerCall) -> int | None:
     """The sliding window of the mask that a layer was called with."""
     given = (*call.args, *call.kwargs.values())
     return next((mask.window for mask in given if isinstance(mask, LearntMask)), None)

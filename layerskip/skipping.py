@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from layerskip.ambient import Decoding
-from layerskip.calibration import Calibration
+from layerskip.calibration import KnownTexts
 from layerskip.plan import DraftPlan
 
 
@@ -23,7 +23,7 @@ class _Path:
 
 
 @Decoding()
-def closest_skip_sets(calibration: Calibration) -> dict[int, DraftPlan]:
+def closest_skip_sets(known_texts: KnownTexts) -> dict[int, DraftPlan]:
     """For each number of skipped layers from 1 on, a plan that keeps hidden states close.
 
     CLaSp's programme (Chen et al. 2025, arXiv 2505.24196): with ``h_i`` the full model's hidden
@@ -32,12 +32,12 @@ def closest_skip_sets(calibration: Calibration) -> dict[int, DraftPlan]:
     with ``h_i``. An approximation: a draft that is behind at layer i is not followed further.
     Here one set serves all sampled positions, by their mean cosine, and layer 0 is always run.
     """
-    depth = calibration.stack.num_layers
-    calibration.restore()
-    paths = [_Path(calibration.states(1))]
+    depth = known_texts.stack.num_layers
+    known_texts.restore()
+    paths = [_Path(known_texts.states(1))]
     for layer in range(1, depth):
-        target = calibration.states(layer + 1)
-        run = calibration.run_layer(layer, [path.hidden for path in paths])
+        target = known_texts.states(layer + 1)
+        run = known_texts.run_layer(layer, [path.hidden for path in paths])
         reached = [_Path(h, path.skipped) for h, path in zip(run, paths, strict=True)]
         passed = [_Path(path.hidden, (*path.skipped, layer)) for path in paths]
         both = zip([*reached[1:], None], passed, strict=True)  # with as many layers skipped

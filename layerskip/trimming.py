@@ -12,7 +12,7 @@ from typing import Any
 
 from layerskip.api import SelfSpeculativeLM
 from layerskip.bootstrap import bootstrap_interval
-from layerskip.calibration import Calibration, Text
+from layerskip.calibration import KnownTexts, Text
 from layerskip.cost import CostTable, Curve
 from layerskip.journal import Journal
 from layerskip.params import SamplingParams
@@ -133,7 +133,7 @@ class Trimmer:
         plan: layers of its draft.
         table: their costs, with the whole head.
         texts: to rank ids by, and to try vocabularies on: two or more.
-        calibration: of these texts; asked for when something is not in the journal.
+        known_texts: these texts at full depth; asked for when something is not in the journal.
         journal: keeps every measurement.
         say: told what comes next.
         sampling: of targets and drafts.
@@ -147,7 +147,7 @@ class Trimmer:
     plan: DraftPlan
     table: CostTable
     texts: Sequence[Text]
-    calibration: Callable[[], Calibration]
+    known_texts: Callable[[], KnownTexts]
     journal: Journal
     say: Callable[[str], None]
     sampling: SamplingParams
@@ -206,7 +206,7 @@ class Trimmer:
         most, context = self.max_draft_tokens, self._context()
         counts = self.journal.once(
             self._named("acceptance", ids),
-            lambda: count(self.calibration().chains(self.plan, most, ids)[1::2], most).to_list(),
+            lambda: count(self.known_texts().chains(self.plan, most, ids)[1::2], most).to_list(),
             Counts.from_list,
         )
         table = self.table if ids is None else with_head_of(self.table, self._costs(ids))

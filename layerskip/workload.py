@@ -29,7 +29,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Text:
+class RecordedText:
     """One recorded request.
 
     Attributes:
@@ -93,7 +93,9 @@ class Recorded:
         chances_after_wrong: of drafted tokens behind a wrong one.
     """
 
-    def __init__(self, texts: Sequence[Text], chances_after_wrong: Sequence[float] = ()) -> None:
+    def __init__(
+        self, texts: Sequence[RecordedText], chances_after_wrong: Sequence[float] = ()
+    ) -> None:
         self.texts = texts
         right = np.concatenate([t.right for t in texts])
         if not (right >= 0).any():
@@ -212,7 +214,7 @@ class Synthetic:
         )
 
 
-Traffic = Recorded | Synthetic
+Requests = Recorded | Synthetic
 
 
 def run_lengths(right: NDArray[np.bool_], tokens: Ints) -> NDArray[np.uint8]:
@@ -224,7 +226,7 @@ def run_lengths(right: NDArray[np.bool_], tokens: Ints) -> NDArray[np.uint8]:
     return np.minimum(np.minimum(following, ends) - places, MAX_NUM_DRAFT_TOKENS).astype(np.uint8)
 
 
-def _rates(texts: Sequence[Text], common: float) -> Floats:
+def _rates(texts: Sequence[RecordedText], common: float) -> Floats:
     """Each text's share of right drafts, drawn towards all texts' where it has few."""
     judged = np.array([(t.right >= 0).sum() for t in texts])
     right = np.array([(t.right == 1).sum() for t in texts])

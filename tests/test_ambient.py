@@ -19,7 +19,7 @@ from layerskip import (
     ops,
     outcome,
 )
-from layerskip.calibration import Calibration, Text
+from layerskip.calibration import KnownTexts, Text
 from layerskip.exactness import products_agree
 from layerskip.model import DecoderStack, pack_model
 from layerskip.packed_forward import PackedModel
@@ -158,8 +158,8 @@ def test_autocast_is_nothing_to_measurements():
         lm = SelfSpeculativeLM(make_model(), None, PLANS["exit"])
         assert lm.controller.cost.key["dtype"] == "float32"
         text = Text(tuple(random_ids(12)), 4, 0)
-        tried = Calibration(lm.stack, [text], sampling=SamplingParams())
+        tried = KnownTexts(lm.stack, [text], sampling=SamplingParams())
         chains = tried.chains(PLANS["skipping"], 2)
-    without = Calibration(lm.stack, [text], sampling=SamplingParams())
+    without = KnownTexts(lm.stack, [text], sampling=SamplingParams())
     assert chains == without.chains(PLANS["skipping"], 2)
     assert torch.equal(tried.states(NUM_LAYERS - 1), without.states(NUM_LAYERS - 1))

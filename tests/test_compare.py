@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from toys import NUM_LAYERS, PLANS, make_model, random_ids
 
 from layerskip import DecodeStats, DraftPlan, SamplingParams, SelfSpeculativeLM, compare
-from layerskip.compare import REPEAT_SPAN, Comparison, Run, repeated_share
+from layerskip.compare import REPEAT_SPAN, Comparison, ModeRun, repeated_share
 from layerskip.hf_modes import (
     DEFAULT_EARLY_EXIT,
     FINALISTS,
@@ -182,10 +182,10 @@ def test_tuning_keeps_the_fastest_setting(
 ) -> None:
     best, tried = EarlyExitSettings(1, 6, 0.4), []
 
-    def run(mode: str, ids: Sequence[int]) -> Run:
+    def run(mode: str, ids: Sequence[int]) -> ModeRun:
         assert mode == "hf-early-exit"
         tried.append(comparison.early_exit)
-        return Run((1,) * NEW, 0.5 if comparison.early_exit == best else 1.0)
+        return ModeRun((1,) * NEW, 0.5 if comparison.early_exit == best else 1.0)
 
     monkeypatch.setattr(comparison, "run", run)
     monkeypatch.setattr(comparison, "early_exit", EarlyExitSettings(2, 4, 0.4))
@@ -340,12 +340,12 @@ class Scripted:
         self.outputs, self.calls, self.tuned = outputs, [], 0
         self.lm = SimpleNamespace(encode=lambda text: [int(text)])
 
-    def run(self, mode: str, ids: Sequence[int], *, count: bool = False) -> Run:
+    def run(self, mode: str, ids: Sequence[int], *, count: bool = False) -> ModeRun:
         self.calls.append((mode, ids[0], count))
         tokens = self.outputs[mode][ids[0]]
         stats = DecodeStats(new_tokens=20, num_rounds=4, num_draft_tokens=16, num_accepted_tokens=8)
         seconds = {"plain": 1.0, "layerskip": 0.5, "hf-early-exit": 2.0}.get(mode, 3.0)
-        return Run(tokens, seconds, None if mode.startswith("hf") else stats, 30, 1000)
+        return ModeRun(tokens, seconds, None if mode.startswith("hf") else stats, 30, 1000)
 
     def tune_early_exit(self, prompts: Sequence[Sequence[int]]) -> None:
         self.tuned += len(prompts)
@@ -400,7 +400,7 @@ def test_an_interval_of_seven_prompts_goes_out_to_both_ends() -> None:
     fake, ratios = scripted(plain=[FRESH] * 7, layerskip=[FRESH] * 7), [1.1, 3, 2, 1.5, 4, 2.5, 1.7]
     run = fake.run
 
-    def timed(mode: str, ids: Sequence[int], *, count: bool = False) -> Run:
+    def timed(mode: str, ids: Sequence[int], *, count: bool = False) -> ModeRun:
         seconds = 1.0 if mode == "plain" else 1 / ratios[ids[0]]
         return replace(run(mode, ids, count=count), seconds=seconds)
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from toys import make_model, make_tokenizer, random_ids
 
 from layerskip import SamplingParams
-from layerskip.calibration import Calibration, Text
+from layerskip.calibration import KnownTexts, Text
 from layerskip.model import DecoderStack
 from layerskip.prediction import predict
 
@@ -159,7 +159,7 @@ def test_the_exits_of_a_model_are_those_of_transformers(recipes: SimpleNamespace
 def test_greedy_chains_are_those_of_the_plan_search(recipes: SimpleNamespace) -> None:
     stack, ids, start, most = DecoderStack(make_model()), tuple(random_ids(60)), 10, 4
     text = Text(ids, start, 0)
-    (chain,) = Calibration(stack, [text], sampling=SamplingParams()).exit_chains(3, most)
+    (chain,) = KnownTexts(stack, [text], sampling=SamplingParams()).exit_chains(3, most)
     report = recipes.exits.evaluate_exits(
         stack,
         [recipes.tokens.Sample(ids, start + 1)],

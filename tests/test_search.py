@@ -17,7 +17,7 @@ from toys import MAX_POSITIONS, NUM_LAYERS, make_model, make_tokenizer, random_i
 
 from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM, search, timing, trimming
 from layerskip.cache import Segment
-from layerskip.calibration import Calibration, Text, read_texts, walk
+from layerskip.calibration import KnownTexts, Text, texts_to_draft_along, walk
 from layerskip.cli import main
 from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
@@ -128,12 +128,12 @@ def test_replayed_rounds_are_those_of_decoding(wrap, sampling, drafts):
         own = replace(sampling, seed=i)
         out = plain.generate(prompt, max_new_tokens=12 + 5 * i, sampling=own)
         texts.append(Text((*prompt, *out.token_ids), length, i))
-    calibration = Calibration(stack, texts, sampling=sampling)
+    known_texts = KnownTexts(stack, texts, sampling=sampling)
     for name, ids in drafts:
         plan, vocabulary = PLANS[name], None if ids is None else sorted(ids)
-        chains = calibration.chains(plan, k, vocabulary)
+        chains = known_texts.chains(plan, k, vocabulary)
         if vocabulary is not None:
-            assert chains != calibration.chains(plan, k)
+            assert chains != known_texts.chains(plan, k)
         for text, lengths in zip(texts, chains, strict=True):
             real = accepted(stack, plan, text, sampling, k, vocabulary)
             # Decoding leaves room for one more token after a draft; a replay needs none.
@@ -144,10 +144,10 @@ def test_replayed_rounds_are_those_of_decoding(wrap, sampling, drafts):
 
 def test_a_draft_knows_its_text_up_to_the_slot(wrap):
     texts = [Text(tuple(random_ids(30, seed=i)), 12, i) for i in range(2)]
-    calibration = Calibration(wrap().stack, texts, sampling=SAMPLED)
+    known_texts = KnownTexts(wrap().stack, texts, sampling=SAMPLED)
     kept = torch.zeros(331, dtype=torch.bool)
     kept[330] = True
-    known = calibration.groups[0]._known(kept, [1, 0], [20, 13])
+    known = known_texts.groups[0]._known(kept, [1, 0], [20, 13])
     assert [set(row.nonzero()[:, 0].tolist()) for row in known] == [
         {330, *texts[1].ids[:21]},
         {330, *texts[0].ids[:14]},
@@ -157,22 +157,22 @@ def test_a_draft_knows_its_text_up_to_the_slot(wrap):
 def test_plans_leave_the_texts_as_they_were(wrap):
     stack = wrap().stack
     texts = [Text(tuple(random_ids(30, seed=i)), 12, i) for i in range(2)]
-    calibration = Calibration(stack, texts, sampling=SAMPLED)
-    sets = closest_skip_sets(calibration)
-    first = calibration.chains(PLANS["apart"], 4)
-    assert closest_skip_sets(calibration) == sets
-    calibration.chains(PLANS["skipping"], 4)
-    assert calibration.chains(PLANS["apart"], 4) == first
+    known_texts = KnownTexts(stack, texts, sampling=SAMPLED)
+    sets = closest_skip_sets(known_texts)
+    first = known_texts.chains(PLANS["apart"], 4)
+    assert closest_skip_sets(known_texts) == sets
+    known_texts.chains(PLANS["skipping"], 4)
+    assert known_texts.chains(PLANS["apart"], 4) == first
 
 
 def test_all_exits_of_one_pass_are_what_replaying_each_gives(wrap):
     stack = wrap().stack
     texts = [Text(tuple(random_ids(24, seed=i)), 9, i) for i in range(9)]  # two caches
-    calibration = Calibration(stack, texts, sampling=SAMPLED)
+    known_texts = KnownTexts(stack, texts, sampling=SAMPLED)
     for e in (1, 4):
         plan = DraftPlan.exiting(num_layers=NUM_LAYERS, exit_layer=e)
-        replayed = [c for group in calibration.groups for c in group.chains(plan, 5)]
-        assert calibration.chains(plan, 5) == calibration.exit_chains(e, 5) == tuple(replayed)
+        replayed = [c for group in known_texts.groups for c in group.chains(plan, 5)]
+        assert known_texts.chains(plan, 5) == known_texts.exit_chains(e, 5) == tuple(replayed)
 
 
 def test_exits_are_accepted_as_often_as_teacher_forcing_says(talking):
@@ -183,16 +183,16 @@ def test_exits_are_accepted_as_often_as_teacher_forcing_says(talking):
         prompt = talking.encode(example.prompt)
         ids = talking.tokenizer(example.prompt + example.continuation)["input_ids"]
         text = Text(tuple(ids[: len(prompt) + 24]), len(prompt) - 1, SAMPLED.seed)
-        calibration = Calibration(talking.stack, [text], sampling=SAMPLED)
+        known_texts = KnownTexts(talking.stack, [text], sampling=SAMPLED)
         assert text.window == said["positions"]
         for e, row in said["exits"].items():
-            first = count(calibration.exit_chains(e, 4), 4).first
+            first = count(known_texts.exit_chains(e, 4), 4).first
             assert first == pytest.approx(row["acceptance_rate"])
 
 
 def test_texts_are_continuations_or_what_the_model_writes(talking):
     examples = [EXAMPLES[0], Example(EXAMPLES[1].prompt), Example(""), Example("x" * 4000)]
-    texts = read_texts(talking, examples, sampling=SAMPLED, max_texts=4, max_tokens=12)
+    texts = texts_to_draft_along(talking, examples, sampling=SAMPLED, max_texts=4, max_tokens=12)
     known, own = texts
     whole = talking.tokenizer(EXAMPLES[0].prompt + EXAMPLES[0].continuation)["input_ids"]
     assert known.ids == tuple(whole[: known.start + 12])
@@ -205,15 +205,17 @@ def test_texts_are_continuations_or_what_the_model_writes(talking):
 
 def test_seeds_of_texts_begin_anew_behind_the_last_one(talking):
     last = replace(SAMPLED, seed=MAX_SEED)
-    texts = read_texts(talking, EXAMPLES[:3], sampling=last, max_texts=3, max_tokens=12)
+    texts = texts_to_draft_along(talking, EXAMPLES[:3], sampling=last, max_texts=3, max_tokens=12)
     assert [text.seed for text in texts] == [MAX_SEED, 0]
 
 
 def test_texts_have_to_be_some(talking, wrap):
     with pytest.raises(ValueError, match="no prompt leaves room for three more tokens"):
-        read_texts(talking, [Example("x" * 4000)], sampling=SAMPLED, max_texts=1, max_tokens=9)
+        texts_to_draft_along(
+            talking, [Example("x" * 4000)], sampling=SAMPLED, max_texts=1, max_tokens=9
+        )
     with pytest.raises(ValueError, match="this model has no tokenizer"):
-        read_texts(wrap(), EXAMPLES, sampling=SAMPLED, max_texts=1, max_tokens=9)
+        texts_to_draft_along(wrap(), EXAMPLES, sampling=SAMPLED, max_texts=1, max_tokens=9)
 
 
 def similarities(lm: SelfSpeculativeLM, samples) -> Callable[[DraftPlan], float]:
@@ -245,11 +247,11 @@ def similarities(lm: SelfSpeculativeLM, samples) -> Callable[[DraftPlan], float]
 def test_skip_sets_come_close_to_the_best_of_all_subsets(identity):
     lm = unquiet(*identity)
     texts = [Text(tuple(random_ids(20, seed=i)), 8, i) for i in range(2)]
-    calibration = Calibration(lm.stack, texts, sampling=SAMPLED, samples=2)
-    samples = [texts[r].ids[: s + 1] for r, s in calibration.groups[0].samples]
+    known_texts = KnownTexts(lm.stack, texts, sampling=SAMPLED, samples=2)
+    samples = [texts[r].ids[: s + 1] for r, s in known_texts.groups[0].samples]
     assert len(samples) == 4
     with torch.inference_mode():
-        found = closest_skip_sets(calibration)
+        found = closest_skip_sets(known_texts)
         assert list(found) == [1, 2, 3, 4, 5]
         similarity = similarities(lm, samples)
         for size, plan in found.items():
@@ -366,7 +368,7 @@ def test_refinement_finds_what_similarity_misses(given, monkeypatch):
 
 def test_timing_decodes_both_ways_in_turn(talking):
     ticks = iter(range(10_000))
-    texts = read_texts(talking, EXAMPLES, sampling=SAMPLED, max_texts=2, max_tokens=8)
+    texts = texts_to_draft_along(talking, EXAMPLES, sampling=SAMPLED, max_texts=2, max_tokens=8)
     plan = DraftPlan(NUM_LAYERS, (0,))
     ratios = timing.time_against_plain(
         talking.stack, plan, 2, texts, sampling=SAMPLED, clock=lambda: float(next(ticks))
@@ -446,7 +448,7 @@ def test_confidences_are_held_against_what_is_accepted(talking, monkeypatch, ids
 
     monkeypatch.setattr(timing.Calibration, "add", noting)
     prompts = [Example(e.prompt) for e in EXAMPLES]
-    texts = read_texts(talking, prompts, sampling=SAMPLED, max_texts=2, max_tokens=24)
+    texts = texts_to_draft_along(talking, prompts, sampling=SAMPLED, max_texts=2, max_tokens=24)
     head = None if ids is None else talking.stack.head_over(ids)
     found = {}
     for text in texts:
@@ -494,9 +496,9 @@ def counting(monkeypatch) -> list[str]:
         (search, "measure_cost"),
         (search, "time_against_plain"),
         (search, "confidence_points"),
-        (search, "read_texts"),
+        (search, "texts_to_draft_along"),
         (search, "closest_skip_sets"),
-        (Calibration, "chains"),
+        (KnownTexts, "chains"),
     ):
         note(owner, name)
     return made
@@ -519,7 +521,7 @@ def test_an_interrupted_search_goes_on_and_measures_nothing_twice(given, monkeyp
     assert result == whole
     assert sorted(made) == expected
     made.clear()
-    monkeypatch.setattr(search, "Calibration", None)
+    monkeypatch.setattr(search, "KnownTexts", None)
     assert search.search(lm, EXAMPLES, settings=SETTINGS, journal=journal) == whole
     assert made == []
 
@@ -621,7 +623,7 @@ def test_a_draft_vocabulary_is_chosen_for_the_plan(given, tmp_path, monkeypatch)
     assert file.acceptance == chosen.counts.acceptance
     way = timing.Way(settings.max_draft_tokens, lm.stack.head_over(chosen.ids))
     sampled = settings.sampling
-    texts = read_texts(lm, EXAMPLES, sampling=sampled, max_texts=2, max_tokens=16)
+    texts = texts_to_draft_along(lm, EXAMPLES, sampling=sampled, max_texts=2, max_tokens=16)
     for kind, sampling in (("greedy", SamplingParams()), ("sampled", sampled)):
         points = timing.confidence_points(lm.stack, file.plan, way, texts, sampling=sampling)
         assert file.calibration[kind] == points
@@ -684,7 +686,7 @@ def test_a_search_that_read_no_text_is_no_hindrance_when_mended(
 ):
     given(1.3)
     with monkeypatch.context() as patch:
-        patch.setattr(search, "read_texts", lambda *_, **__: (_ for _ in ()).throw(Stop))
+        patch.setattr(search, "texts_to_draft_along", lambda *_, **__: (_ for _ in ()).throw(Stop))
         assert searching(folder, tmp_path) == 130
     assert "goes on from" not in capsys.readouterr().out
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "q" * MAX_POSITIONS}) + "\n")

@@ -19,7 +19,7 @@ from layerskip.pass_costs import Overhead, PassCosts
 from layerskip.simulate import simulate
 from layerskip.simulated_controller import Automatic, Fixed
 from layerskip.stopping import Stopper
-from layerskip.workload import Recorded, Synthetic, Text, run_lengths
+from layerskip.workload import Recorded, RecordedText, Synthetic, run_lengths
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_progress_counts_what_is_named_twice_once():
     assert 600 < said[-1][0] <= 1200
 
 
-def texts(draw, number: int = 12) -> list[Text]:
+def texts(draw, number: int = 12) -> list[RecordedText]:
     lengths = draw.integers(2, 40, number)
     return [
-        Text(
+        RecordedText(
             int(draw.integers(5, 400)),
             int(n + draw.integers(0, 9)),
             (draw.random(n) < 0.7).astype(np.int8),
@@ -411,7 +411,7 @@ def telling(draw, shares) -> Recorded:
     for share in shares:
         right = (draw.random(64) < share).astype(np.int8)
         chances = np.clip(np.where(right == 1, 0.85, 0.45) + 0.1 * draw.standard_normal(64), 0, 1)
-        found.append(Text(64, 64, right, chances, 1.0))
+        found.append(RecordedText(64, 64, right, chances, 1.0))
     return Recorded(found, [0.3, 0.4, 0.5])
 
 
@@ -426,7 +426,7 @@ def test_automatic_is_what_the_real_controller_does(kind, start, rows):
     elif kind == "mixed":
         rates = (0.05, 0.95, 0.5)
         known = [(draw.random(64) < rates[i % 3]).astype(np.int8) for i in range(30)]
-        traffic = Recorded([Text(64, 64, r, np.full(64, np.nan), 1.0) for r in known])
+        traffic = Recorded([RecordedText(64, 64, r, np.full(64, np.nan), 1.0) for r in known])
     else:
         traffic = Synthetic((float(kind),), 64, 64)
     stream = traffic.stream({1: 16, 4: 24, 16: 32}[rows], 0)  # one batch
@@ -468,7 +468,9 @@ def test_many_rows_draft_as_far_as_the_real_controller_lets_them(acceptance):
 
 def test_a_row_that_drafts_while_all_others_prefill():
     """Costs are known for no more tokens of a row than it can draft."""
-    known = [Text(64, n, np.ones(n, dtype=np.int8), np.full(n, np.nan), 1.0) for n in (1, 60)]
+    known = [
+        RecordedText(64, n, np.ones(n, dtype=np.int8), np.full(n, np.nan), 1.0) for n in (1, 60)
+    ]
     cell = one_cell(table(0.1), Recorded([*60 * known[:1], known[1]]), "auto", 40, 120)
     assert 1.0 < cell.rows < 10.0
     assert cell.mean_draft_tokens > 1.0
@@ -479,7 +481,7 @@ def test_where_a_text_ends_no_draft_was_wrong(share):
     """Of texts of eight tokens, recorded and invented."""
     draw = np.random.default_rng(0)
     texts = [
-        Text(8, 8, (draw.random(8) < share).astype(np.int8), np.full(8, np.nan), 1.0)
+        RecordedText(8, 8, (draw.random(8) < share).astype(np.int8), np.full(8, np.nan), 1.0)
         for _ in range(1000)
     ]
     for traffic in (Recorded(texts), Synthetic((share,), 8, 8)):
@@ -500,7 +502,7 @@ def test_it_fills_the_tiles_of_a_verify_pass_as_the_real_one_does(tile, step, ac
 
 def test_requests_that_end_early_give_back_what_they_had_in_advance():
     """Or each of them would try the early exit again, which is never right."""
-    wrong = Text(64, 128, np.array([-1, 0, 0, 0], dtype=np.int8), np.full(4, np.nan), 0.0)
+    wrong = RecordedText(64, 128, np.array([-1, 0, 0, 0], dtype=np.int8), np.full(4, np.nan), 0.0)
     real, simulated = both(table(0.2), Recorded([wrong]).stream(19, 0), 1)
     assert simulated == pytest.approx(real, rel=0.05)
 

@@ -12,7 +12,7 @@ from layerskip.cost import Curve
 from layerskip.pass_costs import Overhead
 from layerskip.simulated_controller import Fixed
 from layerskip.telemetry.replay import replay
-from layerskip.workload import Recorded, Text
+from layerskip.workload import Recorded, RecordedText
 
 
 def line(request_id, index, drafted, accepted, emitted, **more):
@@ -223,7 +223,9 @@ def test_a_recorded_request_is_simulated_as_it_went(tmp_path):
 
 def test_shares_of_right_drafts_stay_with_their_request():
     """Half of the texts are always right: their requests end in half the rounds."""
-    sure = [Text(10, 33, np.full(33, r, dtype=np.int8), np.full(33, np.nan)) for r in (0, 1)]
+    sure = [
+        RecordedText(10, 33, np.full(33, r, dtype=np.int8), np.full(33, np.nan)) for r in (0, 1)
+    ]
     stream = Recorded(sure).stream(400, 0)
     loop = loop_of(flat(), stream, "fixed:1", 1)
     loop.run(Fixed(1), lambda done: None)
@@ -241,7 +243,7 @@ def test_unfinished_requests_and_cut_lines_do_not_count(tmp_path):
 
 def test_new_tokens_go_over_recorded_ones_again():
     right = np.array([-1, 1, 0, 1], dtype=np.int8)
-    stream = Recorded([Text(5, 9, right, np.full(4, np.nan))]).stream(2, 0, new_tokens=9)
+    stream = Recorded([RecordedText(5, 9, right, np.full(4, np.nan))]).stream(2, 0, new_tokens=9)
     assert stream.tokens.tolist() == stream.limits.tolist() == [9, 9]
     assert stream.runs[1:9].tolist() == [1, 0, 2, 1, 0, 2, 1, 0]
 

@@ -59,7 +59,7 @@ def trimmed(monkeypatch, lm, chains: GivenChains, *, took=(2.0, 1.1, 1.0), **cha
         PLAN,
         cost(lm.stack, PLAN),
         texts,
-        calibration=lambda: chains,
+        known_texts=lambda: chains,
         journal=journal,
         say=said.append,
         sampling=SamplingParams(),

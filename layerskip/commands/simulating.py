@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from layerskip.machine_time import MachineTime
     from layerskip.pass_costs import Overhead
     from layerskip.simulate import Simulation
-    from layerskip.workload import Traffic
+    from layerskip.workload import Requests
 
 CONCURRENCY = "1,2,4,8,16,32"
 POLICIES = "off,fixed:4,auto"
@@ -124,7 +124,7 @@ def run_simulate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def _traffic(
     args: argparse.Namespace, table: "CostTable"
-) -> "tuple[CostTable, Traffic, Overhead | None, float, MachineTime | None, list[str]]":
+) -> "tuple[CostTable, Requests, Overhead | None, float, MachineTime | None, list[str]]":
     """The table of such traffic, requests, what rounds take beside passes, draft passes of a token,
     the machine's pace, and what to say of it."""
     if args.runs is None:

@@ -19,7 +19,7 @@ from layerskip.telemetry.buckets import (
     lengths,
 )
 from layerskip.telemetry.drift import find_drift
-from layerskip.telemetry.records import Run, opened, read_run
+from layerskip.telemetry.records import MeasuredRun, measured_run, opened
 from layerskip.telemetry.report import (
     AcceptanceReport,
     BucketReport,
@@ -90,7 +90,7 @@ def acceptance_report(
             or there are more than 1000 buckets.
     """
     prompts, outputs = lengths(prompt_edges, "prompt edges"), lengths(output_edges, "output edges")
-    run = read_run(folder, arm)
+    run = measured_run(folder, arm)
     unread = _unread_costs(run)
     cost = _cost_of(run) if unread is None else None
     with opened(run, prompts, outputs) as database:
@@ -130,13 +130,13 @@ def acceptance_report(
     )
 
 
-def _unread_costs(run: Run) -> int | None:
+def _unread_costs(run: MeasuredRun) -> int | None:
     """Version of the run's cost table, where another layerskip wrote it: all else can be told."""
     version = (run.content.get("cost") or {}).get("version")
     return version if isinstance(version, int) and version != COST_VERSION else None
 
 
-def _cost_of(run: Run) -> CostTable | None:
+def _cost_of(run: MeasuredRun) -> CostTable | None:
     content, sampling = run.content.get("cost"), run.content.get("sampling") or {}
     if content is None:
         return None

@@ -36,7 +36,7 @@ class Outline:
 
 
 @dataclass(frozen=True)
-class Text:
+class Label:
     """One line of text; ``anchor`` says which of its ends, or its middle, is at x."""
 
     x: float
@@ -52,7 +52,7 @@ class Chart:
     description: str
     height: float
     outlines: tuple[Outline, ...]
-    texts: tuple[Text, ...]
+    texts: tuple[Label, ...]
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,12 @@ def row_chart(
     bottom = top + ROW_HEIGHT * len(rows)
     x = axis.place(LINE, RIGHT)
     outlines, texts = _grid(axis, x, top, bottom)
-    texts.append(Text(0.0, LINE - 4, axis.label))
+    texts.append(Label(0.0, LINE - 4, axis.label))
     if line_at is not None:
         outlines.append(Outline("strong", f"M{_n(x(line_at))} {_n(top)}V{_n(bottom)}"))
     for line, row in enumerate(rows):
         y = top + ROW_HEIGHT * line
-        texts.append(Text(0.0, y + 13, shorten(row.label)))
+        texts.append(Label(0.0, y + 13, shorten(row.label)))
         y += 21
         for low, high, style in row.spans:
             if low is not None and high is not None and _finite(low) and _finite(high):
@@ -195,7 +195,7 @@ def line_chart(
     y, outlines, texts, bottom = _plane(x_axis.label, y_axis)
     for value, text in x_axis.ticks:
         anchor = "end" if value == x_axis.ticks[-1][0] else "middle"
-        texts.append(Text(x(value), bottom - LINE - 6, text, anchor))
+        texts.append(Label(x(value), bottom - LINE - 6, text, anchor))
     if line_at is not None:
         outlines.append(Outline("strong", f"M{_n(LEFT)} {_n(y(line_at))}H{_n(RIGHT)}"))
     for i, one in enumerate(series[: len(FORMS)]):
@@ -210,7 +210,7 @@ def line_chart(
     height = _add_legend(outlines, texts, [s.name for s in series[: len(FORMS)]], bottom)
     if len(series) > len(FORMS):
         more = f"and {len(series) - len(FORMS)} more, in the table alone"
-        texts.append(Text(38.0, height + 8, more))
+        texts.append(Label(38.0, height + 8, more))
         height += LINE
     return Chart(description, height, tuple(outlines), tuple(texts))
 
@@ -227,7 +227,7 @@ def bar_chart(
         path = f"M{_n(left)} {_n(y(0.0))}V{_n(y(value))}H{_n(right)}V{_n(y(0.0))}z"
         outlines.append(Outline("bar", path))
         if i % every == 0:
-            texts.append(Text((left + right) / 2, bottom - LINE - 6, label, "middle"))
+            texts.append(Label((left + right) / 2, bottom - LINE - 6, label, "middle"))
     return Chart(description, bottom, tuple(outlines), tuple(texts))
 
 
@@ -266,12 +266,12 @@ def _through(places: Sequence[tuple[float, float]]) -> str:
 
 def _grid(
     axis: Axis, x: Callable[[float], float], top: float, bottom: float
-) -> tuple[list[Outline], list[Text]]:
+) -> tuple[list[Outline], list[Label]]:
     """Upright lines at the ticks of ``axis``, which are written above them."""
     outlines = [Outline("grid", f"M{_n(x(v))} {_n(top)}V{_n(bottom)}") for v, _ in axis.ticks]
     last = axis.ticks[-1]
     texts = [
-        Text(x(v), top - 5, text, "end" if (v, text) == last else "middle")
+        Label(x(v), top - 5, text, "end" if (v, text) == last else "middle")
         for v, text in axis.ticks
     ]
     return outlines, texts
@@ -279,24 +279,24 @@ def _grid(
 
 def _plane(
     x_label: str, y_axis: Axis
-) -> tuple[Callable[[float], float], list[Outline], list[Text], float]:
+) -> tuple[Callable[[float], float], list[Outline], list[Label], float]:
     """The y scale, grid and labels of a chart with two axes, and where it ends."""
     top = LINE + 6
     base = top + PLOT_HEIGHT
     y = y_axis.place(base, top)
-    outlines, texts = [], [Text(0.0, LINE - 4, y_axis.label)]
+    outlines, texts = [], [Label(0.0, LINE - 4, y_axis.label)]
     for value, text in y_axis.ticks:
         style = "axis" if value == 0.0 else "grid"
         outlines.append(Outline(style, f"M{_n(LEFT)} {_n(y(value))}H{_n(RIGHT)}"))
-        texts.append(Text(LEFT - 4, y(value) + 4, text, "end"))
+        texts.append(Label(LEFT - 4, y(value) + 4, text, "end"))
     bottom = base + 2 * LINE + 6
-    texts.append(Text(RIGHT, bottom - 6, x_label, "end"))
+    texts.append(Label(RIGHT, bottom - 6, x_label, "end"))
     return y, outlines, texts, bottom
 
 
 def _add_legend(
     outlines: list[Outline],
-    texts: list[Text],
+    texts: list[Label],
     names: Sequence[str],
     top: float,
     *,
@@ -308,5 +308,5 @@ def _add_legend(
         if lines:
             outlines.append(Outline(f"line s{i}", f"M2 {_n(y)}H30"))
         outlines.append(Outline(f"mark s{i}", marker(i, 16.0, y)))
-        texts.append(Text(38.0, y + 4, shorten(name, 44)))
+        texts.append(Label(38.0, y + 4, shorten(name, 44)))
     return top + LINE * len(names) + 4

@@ -14,7 +14,7 @@ from layerskip.policy import task_of
 from layerskip.telemetry.baseline import LEAST_REQUESTS, Baseline, BinnedDraft
 from layerskip.telemetry.buckets import MOST_NAMES, OTHER, counted_as
 from layerskip.telemetry.cusum import DRAFTS_PER_FALSE_ALARM, SHIFT, Cusum
-from layerskip.telemetry.drift_bucket import Alarm, Bucket, DriftState, PathPoint, Watched
+from layerskip.telemetry.drift_bucket import Alarm, DriftState, PathPoint, Watched, WatchedBucket
 
 REFERENCE_REQUESTS = 100
 HEAVY_TAILS = 2  # times as many false alarms as of normal steps: sure tokens are seldom wrong
@@ -68,7 +68,7 @@ class DriftMonitor:
         self._num_reference_requests = num_reference_requests
         self._shift, self._drafts_per_false_alarm = shift, drafts_per_false_alarm
         self._lock = threading.Lock()
-        self._buckets: dict[str, Bucket] = {}
+        self._buckets: dict[str, WatchedBucket] = {}
         for name, baseline in (baselines or {}).items():
             self._bucket(name).watch(self._tests(baseline))
 
@@ -141,10 +141,10 @@ class DriftMonitor:
                 raise ValueError(f"there is no bucket {bucket!r}; seen so far: {seen}")
             self._buckets[bucket].relearn()
 
-    def _bucket(self, name: str) -> Bucket:
+    def _bucket(self, name: str) -> WatchedBucket:
         name = counted_as(name, self._buckets)
         if name not in self._buckets:
-            self._buckets[name] = Bucket(name, labelled=self._label is not None)
+            self._buckets[name] = WatchedBucket(name, labelled=self._label is not None)
         return self._buckets[name]
 
     def _tests(self, baseline: Baseline) -> dict[Watched, Cusum]:

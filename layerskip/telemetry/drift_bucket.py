@@ -105,7 +105,7 @@ class _Open:
         self.repeats = Repeats()
 
 
-class Bucket:
+class WatchedBucket:
     """A bucket that learns its baseline, then is watched."""
 
     def __init__(self, name: str, *, labelled: bool = False) -> None:

@@ -38,7 +38,7 @@ class Drafts:
         return (self._emitted - self._passes * c) / self._weight - 1.0 - beta
 
 
-class Calibration(ToldChances):
+class ToldByRounds(ToldChances):
     """How far the chances that drafted tokens were given lie from what became of them.
 
     A chance is held against its token if every token before was accepted: else it was of nothing.

@@ -53,7 +53,7 @@ ROUNDS = {
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """What a folder's ``run.json`` says.
 
     Attributes:
@@ -72,7 +72,7 @@ class Run:
         return self.content.get("label")
 
 
-def read_run(folder: str | Path, arm: str | None = None) -> Run:
+def measured_run(folder: str | Path, arm: str | None = None) -> MeasuredRun:
     """A runs folder that ``layerskip measure`` wrote.
 
     Args:
@@ -99,7 +99,7 @@ def read_run(folder: str | Path, arm: str | None = None) -> Run:
     arms = content.get("arms")
     if not isinstance(arms, list) or not all(isinstance(name, str) for name in arms):
         raise ValueError(f"{folder}/run.json must list its arms as texts, got {arms!r}")
-    return Run(folder, content, _chosen(folder, arms, arm))
+    return MeasuredRun(folder, content, _chosen(folder, arms, arm))
 
 
 def _chosen(folder: Path, arms: list[str], arm: str | None) -> str:
@@ -118,7 +118,7 @@ def _chosen(folder: Path, arms: list[str], arm: str | None) -> str:
 
 @contextmanager
 def opened(
-    run: Run, prompts: tuple[Lengths, ...], outputs: tuple[Lengths, ...]
+    run: MeasuredRun, prompts: tuple[Lengths, ...], outputs: tuple[Lengths, ...]
 ) -> "Iterator[DuckDBPyConnection]":
     """A database with the run's finished requests and their rounds.
 
@@ -165,7 +165,7 @@ def opened(
 
 def _load_requests(
     database: "DuckDBPyConnection",
-    run: Run,
+    run: MeasuredRun,
     prompts: tuple[Lengths, ...],
     outputs: tuple[Lengths, ...],
 ) -> None:

@@ -15,7 +15,7 @@ from layerskip.machine_time import MachineTime
 from layerskip.pass_costs import Overhead
 from layerskip.telemetry.recorded_times import RecordedTimes
 from layerskip.telemetry.runs import REQUESTS, ROUNDS, read_lines, read_run
-from layerskip.workload import UNKNOWN, Recorded, Text
+from layerskip.workload import UNKNOWN, Recorded, RecordedText
 
 # What a cost table's times depend on: recorded times fit a table that agrees in these.
 SAME_TIMES = (
@@ -153,7 +153,7 @@ class _Request:
         self.emitted += emitted
 
 
-def _texts(requests: Sequence[_Request], paces: Mapping[str, float] | None) -> list[Text]:
+def _texts(requests: Sequence[_Request], paces: Mapping[str, float] | None) -> list[RecordedText]:
     """One for each prompt and output; arms that decoded the same tell of different tokens.
 
     Args:
@@ -172,7 +172,7 @@ def _texts(requests: Sequence[_Request], paces: Mapping[str, float] | None) -> l
             if paces is not None and r.prefill is not None
         ]
         texts.append(
-            Text(
+            RecordedText(
                 first["prompt_tokens"],
                 first.get("max_new_tokens", first["new_tokens"]),
                 _first_known([r.right for r in same], lambda a: a == UNKNOWN),

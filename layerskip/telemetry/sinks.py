@@ -17,7 +17,7 @@ from layerskip.outputs import Round
 from layerskip.policy import task_of
 from layerskip.telemetry.buckets import counted_as
 from layerskip.telemetry.drift import DriftMonitor
-from layerskip.telemetry.gauges import Calibration, Drafts
+from layerskip.telemetry.gauges import Drafts, ToldByRounds
 from layerskip.telemetry.runs import JsonLines
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class PrometheusSink:
         self._per_position: Counter[int] = Counter()
         self._num_drafts = self._drafted = self._accepted = self._emitted = self._current = 0
         self._draft_seconds = self._verify_seconds = 0.0
-        self._calibration = Calibration()
+        self._calibration = ToldByRounds()
         self._all, self._buckets = Drafts(), dict[str, Drafts]()
         self._registry = prometheus_client.REGISTRY if registry is None else registry
         self._registry.register(self)
