@@ -19,7 +19,7 @@ from layerskip import SelfSpeculativeLM
 from layerskip.checkpoint import BUILTIN, builtin_folder, load_config
 from layerskip.compare import EarlyExitSettings
 from layerskip.cost import CostTable
-from layerskip.fingerprint import cost_key, fingerprint_of
+from layerskip.fingerprint import cost_key, fingerprint
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.prompts import Example, read_prompts
 
@@ -149,7 +149,7 @@ class Lab:
         options, lm, draft_model = self.options, self._exiting, self.options.draft_model
         tasks = TASKS if options.prompts is None else ("prompts",)
         if draft_model not in ("auto", "none"):
-            draft_model = fingerprint_of(self.draft_model)
+            draft_model = fingerprint(self.draft_model)
         return {
             "model": options.model,
             **cost_key(lm.stack, lm.plan, lm.plan_file.draft_vocabulary),

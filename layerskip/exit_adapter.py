@@ -23,7 +23,7 @@ from layerskip.admission import unwrapped
 from layerskip.dense import by_rows
 from layerskip.draft_head import DraftHead, Projection
 from layerskip.exit_block import ExitBlock, LowRank
-from layerskip.fingerprint import fingerprint_of
+from layerskip.fingerprint import fingerprint
 from layerskip.layout import Layout
 from layerskip.skeleton import Skeleton, share_twin
 
@@ -115,7 +115,7 @@ class ExitAdapter(nn.Module):
             bridge_rank=bridge_rank,
             **attention,
         )
-        adapter = cls(shape, fingerprint_of(inner))
+        adapter = cls(shape, fingerprint(inner))
         generator = torch.Generator().manual_seed(seed)
         for part in (adapter.head_lora, adapter.bridge, adapter.block):
             if part is not None:
@@ -259,7 +259,7 @@ class ExitAdapter(nn.Module):
         difference = self.shape.difference(*sizes)
         if difference is not None:
             return f"is {difference}"
-        own = fingerprint_of(model)
+        own = fingerprint(model)
         if own != self.backbone:
             return (
                 f"was trained on another checkpoint (fingerprint {self.backbone}, this one has "

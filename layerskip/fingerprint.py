@@ -50,13 +50,8 @@ SAID = {
 }
 
 
-def fingerprint(stack: "DecoderStack") -> str:
-    """``fingerprint_of`` the stack's model."""
-    return fingerprint_of(stack.twin)
-
-
 @torch.inference_mode()
-def fingerprint_of(model: "PreTrainedModel") -> str:
+def fingerprint(model: "PreTrainedModel") -> str:
     """16 hexadecimal digits of SHA-256 over the config and a grid of samples of every weight.
 
     The same in every process and on every device, and in every dtype that a bfloat16 checkpoint is
@@ -107,7 +102,7 @@ def cost_key(
 ) -> dict[str, str | int]:
     """All that a cost table depends on."""
     return {
-        "fingerprint": fingerprint(stack),
+        "fingerprint": fingerprint(stack.twin),
         "device": device_name(stack.device),
         "dtype": str(stack.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),

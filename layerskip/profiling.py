@@ -374,7 +374,7 @@ def warn_of_another_checkpoint(file: PlanFile, stack: DecoderStack) -> None:
     """Log it if a plan was chosen on other weights: it still works, less well perhaps."""
     if file.fingerprint is None:
         return
-    own = fingerprint(stack)
+    own = fingerprint(stack.twin)
     if own != file.fingerprint:
         logger.warning(
             "the plan was chosen on another checkpoint (fingerprint %s, this one has %s); "

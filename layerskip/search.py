@@ -298,7 +298,7 @@ class _Search:
         file = PlanFile(
             best.plan,
             cost=table,
-            fingerprint=fingerprint(self.stack),
+            fingerprint=fingerprint(self.stack.twin),
             acceptance=best.counts.acceptance,
             measurements=found | {"vocabulary": trimming.to_dict()},
         )
@@ -372,7 +372,9 @@ class _Search:
 
     def _off(self, verdict: str) -> SearchResult:
         measurements = self._measurements(verdict)
-        file = PlanFile(None, 0, fingerprint=fingerprint(self.stack), measurements=measurements)
+        file = PlanFile(
+            None, 0, fingerprint=fingerprint(self.stack.twin), measurements=measurements
+        )
         return SearchResult(file, self._ranked(), verdict)
 
     def _ranked(self) -> tuple[Tried, ...]:

@@ -162,7 +162,7 @@ def measure_adapter(
         lm.plan,
         draft_vocabulary=vocabulary,
         cost=cost,
-        fingerprint=fingerprint(lm.stack),
+        fingerprint=fingerprint(lm.stack.twin),
         acceptance=reports[-1].exits[layer].by_position,
     )
     lm = wrapped(model, tokenizer, adapter, file)

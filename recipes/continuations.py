@@ -123,5 +123,5 @@ def _read(path: Path) -> list[list[int]]:
 
 def _key(lm: SelfSpeculativeLM, prompts: Sequence[Sequence[int]], *settings: Any) -> str:
     dtype = str(lm.stack.dtype)  # rounding decides texts, too
-    content = [fingerprint(lm.stack), dtype, [list(p) for p in prompts], *settings]
+    content = [fingerprint(lm.stack.twin), dtype, [list(p) for p in prompts], *settings]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

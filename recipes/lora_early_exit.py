@@ -187,7 +187,7 @@ def compare(
     speed = next(s for s in after.speeds if s.temperature == settings.temperature)
     plan = PlanFile(
         plan_of(depth, after.exit_layer),
-        fingerprint=fingerprint(DecoderStack(model, exact=False)),
+        fingerprint=fingerprint(model),
         acceptance=speed.by_position,
         measurements={"before": before.to_dict(), "after": after.to_dict()},
     )
