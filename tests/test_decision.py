@@ -60,7 +60,9 @@ def test_a_mean_that_pays_does_not_hide_a_tail_that_loses(tmp_path):
     (rule,) = decide(report).rules
     assert rule.max_draft_tokens == 0
     assert rule.reason.startswith("off: ")
-    assert f"the p10 request runs at {route.inequality.gain.p10:.2f} of plain speed" in rule.reason
+    assert (
+        f"the p10 request runs at {route.inequality.gain.at(10):.2f} of plain speed" in rule.reason
+    )
 
 
 def test_a_shorter_draft_that_mends_the_tail_is_a_cap(tmp_path):
@@ -132,7 +134,7 @@ def test_costs_that_say_yes_do_not_help_where_the_clock_says_no(tmp_path):
     free = flat_cost(draft=0.0)
     report = acceptance_report(write_run(tmp_path / "runs", requests_of((0.2,)), cost=free))
     (route,) = report.routes
-    assert route.inequality.gain.p10 > 1.0
+    assert route.inequality.gain.at(10) > 1.0
     assert route.paired.p90.low > 1.05
     (rule,) = decide(report).rules
     assert rule.max_draft_tokens == 0
@@ -150,7 +152,7 @@ def test_a_p90_latency_that_rises_is_seen_behind_a_median_that_falls(tmp_path):
     ]
     free = flat_cost(draft=0.0)
     report = acceptance_report(write_run(tmp_path / "runs", requests, cost=free))
-    assert report.total.paired.end_to_end.high < 1.0 < report.total.inequality.gain.p10
+    assert report.total.paired.end_to_end.high < 1.0 < report.total.inequality.gain.at(10)
     (rule,) = decide(report).rules
     assert rule.max_draft_tokens == 0
     assert rule.reason.startswith("off: p90 latency is 1.")

@@ -563,7 +563,7 @@ def test_all_of_a_chart_is_inside_of_it():
 @pytest.mark.parametrize(
     ("draw", "values"),
     [
-        (acceptance, lambda b: (b.mean_accepted.value, b.accepted_per_request.p10)),
+        (acceptance, lambda b: (b.mean_accepted.value, b.accepted_per_request.at(10))),
         (inequality, lambda b: (b.inequality.margin, b.inequality.margin_without_bonus)),
         (
             ratios,

@@ -244,7 +244,7 @@ def test_costs_are_those_at_the_rounds_context_and_rows(tmp_path):
     # Contexts of 448 to 511 slots cost what 480 do.
     spent = 2 * table.draft_pass(3, 480, sequences=3) + table.verify_pass(9, 480, sequences=3)
     gained = 2 * table.verify_pass(3, 480, sequences=3) / spent
-    assert found.gain.p50 == pytest.approx(gained)
+    assert found.gain.at(50) == pytest.approx(gained)
 
 
 def test_a_draft_cut_at_the_end_of_the_text_was_judged_no_further(tmp_path):
@@ -292,7 +292,7 @@ def test_the_worst_tenth_is_chosen_by_gain():
 
 def test_counted_quantiles_are_nearest_ranks():
     found = counted_distribution({0: 1, 1: 8, 4: 1})
-    assert (found.p10, found.p50, found.p90, found.p99) == (0, 1, 1, 4)
+    assert [found.at(p) for p in (10, 50, 90, 99)] == [0, 1, 1, 4]
     assert (found.count, found.mean) == (10, pytest.approx(1.2))
     assert distribution([]) is None
 
@@ -327,7 +327,7 @@ def test_one_request_alone(tmp_path):
     found = acceptance_report(folder).total
     assert (found.num_requests, found.num_plain_requests, found.few) == (1, 0, True)
     assert found.mean_accepted.value == found.mean_accepted.low == found.mean_accepted.high == 3.0
-    assert found.on.end_to_end.p50 == found.on.end_to_end.p99
+    assert found.on.end_to_end.at(50) == found.on.end_to_end.at(99)
     assert (found.off, found.paired, found.inequality) == (None, None, None)
 
 

@@ -111,7 +111,7 @@ def _acceptance_table(report: "AcceptanceReport") -> Table:
             f"{row.num_requests}{'*' if row.few else ''}",
             *_estimate(row.mean_accepted),
             "-" if rounds is None else "/".join(f"{rounds.at(p):.0f}" for p in (10, 50, 90)),
-            "-" if requests is None else f"{requests.p10:.2f}",
+            "-" if requests is None else f"{requests.at(10):.2f}",
             "-" if inequality is None else f"{inequality.margin:+.2f}",
             "-" if inequality is None else f"{inequality.margin_without_bonus:+.2f}",
         )

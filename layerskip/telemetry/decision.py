@@ -82,7 +82,7 @@ def _worst(paired: Paired, inequality: Inequality | None) -> tuple[bool, str]:
     clock = f"the worst tenth takes {_shown(paired.worst_decile)} of its plain time"
     if inequality is None:
         return paired.worst_decile.low > 1.0, clock
-    gain = inequality.gain.p10
+    gain = inequality.gain.at(10)
     loses = gain < 1.0 - TIE and paired.worst_decile.high >= 1.0
     return loses, f"the p10 request runs at {gain:.2f} of plain speed by its counts, {clock}"
 

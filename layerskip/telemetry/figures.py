@@ -57,8 +57,8 @@ def acceptance(report: AcceptanceReport) -> Figure:
     rows = [
         Row(
             b.bucket.name,
-            ((spread.p10, spread.p90, "thin"), *_thick(mean)),
-            ((mean.value, 0), (spread.p10, 1)),
+            ((spread.at(10), spread.at(90), "thin"), *_thick(mean)),
+            ((mean.value, 0), (spread.at(10), 1)),
         )
         for b in largest(known, MAX_ROWS)
         if (mean := b.mean_accepted) and (spread := b.accepted_per_request)
@@ -148,7 +148,7 @@ def gains(report: AcceptanceReport) -> Figure:
     known = [(name, b.inequality.gain) for name, b in sources if b.inequality]
     title, chart = "Gain by request, from the least to the greatest", None
     if known:
-        ends = [f"{name} {number(gain.p10)} and {number(gain.p90)}" for name, gain in known]
+        ends = [f"{name} {number(gain.at(10))} and {number(gain.at(90))}" for name, gain in known]
         chart = line_chart(
             "Requests below the strong line at 1 lose by drafting. 10 % and 90 % quantile: "
             f"{'; '.join(ends)}.",
@@ -157,7 +157,7 @@ def gains(report: AcceptanceReport) -> Figure:
                 for name, gain in known
             ],
             Axis.over("share of requests", [1.0], percent=True),
-            Axis.over("gain", [1.0, *(gain.p99 for _, gain in known)]),
+            Axis.over("gain", [1.0, *(gain.at(99) for _, gain in known)]),
             line_at=1.0,
         )
     rows = tuple((f"p{p}", *(number(gain.at(p)) for _, gain in known)) for p in DECILES)
@@ -277,13 +277,15 @@ def _waits(title: str, arms: Sequence[tuple[str, Distribution]]) -> Figure:
     """The curves up to the 99 % quantile: the slowest requests would make them flat."""
     chart = None
     if arms:
-        most = max(spread.p99 for _, spread in arms)
+        most = max(spread.at(99) for _, spread in arms)
         unit, size = ("s", 1.0) if most >= 1.0 else ("ms", 1e-3)
         series = [
             Series(name, tuple((spread.at(p) / size, p / 100) for p in range(100)))
             for name, spread in arms
         ]
-        medians = "; ".join(f"{name} {seconds(s.p50)} and {seconds(s.p99)}" for name, s in arms)
+        medians = "; ".join(
+            f"{name} {seconds(s.at(50))} and {seconds(s.at(99))}" for name, s in arms
+        )
         chart = line_chart(
             f"Up to the 99 % quantile. Median and 99 % quantile: {medians}.",
             series,

@@ -58,26 +58,6 @@ class Distribution:
         """The quantile at so many percent."""
         return self.quantiles[percent]
 
-    @property
-    def p10(self) -> float:
-        """The quantile at 10 %."""
-        return self.quantiles[10]
-
-    @property
-    def p50(self) -> float:
-        """The median."""
-        return self.quantiles[50]
-
-    @property
-    def p90(self) -> float:
-        """The quantile at 90 %."""
-        return self.quantiles[90]
-
-    @property
-    def p99(self) -> float:
-        """The quantile at 99 %."""
-        return self.quantiles[99]
-
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON: the named quantiles, without the curve."""
         named = {f"p{p}": self.quantiles[p] for p in (10, 50, 90, 99)}

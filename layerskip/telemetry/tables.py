@@ -54,8 +54,8 @@ def decision_table(report: AcceptanceReport, policy: Policy) -> Table:
                 _drafting(rule),
                 rule.reason,
                 _requests(route),
-                number(accepted.p10 if accepted else None),
-                number(found.gain.p10 if found else None),
+                number(accepted.at(10) if accepted else None),
+                number(found.gain.at(10) if found else None),
                 interval(pair.p90 if pair else None),
             )
         )
@@ -136,8 +136,8 @@ def inequality_table(report: AcceptanceReport) -> Table:
                 found.margin,
                 found.margin_without_bonus,
                 found.predicted_speed,
-                found.gain.p10,
-                found.gain.p50,
+                found.gain.at(10),
+                found.gain.at(50),
                 found.clock_alpha,
                 found.clock_beta,
             )
