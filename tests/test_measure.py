@@ -10,6 +10,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -345,13 +346,12 @@ def test_a_folder_that_holds_something_else_is_left_alone(lm, traffic, tmp_path)
 
 def test_two_processes_do_not_write_one_folder(lm, traffic, tmp_path) -> None:
     run = {"cost": {"key": {}}}
-    with RunsFolder(tmp_path, run):
+    with closing(RunsFolder(tmp_path, run)):
         (tmp_path / "requests.jsonl").write_bytes(b'{"half')  # what the other one is writing
         with pytest.raises(ValueError, match="by another process"):
             measure(lm, traffic, tmp_path, settings=SETTINGS)
         assert (tmp_path / "requests.jsonl").read_bytes() == b'{"half'
-    with RunsFolder(tmp_path, run):
-        pass
+    RunsFolder(tmp_path, run).close()
 
 
 def test_prompts_that_do_not_fit_are_reported_and_left_out(lm, tmp_path) -> None:

@@ -7,6 +7,7 @@ import platform
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -120,7 +121,7 @@ def measure(
     Raises:
         ValueError: an argument is wrong, the folder holds something else, or no prompt fits.
     """
-    with RunsFolder(out, _run(lm, traffic, settings, model)) as folder:
+    with closing(RunsFolder(out, _run(lm, traffic, settings, model))) as folder:
         measurement = Measurement(lm, traffic, settings, folder, on_left_out)
         for done in measurement.steps():
             on_progress(done, traffic.count * len(settings.arms))

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from layerskip.files import locked, read_json, unlock, write_json
@@ -258,15 +257,8 @@ class RunsFolder:
         if sample is not None:  # last, so that none is ever of a request that does not count
             self._samples.append([sample])
 
-    def __enter__(self) -> "RunsFolder":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Let go of the files; another process may write the folder from here on."""
         self._files.close()
 
 

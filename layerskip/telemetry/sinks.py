@@ -8,8 +8,8 @@ drafts nothing, and is no round here.
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from layerskip.cost import CostTable
@@ -41,7 +41,7 @@ class MemorySink:
         self.rounds.append(record)
 
 
-class JsonlSink:
+class JsonlSink(AbstractContextManager["JsonlSink"]):
     """Appends each round to a file as a line of ``Round.to_dict()``: no text, no token ids.
 
     A killed process loses no line; one that was cut off is dropped at the next start. Threads and
@@ -65,15 +65,7 @@ class JsonlSink:
         self._lines.sync()
         self._lines.close()
 
-    def __enter__(self) -> "JsonlSink":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
