@@ -496,7 +496,8 @@ def written(chart: Chart) -> dict[str, float]:
 
 
 def test_marks_stand_where_the_axis_says():
-    rows = [Row("a", ((0.5, 1.5, "thick"),), ((1.0, 0),)), Row("b", (), ((-2.0, 0), (None, 1)))]
+    unknown = float("nan")
+    rows = [Row("a", ((0.5, 1.5, "thick"),), ((1.0, 0),)), Row("b", (), ((-2.0, 0), (unknown, 1)))]
     chart = row_chart("", rows, Axis.over("x", [-2.0, 1.5]), legend=("one",), line_at=0.0)
     ticks = written(chart)
     (a, _), (b, _), _ = marks(chart, "mark s0")

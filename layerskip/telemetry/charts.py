@@ -121,13 +121,13 @@ class Row:
     """A labelled line of a row chart.
 
     Attributes:
-        spans: (low, high, class) of the lines drawn; any without both ends is left out.
-        marks: (value, series) of the marks drawn, if there is a value.
+        spans: (low, high, class) of the lines drawn, where both ends are finite.
+        marks: (value, series) of the marks drawn, where the value is finite.
     """
 
     label: str
-    spans: tuple[tuple[float | None, float | None, str], ...] = ()
-    marks: tuple[tuple[float | None, int], ...] = ()
+    spans: tuple[tuple[float, float, str], ...] = ()
+    marks: tuple[tuple[float, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,13 +164,13 @@ def row_chart(
         texts.append(Label(0.0, y + 13, shorten(row.label)))
         y += 21
         for low, high, style in row.spans:
-            if low is not None and high is not None and _finite(low) and _finite(high):
+            if math.isfinite(low) and math.isfinite(high):
                 outlines.append(Outline(style, f"M{_n(x(low))} {_n(y)}H{_n(x(high))}"))
         # One below the other, lest equal values hide each other.
         outlines += [
             Outline(f"mark s{series}", marker(series, x(value), y + MARK_STEP * i))
             for i, (value, series) in enumerate(row.marks)
-            if value is not None and _finite(value)
+            if math.isfinite(value)
         ]
     height = _add_legend(outlines, texts, legend, bottom + 4, lines=False)
     return Chart(description, height, tuple(outlines), tuple(texts))
@@ -199,7 +199,7 @@ def line_chart(
     if line_at is not None:
         outlines.append(Outline("strong", f"M{_n(LEFT)} {_n(y(line_at))}H{_n(RIGHT)}"))
     for i, one in enumerate(series[: len(FORMS)]):
-        places = [(x(a), y(b)) for a, b in one.points if _finite(a) and _finite(b)]
+        places = [(x(a), y(b)) for a, b in one.points if math.isfinite(a) and math.isfinite(b)]
         if not places:
             continue
         outlines.append(Outline(f"line s{i}", _through(places)))
@@ -246,10 +246,6 @@ def shorten(text: str, columns: int = 50) -> str:
     head = sum(end <= columns * 0.5 for end in ends)
     tail = sum(ends[-1] - end >= columns * 0.5 - 1 for end in ends)
     return f"{text[:head]}…{text[tail + 1 :]}"
-
-
-def _finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
 
 
 def _n(value: float) -> str:

@@ -299,7 +299,7 @@ def _waits(title: str, arms: Sequence[tuple[str, Distribution]]) -> Figure:
 
 def _extremes(rows: Sequence[Row]) -> str:
     """Which rows' first marks are the least and the greatest, in words."""
-    marks = [(row.marks[0][0] or 0.0, row.label) for row in rows]
+    marks = [(row.marks[0][0], row.label) for row in rows]
     if not marks:
         return "nowhere"
     (low, where_low), (high, where_high) = min(marks), max(marks)
