@@ -152,13 +152,25 @@ class KVCache:
         if key not in self._ramps:
             offset = torch.arange(2 * self.num_slots, device=self.keys.device) - self.num_slots
             behind = torch.arange(tile, device=self.keys.device)[:, None] - offset
-            visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-            ramp = torch.zeros(visible.shape, dtype=self.keys.dtype, device=self.keys.device)
+            ramp = causal_mask(behind, window, self.keys.dtype)
             if len(self._ramps) == MOST_RAMPS:  # without exactness a tile has any length
                 del self._ramps[next(iter(self._ramps))]
-            self._ramps[key] = ramp.masked_fill_(~visible, float("-inf")).repeat(group, 1)
+            self._ramps[key] = ramp.repeat(group, 1)
         end, first = self.attended(start + tile), self.num_slots - start
         return self._ramps[key][:, first : first + end]
+
+
+def causal_mask(behind: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """What is added to attention's scores: 0 where a position may see a slot, else -inf.
+
+    Args:
+        behind: by how many slots each lies behind the position; a negative one is of the future.
+        window: a position sees so many slots, itself the first; None: all up to itself.
+        dtype: of the mask.
+    """
+    visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+    mask = torch.zeros(behind.shape, dtype=dtype, device=behind.device)
+    return mask.masked_fill_(~visible, float("-inf"))
 
 
 def _doubled(have: int, wanted: int) -> int:

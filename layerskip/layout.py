@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from layerskip.cache import KVCache, Segment
+from layerskip.cache import KVCache, Segment, causal_mask
 from layerskip.ops.reference import decode_attention, prefill_attention
 
 # What a call of attention costs beside its work, in slots times positions: a processor takes rows
@@ -282,9 +282,7 @@ class PrefillLayout:
         if window not in self._masks:
             keys = self.cache.keys
             behind = self.positions[0][:, None] - torch.arange(self.end, device=keys.device)
-            visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-            mask = torch.zeros(visible.shape, dtype=keys.dtype, device=keys.device)
-            self._masks[window] = mask.masked_fill_(~visible, float("-inf"))[None, None]
+            self._masks[window] = causal_mask(behind, window, keys.dtype)[None, None]
         return self._masks[window]
 
     def append(self, key: Tensor, value: Tensor, layer: int) -> None:
