@@ -140,7 +140,8 @@ class CostTable:
         for name, least in leasts.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
-        if list(self.tiles) != sorted(set(self.tiles)) or any(t < 1 for t in self.tiles):
+        whole = all(isinstance(t, int) and t > 0 for t in self.tiles)
+        if not whole or list(self.tiles) != sorted(set(self.tiles)):
             raise ValueError(f"a cost table's tiles must ascend from 1 on, got {self.tiles}")
         sizes = [tokens for tokens, _ in self.verify_tiles]
         fit = sizes == sorted(set(sizes) & set(POWERS[1:]))

@@ -177,10 +177,31 @@ def check_num_draft_tokens(value: object) -> None:
     check_integer("num_draft_tokens", value, 0, MAX_NUM_DRAFT_TOKENS)
 
 
-def check_sampling(value: object) -> None:
-    """Raise unless ``value`` is SamplingParams or None."""
-    if value is not None and not isinstance(value, SamplingParams):
-        raise TypeError(f"sampling must be SamplingParams, got {type(value).__name__}")
+def check_sampling(value: object, *, optional: bool = True) -> None:
+    """Raise unless ``value`` is SamplingParams, or None where that means a default."""
+    if value is None and optional:
+        return
+    if not isinstance(value, SamplingParams):
+        left_out = ": leave it out" if value is None else ""
+        raise TypeError(f"sampling must be SamplingParams, got {type(value).__name__}{left_out}")
+
+
+def check_labels(labels: Mapping[str, str]) -> None:
+    """Raise unless it maps texts to texts that can be written down."""
+    if not isinstance(labels, Mapping) or not all(
+        isinstance(part, str) for pair in labels.items() for part in pair
+    ):
+        raise TypeError(
+            f"labels must map names to texts, such as {{'task': 'code'}}, got {labels!r}"
+        )
+    for text in (part for pair in labels.items() for part in pair):
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # no page of metrics that had it could be sent
+            raise ValueError(
+                f"labels must be valid Unicode, got half of a surrogate pair in {text!r}; "
+                "leave it out"
+            ) from None
 
 
 def check_verification(value: object) -> None:

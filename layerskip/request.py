@@ -15,6 +15,7 @@ from layerskip.params import (
     SamplingParams,
     Verification,
     check_integer,
+    check_labels,
     check_num_draft_tokens,
     check_sampling,
     check_verification,
@@ -90,24 +91,6 @@ class RowRequest:
     def num_slots(self) -> int:
         most = most_draft_tokens(self.settings.num_draft_tokens)
         return len(self.prompt) + self.settings.max_new_tokens + most
-
-
-def check_labels(labels: Mapping[str, str]) -> None:
-    """Raise unless it maps texts to texts that can be written down."""
-    if not isinstance(labels, Mapping) or not all(
-        isinstance(part, str) for pair in labels.items() for part in pair
-    ):
-        raise TypeError(
-            f"labels must map names to texts, such as {{'task': 'code'}}, got {labels!r}"
-        )
-    for text in (part for pair in labels.items() for part in pair):
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # no page of metrics that had it could be sent
-            raise ValueError(
-                f"labels must be valid Unicode, got half of a surrogate pair in {text!r}; "
-                "leave it out"
-            ) from None
 
 
 def stops_of(stop: str | Sequence[str]) -> tuple[str, ...]:

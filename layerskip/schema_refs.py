@@ -1,9 +1,12 @@
 """Where the references of a JSON schema lead."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
+
+INDEX = re.compile(r"0|[1-9][0-9]*")  # of an array, in a JSON pointer (RFC 6901, section 4)
 
 
 class References:
@@ -54,6 +57,8 @@ class References:
         for part in pointer.split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
             try:
+                if isinstance(found, list) and not INDEX.fullmatch(key):  # int() takes more
+                    raise ValueError(key)
                 found = found[int(key)] if isinstance(found, list) else found[key]
             except (KeyError, IndexError, ValueError, TypeError):
                 raise ValueError(f"the schema has nothing at $ref {'#' + pointer!r}") from None

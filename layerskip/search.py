@@ -70,9 +70,7 @@ class SearchSettings:
     cost_seconds: float = 4.0
 
     def __post_init__(self) -> None:
-        if self.sampling is None:  # elsewhere that is the default
-            raise TypeError("sampling must be SamplingParams, got None: leave it out")
-        check_sampling(self.sampling)
+        check_sampling(self.sampling, optional=False)
         check_bare(self.sampling, "a search")
         check_integer("max_texts", self.max_texts, LEAST_TEXTS)
         check_integer("max_new_tokens", self.max_new_tokens, 3)

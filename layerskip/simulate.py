@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from layerskip.cost import CostTable
 from layerskip.machine_time import MachineTime
-from layerskip.params import MAX_AUTO_DRAFT_TOKENS, MAX_NUM_DRAFT_TOKENS
+from layerskip.params import MAX_AUTO_DRAFT_TOKENS, MAX_NUM_DRAFT_TOKENS, check_integer
 from layerskip.pass_costs import Overhead, PassCosts, prefill_seconds
 from layerskip.simulated_controller import Automatic, Batches, Fixed
 from layerskip.workload import Requests, Stream
@@ -152,13 +152,14 @@ def simulate(
         on_progress: called with requests done and requests in all.
 
     Raises:
-        ValueError: a number is out of range, or a policy unknown.
+        TypeError, ValueError: a number is none or out of range, or a policy unknown.
     """
     for number in concurrency:
-        _check("concurrency", number, MOST_CONCURRENCY)
-    _check("the number of requests", num_requests, MOST_REQUESTS)
+        check_integer("concurrency", number, 1, MOST_CONCURRENCY)
+    check_integer("the number of requests", num_requests, 1, MOST_REQUESTS)
     if new_tokens is not None:
-        _check("the number of new tokens", new_tokens, MOST_REQUESTS)
+        check_integer("the number of new tokens", new_tokens, 1, MOST_REQUESTS)
+    check_integer("seed", seed, 0)
     drafted = {name: most_drafted(name) for name in policies}
     if not concurrency or not policies:
         raise ValueError("at least one concurrency and one policy are needed")
@@ -206,11 +207,6 @@ def most_drafted(policy: str) -> int:
         f"policy {policy!r} is not known; allowed are off, auto, and fixed:1 to "
         f"fixed:{MAX_NUM_DRAFT_TOKENS}"
     )
-
-
-def _check(name: str, value: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ValueError(f"{name} must be a whole number from 1 to {most}, got {value!r}")
 
 
 def _prefills(stream: Stream, table: CostTable) -> Floats:

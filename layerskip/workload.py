@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip.params import MAX_NUM_DRAFT_TOKENS
+from layerskip.params import MAX_NUM_DRAFT_TOKENS, check_integer
 
 UNKNOWN = -1
 OWN_WEIGHT = 8.0  # known tokens of a text that weigh as much as what texts have in common
@@ -185,8 +185,7 @@ class Synthetic:
                 f"acceptance must be one or more shares from 0 to 1, got {self.acceptance}"
             )
         for name in ("prompt_tokens", "new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_integer(name, getattr(self, name), 1)
 
     def stream(self, num_requests: int, seed: int, new_tokens: int | None = None) -> Stream:
         """So many of them."""

@@ -171,7 +171,8 @@ def test_a_command_line_that_is_none(argv: tuple[str, ...]) -> None:
 
 
 def test_compare_with_an_unknown_mode(folder: Path) -> None:
-    assert_refused(run("compare", folder, "--modes", "plain,warp"), "warp", "hf-early-exit")
+    assert_refused(run("compare", folder, "--modes", "plain,warp"), "'warp'", "hf-early-exit")
+    assert_refused(run("compare", folder, "--modes", "plain,,layerskip"), "--modes has ''")
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,8 @@ def test_a_table_survives_json():
         ({"pass_rows": -4}, "pass_rows must be 0 or more, got -4"),
         ({"large_quantum": -1}, "large_quantum must be 0 or more, got -1"),
         ({"tiles": [4, 1]}, "tiles must ascend from 1 on"),
+        ({"tiles": [1.5]}, "tiles must ascend from 1 on"),
+        ({"tiles": "12"}, "tiles must ascend from 1 on"),
         ({"verify_tiles": 2}, "not complete"),
         ({"verify_tiles": [[2]]}, "not complete"),
         ({"verify_tiles": [[3, 0.1]]}, r"pairs of tokens, of \(2, 4, 8\), ascending, and finite"),

@@ -406,6 +406,7 @@ def test_where_nothing_fits_the_reason_is_said_and_the_folder_is_free(lm, tmp_pa
         ({"samples": -1}, "samples must be at least 0"),
         ({"seed": -1}, "seed must be"),
         ({"sampling": SamplingParams(seed=3)}, "give the seed to measure"),
+        ({"sampling": None}, "sampling must be SamplingParams, got NoneType: leave it out"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], sentence: str) -> None:

@@ -148,6 +148,10 @@ BAD = [
     ({"properties": {"\ud800": {}}}, "at /properties must be an object with texts as names"),
     ({"type": "string", "format": ["date"]}, "at /format must be text"),
     ({"$ref": "#/$defs/none"}, "nothing at"),
+    *(
+        ({"$ref": f"#/anyOf/{index}", "anyOf": [{"type": "null"}] * 2}, "nothing at")
+        for index in ("-1", "+1", "01", "1_0", " 1", "2")
+    ),
     ({"$ref": "http://elsewhere/x"}, "leads out of it"),
     (NAMED | {"properties": {"a": {"$ref": "elsewhere"}}}, "leads out of it"),
     (NAMED | {"properties": {"a": {"$ref": "a#/$defs/none"}}}, "nothing at"),

@@ -517,3 +517,19 @@ def test_a_hundred_thousand_requests_take_less_than_a_minute(policy, requests):
     began = time.process_time()
     one_cell(table(), Synthetic((0.8, 0.7), 256, 128), policy, 16, requests)
     assert time.process_time() - began < 60.0 * requests / 100_000
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"concurrency": (1, 0)}, "concurrency must be between 1 and 1024, got 0"),
+        ({"num_requests": 0}, "the number of requests must be between 1 and"),
+        ({"new_tokens": True}, "the number of new tokens must be an int, got True"),
+    ],
+)
+def test_numbers_that_are_none_are_refused_before_any_round(wrong, sentence):
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        simulate(flat(), Synthetic((0.5,), 10, 3), **wrong)
+    with pytest.raises(TypeError, match=r"prompt_tokens must be an int, got 2.5"):
+        Synthetic((0.5,), 2.5, 3)

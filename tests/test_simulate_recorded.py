@@ -318,7 +318,10 @@ BAD = {
     "damaged": (["--runs", "{tmp}/damaged"], "is not complete"),
     "no rounds": (["--runs", "{tmp}/lost"], "rounds.jsonl lacks the rounds of 1 of"),
     "no file of rounds": (["--runs", "{tmp}/gone"], "put it back, or measure again"),
-    "users": (["--acceptance", "0.5", "--concurrency", "0"], "concurrency must be a whole number"),
+    "users": (
+        ["--acceptance", "0.5", "--concurrency", "0"],
+        "concurrency must be between 1 and 1024",
+    ),
     "users, words": (["--acceptance", "0.5", "--concurrency", "a"], "numbers with commas"),
     "requests": (["--acceptance", "0.5", "--requests", "0"], "the number of requests must be"),
     "tokens": (["--acceptance", "0.5", "--new-tokens", "0"], "--new-tokens must be at least 1"),

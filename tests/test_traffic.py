@@ -190,6 +190,9 @@ def test_prompts_in_memory_are_traffic_too() -> None:
     assert Traffic.of(["a", "c"]).sha256 != Traffic.of(["a", "b"]).sha256
     with pytest.raises(ValueError, match="2 prompts came with 1 labels"):
         Traffic.of(["a", "b"], labels=[{}])
+    for labels in ({"task": 1}, None, {"task": None}):  # before anything is decoded
+        with pytest.raises(TypeError, match="labels must map names to texts"):
+            Traffic.of(["a", "b"], labels=[{"task": "x"}, labels])
     for single in ("a", [1, 2, 3], torch.tensor([1, 2, 3])):
         with pytest.raises(ValueError, match="prompts must be a list of them, got a single one"):
             Traffic.of(single)

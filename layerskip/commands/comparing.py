@@ -22,6 +22,7 @@ from layerskip.commands.options import (
     quiet,
     sampling_of,
     sampling_options,
+    say,
 )
 from layerskip.text import TextStream
 
@@ -103,7 +104,8 @@ def run_compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     modes = tuple(mode.strip() for mode in (args.modes if named else DEFAULT_MODES).split(","))
     unknown = [m for m in modes if m not in MODES]
     if unknown:
-        raise ValueError(f"--modes has {', '.join(unknown)}; allowed are {', '.join(MODES)}")
+        wrong = ", ".join(map(repr, unknown))
+        raise ValueError(f"--modes has {wrong}; allowed are {', '.join(MODES)}")
     _check_counts(args, "limit", "repeats", "max_new_tokens")
     check_number("--max-repeated", args.max_repeated, 0.0, math.inf)
     sampling = sampling_of(args)
@@ -163,7 +165,7 @@ def _teacher_forced(
 def _say_unsupported(document: dict[str, Any], console: Console) -> None:
     """Which modes the model cannot have, and why."""
     for mode, reason in document["unsupported"].items():
-        console.print(f"{mode} left out: {reason}", style="dim", highlight=False, soft_wrap=True)
+        say(console, f"{mode} left out: {reason}", "dim")
 
 
 def _fitting(

@@ -4,7 +4,6 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from layerskip.commands.options import (
     chosen_policy,
@@ -15,6 +14,7 @@ from layerskip.commands.options import (
     print_text,
     sampling_of,
     sampling_options,
+    say,
 )
 from layerskip.params import VERIFICATIONS
 from layerskip.text import TextStream
@@ -171,4 +171,4 @@ def _print_logprobs(console: Console, lm: "SelfSpeculativeLM", out: "GenerationO
     for entry in out.logprobs:
         pairs = [(entry.token_id, entry.logprob), *entry.top]
         texts = [f"{value:.3f} {lm.tokenizer.decode([token])!r}" for token, value in pairs]
-        console.print(escape("  ".join(texts)), style="dim", highlight=False, soft_wrap=True)
+        say(console, "  ".join(texts), "dim")

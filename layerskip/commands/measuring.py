@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import TaskID
 from rich.table import Table
 
@@ -99,11 +98,11 @@ def run_measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             )
     except KeyboardInterrupt:
         if Path(args.out).exists():
-            console.print(f"the same command goes on from {escape(args.out)}", highlight=False)
+            say(console, f"the same command goes on from {args.out}")
         raise
     left_out = traffic.count - summary.prompts
     console.print(_table(summary))
-    console.print(_verdict(summary, left_out, args.out), highlight=False, soft_wrap=True)
+    say(console, _verdict(summary, left_out, args.out))
     return {
         "model": args.model,
         "out": args.out,
@@ -166,4 +165,4 @@ def _verdict(summary: "Summary", left_out: int, out: str) -> str:
         parts.append(f"{left_out} left out")
     if any(len(arms) > 1 for arms in summary.tasks.values()):
         parts.append(f"text equal in all arms for {summary.equal}")
-    return escape(f"{', '.join(parts)}; records in {out}")
+    return f"{', '.join(parts)}; records in {out}"

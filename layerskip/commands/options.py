@@ -58,12 +58,12 @@ def print_round(
 
 
 def say(console: "Console", text: str, style: str | None = None) -> None:
-    """A line as it is."""
-    console.print(escape(text), style=style, highlight=False, soft_wrap=True)
+    """A line as it is, without what a terminal would follow."""
+    console.print(cell(text), style=style, highlight=False, soft_wrap=True)
 
 
 def cell(text: str) -> str:
-    """Somebody's text for a table: no markup, and nothing that a terminal would follow."""
+    """Somebody's text, as for a table: no markup, and nothing that a terminal would follow."""
     return escape(text.translate(NOT_TEXT))
 
 

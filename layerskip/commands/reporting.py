@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from layerskip.commands.options import cell, new_table, output_of
+from layerskip.commands.options import cell, new_table, output_of, say
 from layerskip.telemetry.buckets import OUTPUT_EDGES, PROMPT_EDGES, shown
 
 if TYPE_CHECKING:
@@ -76,10 +76,10 @@ def run_report(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     for table in (_acceptance_table(report), _latency_table(report), _decision_table(policy)):
         console.print(table)
     for note in _notes(report):
-        console.print(cell(note), style="dim", highlight=False)
+        say(console, note, "dim")
     for path in (args.policy, args.html):
         if path is not None:
-            console.print(escape(f"written to {path}"), highlight=False, soft_wrap=True)
+            say(console, f"written to {path}")
     return {"report": report.to_dict(), "policy": policy.to_dict()}
 
 

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from layerskip.commands.options import new_table, output_of
+from layerskip.commands.options import new_table, output_of, say
 from layerskip.commands.progress import sharing
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ def run_simulate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             progress.stop()
     console.print(_shown(simulation))
     for line in said:
-        console.print(escape(line), soft_wrap=True, highlight=False)
+        say(console, line)
     return {
         "cost": args.cost,
         "runs": args.runs,

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from layerskip.commands.options import (
@@ -16,6 +15,7 @@ from layerskip.commands.options import (
     new_table,
     output_of,
     quiet,
+    say,
 )
 from layerskip.commands.progress import counting, sharing
 from layerskip.plan import PlanFile, ranges
@@ -103,9 +103,9 @@ def run_profile(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     if lm.draft_head is not None:
         of += f" over {len(lm.draft_head.ids)} of {lm.stack.vocab_size} ids"
     passes = f"{table.key['dtype']}, {table.key['threads']} threads"
-    console.print(escape(f"{args.model}, {of}, {passes}"), soft_wrap=True, highlight=False)
+    say(console, f"{args.model}, {of}, {passes}")
     console.print(_cost_table(document, table))
-    console.print(f"measured in {seconds:.1f} s on {table.key['device']}", soft_wrap=True)
+    say(console, f"measured in {seconds:.1f} s on {table.key['device']}")
     return document
 
 
@@ -192,7 +192,7 @@ def run_search(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             result.file.save(args.out)  # before the bar ends, as in run_profile
     except KeyboardInterrupt:
         if journal.exists():
-            console.print(f"the same command goes on from {escape(str(journal))}", highlight=False)
+            say(console, f"the same command goes on from {journal}")
         raise
     remove(journal)
     _show(result, args.out, console)
@@ -212,8 +212,8 @@ def _show(result: "SearchResult", out: str, console: Console) -> None:
     if result.trimming is not None:
         if result.trimming.tried:
             console.print(_vocabulary_table(result.trimming))
-        console.print(result.trimming.verdict, highlight=False)
-    console.print(f"{result.verdict}; written to {escape(out)}", highlight=False)
+        say(console, result.trimming.verdict)
+    say(console, f"{result.verdict}; written to {out}")
 
 
 def _tried_table(result: "SearchResult") -> Table:

@@ -68,7 +68,7 @@ class MeasureSettings:
         if not self.arms or len(set(self.arms)) < len(self.arms):
             raise ValueError(f"arms must be one or more, each once, got {self.arms}")
         check_integer("max_new_tokens", self.max_new_tokens, 1)
-        check_sampling(self.sampling)
+        check_sampling(self.sampling, optional=False)
         if self.sampling.seed is not None:
             raise ValueError("give the seed to measure: it makes one of it for each prompt")
         check_integer("seed", self.seed, 0, MAX_SEED)

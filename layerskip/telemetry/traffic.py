@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from layerskip.encoding import Message, Prompt, as_ids, is_single
-from layerskip.params import check_integer
+from layerskip.params import check_integer, check_labels
 from layerskip.prompts import CONTINUATION_FIELDS, example_of
 
 BadLines = Literal["fail", "skip"]
@@ -81,9 +81,12 @@ class Traffic:
             raise ValueError(f"prompts must be a list of them, got a single one: {prompts!r}")
         if not isinstance(prompts, Sequence) or not prompts:
             raise ValueError(f"prompts must be a list of texts or token ids, got {prompts!r}")
-        each = [dict(one) for one in labels] if labels is not None else [{} for _ in prompts]
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts came with {len(each)} labels; give as many")
+        given = [{} for _ in prompts] if labels is None else labels
+        if len(given) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts came with {len(given)} labels; give as many")
+        for one in given:
+            check_labels(one)
+        each = [dict(one) for one in given]
         requests = [
             Request(i, p if isinstance(p, str) else tuple(as_ids(p)), None, own)
             for i, (p, own) in enumerate(zip(prompts, each, strict=True))
