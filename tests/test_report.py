@@ -202,7 +202,7 @@ def test_a_run_with_costs_of_another_version_is_reported_without_them(tmp_path, 
     page = tmp_path / "page.html"
     assert main(["report", str(folder), "--html", str(page)]) == 0
     assert "the recorded costs are of version 3, which" in " ".join(capsys.readouterr().out.split())
-    assert "cost table is of version 3, which" in page.read_text()
+    assert "the recorded costs are of version 3, which" in page.read_text()
     report = acceptance_report(folder)
     assert (report.unread_costs, report.total.inequality) == (3, None)
     assert report.total.num_rounds == 9

@@ -115,7 +115,7 @@ def _acceptance_table(report: "AcceptanceReport") -> Table:
             "-" if inequality is None else f"{inequality.margin:+.2f}",
             "-" if inequality is None else f"{inequality.margin_without_bonus:+.2f}",
         )
-    table.caption = "* fewer than 500 requests: quantiles are rough"
+    table.caption = "* fewer than 500 requests"
     if len(report.buckets) > MOST_ROWS:
         table.caption += f"; {len(report.buckets) - MOST_ROWS} more buckets in --html and --json"
     return table
@@ -172,10 +172,8 @@ def _estimate(estimate: "Estimate | None") -> tuple[str, str]:
 
 def _notes(report: "AcceptanceReport") -> list[str]:
     """What the tables need said beside them."""
-    notes = []
-    total = report.total
-    if total.inequality is not None:
-        i = total.inequality
+    notes, i = [], report.total.inequality
+    if i is not None:
         notes.append(
             f"margin: emitted tokens a draft less 1 + passes x c + beta, of all: "
             f"{i.emitted.value:.2f} - (1 + {i.draft_passes:.2f} x {i.c:.3f} + {i.beta:.3f}); "
@@ -186,22 +184,8 @@ def _notes(report: "AcceptanceReport") -> list[str]:
                 f"by the cost table alpha {i.alpha:.3f}, beta {i.beta:.3f}; "
                 f"by the clock alpha {i.clock_alpha:.3f}, beta {i.clock_beta:.3f}"
             )
-    elif report.unread_costs is not None:
-        notes.append(
-            f"margin: unknown, for the recorded costs are of version {report.unread_costs}, which "
-            "this layerskip does not read; measure again for it"
-        )
-    else:
-        notes.append("margin: unknown, for nothing was drafted or no costs were recorded")
-    if total.paired is None:
-        notes.append("on/off: unknown, for no prompt finished both with drafting and without")
-    elif total.paired.num_identical < total.paired.num_prompts:
-        differing = total.paired.num_prompts - total.paired.num_identical
-        notes.append(f"{differing} of {total.paired.num_prompts} outputs differ between the arms")
     alarms = report.drift.alarms if report.drift is not None else ()
     notes += [f"drift: {alarm}" for alarm in alarms[:MOST_ALARMS]]
     if len(alarms) > MOST_ALARMS:
         notes.append(f"drift: {len(alarms) - MOST_ALARMS} more alarms in --json")
-    if report.num_ignored_rounds:
-        notes.append(f"{report.num_ignored_rounds} rounds of unfinished requests left out")
-    return notes
+    return notes + report.cautions

@@ -14,7 +14,7 @@ from layerskip.files import reason_of, write_text
 from layerskip.policy import Policy, task_of
 from layerskip.telemetry import figures, tables
 from layerskip.telemetry.charts import WIDTH
-from layerskip.telemetry.report import ENOUGH_REQUESTS, AcceptanceReport
+from layerskip.telemetry.report import AcceptanceReport
 from layerskip.telemetry.runs import SAMPLES
 from layerskip.text import NOT_TEXT
 
@@ -93,7 +93,7 @@ def render(
         decisions=tables.decision_table(report, policy),
         on=sum(rule.max_draft_tokens != 0 for rule in policy.rules),
         num_rules=len(policy.rules),
-        cautions=_cautions(report),
+        cautions=report.cautions,
         acceptance=figures.acceptance(report),
         positions=figures.positions(report),
         histograms=figures.histograms(report),
@@ -125,39 +125,6 @@ def page(template: str, **values: Any) -> str:
     environment.filters |= {"number": tables.number, "interval": tables.interval}
     environment.globals["chart_width"] = round(WIDTH)
     return environment.get_template(template).render(values).translate(NOT_TEXT)
-
-
-def _cautions(report: AcceptanceReport) -> list[str]:
-    """What a reader has to know before believing the figures."""
-    total, cautions = report.total, []
-    pair = total.paired
-    if not total.num_requests:
-        cautions.append("no request was finished with drafting on.")
-    if not total.num_plain_requests:
-        cautions.append("nothing was measured with drafting off, so no times are compared.")
-    if report.unread_costs is not None:
-        cautions.append(
-            f"the run's cost table is of version {report.unread_costs}, which this layerskip does "
-            "not read, so the inequality is not known: measure again for it."
-        )
-    elif total.num_drafts and total.inequality is None:
-        cautions.append("the run has no cost table, so the inequality is not known.")
-    if pair and pair.num_identical < pair.num_prompts:
-        cautions.append(
-            f"{pair.num_prompts - pair.num_identical} of {pair.num_prompts} prompts have other "
-            "tokens with drafting than without."
-        )
-    few = sum(bucket.few for bucket in report.buckets)
-    if few:
-        cautions.append(
-            f"{few} of {len(report.buckets)} buckets have under {ENOUGH_REQUESTS} requests: their "
-            "10 % and 90 % quantiles are rough."
-        )
-    if report.num_ignored_rounds:
-        cautions.append(
-            f"{report.num_ignored_rounds} rounds of requests that never finished are left out."
-        )
-    return cautions
 
 
 def _choose(

@@ -298,6 +298,41 @@ class AcceptanceReport:
     measured: Mapping[str, Any] = field(default_factory=dict)
     unread_costs: int | None = None
 
+    @property
+    def cautions(self) -> list[str]:
+        """What a reader has to know before believing the figures, in sentences."""
+        total, pair, cautions = self.total, self.total.paired, []
+        if not total.num_requests:
+            cautions.append("no request was finished with drafting on.")
+        if self.unread_costs is not None:
+            cautions.append(
+                f"the recorded costs are of version {self.unread_costs}, which this layerskip does "
+                "not read, so the inequality is not known: measure again for it."
+            )
+        elif total.inequality is None:
+            why = "no costs were recorded" if total.num_drafts else "nothing was drafted"
+            cautions.append(f"{why}, so the inequality is not known.")
+        if pair is None:
+            cautions.append(
+                "no prompt was finished both with drafting and without, so no times are compared."
+            )
+        elif pair.num_identical < pair.num_prompts:
+            cautions.append(
+                f"{pair.num_prompts - pair.num_identical} of {pair.num_prompts} prompts have other "
+                "tokens with drafting than without."
+            )
+        few = sum(bucket.few for bucket in self.buckets)
+        if few:
+            cautions.append(
+                f"{few} of {len(self.buckets)} buckets have under {ENOUGH_REQUESTS} requests: "
+                "their outer quantiles are rough."
+            )
+        if self.num_ignored_rounds:
+            cautions.append(
+                f"{self.num_ignored_rounds} rounds of requests that never finished are left out."
+            )
+        return cautions
+
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON; curves are left out, their named quantiles stay."""
         document = {"version": REPORT_VERSION, **_document(self)}
