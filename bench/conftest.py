@@ -118,7 +118,7 @@ def results(request: pytest.FixtureRequest, lab: Lab) -> Iterator[Results]:
     path = request.config.getoption("--resume")
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-    with closing(Journal(path, lab.subject(), alone=True)) as journal:
+    with closing(Journal(path, lab.subject())) as journal:
         yield Results(journal.once)
 
 

@@ -127,7 +127,7 @@ def main() -> None:
     )
     if options.resume is not None:
         options.resume.parent.mkdir(parents=True, exist_ok=True)
-    with closing(Journal(options.resume, lab.subject(), alone=True)) as journal:
+    with closing(Journal(options.resume, lab.subject())) as journal:
         found = shares(lab, tasks, options.limit // len(tasks), options.tokens, journal)
     settings = {"model": options.model, "dtype": options.dtype, "tokens": options.tokens}
     out = options.out or (RECORD if is_record(options, parser) else part_of(RECORD))

@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 
 class Journal:
-    """Measurements by name, one JSON line each, on the disk before the next one starts.
+    """Measurements by name, one JSON line each, on the disk before the next one starts. No other
+    process may have the file until it is closed.
 
     The first line says what the measurements are of; it is written with the first of them, so that
     work which fails before leaves no file. A last line that was cut off by a kill is dropped.
@@ -23,28 +24,20 @@ class Journal:
     Args:
         path: of the file; None keeps nothing.
         subject: what is measured, by name, ready for JSON.
-        alone: no other process may have the file until it is closed.
 
     Raises:
         ValueError: the file is no journal, is damaged, is of another subject, or another process
-            has it alone.
+            has it.
     """
 
-    def __init__(
-        self,
-        path: str | Path | None,
-        subject: Mapping[str, str | int | float],
-        *,
-        alone: bool = False,
-    ) -> None:
+    def __init__(self, path: str | Path | None, subject: Mapping[str, str | int | float]) -> None:
         self.path = None if path is None else Path(path)
         self._known: dict[str, Any] = {}
         self._unwritten: list[Mapping[str, Any]] = []
         self._held: BinaryIO | None = None
         if self.path is not None:
             try:
-                if alone:
-                    self._held = self._hold(self.path)
+                self._held = self._hold(self.path)
                 self._open(self.path, {"journal": VERSION, **subject})
             except BaseException:
                 self.close()
@@ -93,9 +86,6 @@ class Journal:
         if whole < len(content):
             os.truncate(path, whole)
         if not lines:
-            if self._held is None:
-                self._append()  # whether it can be written is told now
-                path.unlink()
             self._unwritten = [first]
 
     def once(self, what: str, measure: Callable[[], Any], read: Callable[[Any], T]) -> T:

@@ -112,7 +112,7 @@ def search(
         "vocabulary_texts": _digest(list(vocabulary_texts)),
         "settings": repr(settings),
     }
-    with closing(Journal(journal, subject, alone=True)) as kept:
+    with closing(Journal(journal, subject)) as kept:
         return _Search(lm, examples, settings, vocabulary_texts, kept, on_progress).run()
 
 

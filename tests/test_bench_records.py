@@ -5,7 +5,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -70,7 +70,8 @@ def resumed(
         draft_model=str(base / "draft"),
     )
     for _ in range(2):
-        Journal(base / "journal.jsonl", bench.lab.Lab(options).subject()).once("a cell", dict, dict)
+        with closing(Journal(base / "journal.jsonl", bench.lab.Lab(options).subject())) as journal:
+            journal.once("a cell", dict, dict)
     return options, base / "journal.jsonl"
 
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,13 +102,15 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
 ) -> None:
     path, cell = tmp_path / "journal.jsonl", bench.cells.Cell("prompts", "forced")
     monkeypatch.setattr(bench.measuring, "measure", lambda *_: greedy)
-    first = bench.measuring.Results(Journal(path, lab.subject()).once).of(lab, cell)
+    with closing(Journal(path, lab.subject())) as journal:
+        first = bench.measuring.Results(journal.once).of(lab, cell)
     assert first == greedy
     monkeypatch.setattr(bench.measuring, "measure", lambda *_: refuse())
-    again = bench.measuring.Results(Journal(path, lab.subject()).once)
-    assert again.of(lab, cell) == first
-    with pytest.raises(ValueError, match="not with this model"):
-        again.of(lab, bench.cells.Cell("prompts", "greedy"))
+    with closing(Journal(path, lab.subject())) as journal:
+        again = bench.measuring.Results(journal.once)
+        assert again.of(lab, cell) == first
+        with pytest.raises(ValueError, match="not with this model"):
+            again.of(lab, bench.cells.Cell("prompts", "greedy"))
     with pytest.raises(ValueError, match="another"):
         Journal(path, lab.subject() | {"threads": 99})
 

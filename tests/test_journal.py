@@ -12,13 +12,13 @@ SUBJECT = {"fingerprint": "abc", "threads": 2}
 
 def test_a_journal_keeps_what_was_measured(tmp_path):
     path = tmp_path / "journal"
-    journal = Journal(path, SUBJECT)
-    assert journal.once("a", lambda: [1, 2], tuple) == (1, 2)
-    again = Journal(path, SUBJECT)
-    assert again.once("a", lambda: 1 / 0, tuple) == (1, 2)
-    assert path.read_bytes().count(b"\n") == 2
-    with pytest.raises(ValueError, match=r"not a whole journal \(the entry 'a'\)"):
-        again.once("a", list, lambda entry: entry["x"])
+    with closing(Journal(path, SUBJECT)) as journal:
+        assert journal.once("a", lambda: [1, 2], tuple) == (1, 2)
+    with closing(Journal(path, SUBJECT)) as again:
+        assert again.once("a", lambda: 1 / 0, tuple) == (1, 2)
+        assert path.read_bytes().count(b"\n") == 2
+        with pytest.raises(ValueError, match=r"not a whole journal \(the entry 'a'\)"):
+            again.once("a", list, lambda entry: entry["x"])
     assert Journal(None, SUBJECT).once("a", lambda: [3], tuple) == (3,)
 
 
@@ -60,7 +60,8 @@ def test_another_file_is_refused_and_left_alone(tmp_path, content, message):
 def test_a_journal_that_was_killed_at_its_first_line_starts_again(tmp_path, cut):
     path = tmp_path / "journal"
     path.write_text(HEADER[:cut])
-    Journal(path, SUBJECT).once("a", lambda: 1, int)
+    with closing(Journal(path, SUBJECT)) as journal:
+        journal.once("a", lambda: 1, int)
     assert path.read_text() == HEADER + '{"what": "a", "result": 1}\n'
 
 
@@ -73,11 +74,11 @@ def test_a_journal_that_cannot_be_written_is_named(tmp_path):
 
 def test_work_that_fails_before_its_first_measurement_leaves_no_journal(tmp_path):
     path = tmp_path / "journal"
-    with pytest.raises(ZeroDivisionError):
-        Journal(path, SUBJECT).once("a", lambda: 1 // 0, int)
+    with pytest.raises(ZeroDivisionError), closing(Journal(path, SUBJECT)) as journal:
+        journal.once("a", lambda: 1 // 0, int)
     assert not path.exists()
-    journal = Journal(path, SUBJECT | {"threads": 4})
-    assert [journal.once(what, lambda: 1, int) for what in "ab"] == [1, 1]
+    with closing(Journal(path, SUBJECT | {"threads": 4})) as journal:
+        assert [journal.once(what, lambda: 1, int) for what in "ab"] == [1, 1]
     first = json.loads(path.read_text().splitlines()[0])
     assert first == {"journal": 1, **SUBJECT, "threads": 4}
     assert path.read_text().count("journal") == 1
@@ -85,14 +86,14 @@ def test_work_that_fails_before_its_first_measurement_leaves_no_journal(tmp_path
 
 def test_a_journal_has_one_writer_and_is_removed_by_nobody_else(tmp_path):
     path = tmp_path / "journal"
-    with closing(Journal(path, SUBJECT, alone=True)) as journal:
+    with closing(Journal(path, SUBJECT)) as journal:
         with pytest.raises(ValueError, match="is being written by another process; wait for its"):
-            Journal(path, SUBJECT, alone=True)
+            Journal(path, SUBJECT)
         assert journal.once("a", lambda: 1, int) == 1
         remove(path)
         assert path.exists()
         assert journal.once("b", lambda: 2, int) == 2
-    with closing(Journal(path, SUBJECT, alone=True)) as again:
+    with closing(Journal(path, SUBJECT)) as again:
         assert [again.once(what, lambda: 1 // 0, int) for what in "ab"] == [1, 2]
     remove(path)
     remove(path)
@@ -101,14 +102,14 @@ def test_a_journal_has_one_writer_and_is_removed_by_nobody_else(tmp_path):
 
 def test_a_journal_held_for_nothing_is_removed(tmp_path):
     path = tmp_path / "journal"
-    with pytest.raises(ZeroDivisionError), closing(Journal(path, SUBJECT, alone=True)) as journal:
+    with pytest.raises(ZeroDivisionError), closing(Journal(path, SUBJECT)) as journal:
         journal.once("a", lambda: 1 // 0, int)
     assert not path.exists()
-    with closing(Journal(path, SUBJECT, alone=True)) as journal:
+    with closing(Journal(path, SUBJECT)) as journal:
         path.unlink()  # by whoever else: the journal begins again
         journal.once("a", lambda: 1, int)
     assert len(path.read_text().splitlines()) == 2
     path.write_bytes(b"[1]\n")
     with pytest.raises(ValueError, match="not a whole journal"):
-        Journal(path, SUBJECT, alone=True)
+        Journal(path, SUBJECT)
     assert path.read_bytes() == b"[1]\n"

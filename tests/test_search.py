@@ -548,7 +548,7 @@ def test_a_second_search_on_one_journal_is_refused(given, tmp_path):
     given(1.3)
     lm, path = unquiet(3, 4), tmp_path / "journal"
     with (
-        closing(Journal(path, {}, alone=True)),
+        closing(Journal(path, {})),
         pytest.raises(ValueError, match="is being written by another process; wait for its end"),
     ):
         search.search(lm, EXAMPLES, settings=SETTINGS, journal=path)

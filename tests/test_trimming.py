@@ -2,6 +2,7 @@
 costs and times are given."""
 
 import json
+from contextlib import closing
 from dataclasses import dataclass
 
 import pytest
@@ -148,10 +149,12 @@ def test_a_head_that_cannot_be_trimmed_is_said(monkeypatch):
 
 def test_nothing_is_measured_twice(monkeypatch, talking, tmp_path):
     chains, path = GivenChains(2), tmp_path / "journal"
-    first = trimmed(monkeypatch, talking, chains, journal=Journal(path, {}))
+    with closing(Journal(path, {})) as journal:
+        first = trimmed(monkeypatch, talking, chains, journal=journal)
     asked = chains.asked
     assert asked == 2
-    again = trimmed(monkeypatch, talking, chains, journal=Journal(path, {}), took=(1.0, 1.0, 1.0))
+    with closing(Journal(path, {})) as journal:
+        again = trimmed(monkeypatch, talking, chains, journal=journal, took=(1.0, 1.0, 1.0))
     assert again == first
     assert chains.asked == asked
 
