@@ -112,6 +112,15 @@ class SelfSpeculativeLM:
         exit_adapter: what was trained for one exit of this model; drafts that leave there run it,
             and nothing else does. ``plan`` is that exit, or None, which then means it.
 
+    Attributes:
+        stack: runs the layers; ``stack_choice`` says in one sentence which of the two it is, packed
+            or general, and why.
+        rounds_choice: one sentence: who runs the rounds, the device by itself or the host, and why.
+        plan_file: ``plan``, and what is known of it.
+        draft_head: over the plan file's draft vocabulary; None where drafts use the whole head.
+        coverage_meter: watches how much of texts that vocabulary covers; None without one.
+        eos_ids: token ids that end a sequence.
+
     Raises:
         UnsupportedModelError: the model does not fit, with the reason; it is left as it was.
         ValueError: the plan is for another depth, a weight is not finite, the tokenizer has ids
@@ -137,11 +146,11 @@ class SelfSpeculativeLM:
         check_plan_depth(getattr(model, "config", None), None, known.plan)
         if exit_adapter is not None:
             known = with_exit_of(known, exit_adapter.shape)
-        self.stack, self._stack_choice = open_stack(
+        self.stack, self.stack_choice = open_stack(
             model, exact=exact, packed=packed, adapter=exit_adapter
         )
         self.tokenizer, self.plan = tokenizer, known.plan
-        self._known, self.policy = known, policy
+        self.plan_file, self.policy = known, policy
         warn_of_another_checkpoint(known, self.stack)
         self.num_draft_tokens = num_draft_tokens
         self._store = lookup if isinstance(lookup, LookupStore) else None
@@ -151,10 +160,10 @@ class SelfSpeculativeLM:
         self._grammars = (
             XGrammarBackend(tokenizer, self.stack.vocab_size) if tokenizer is not None else None
         )
-        self._eos_ids = eos_ids_of(getattr(model, "generation_config", None) or model.config)
+        self.eos_ids = eos_ids_of(getattr(model, "generation_config", None) or model.config)
         self._drafter = EarlyExitDrafter(self.stack, self.plan) if self.plan is not None else None
-        self._head, self.coverage_meter = self._trimmed(known)
-        self._bench, self._rounds_choice = open_bench(self.stack, self.plan, self._head)
+        self.draft_head, self.coverage_meter = self._trimmed(known)
+        self._bench, self.rounds_choice = open_bench(self.stack, self.plan, self.draft_head)
         # What is looked up needs rounds that the host starts, which take a small model on a GPU
         # three times as long (bench/LOG.md, 2026-11-27).
         self._looks_up = lookup is not False and (lookup is not None or self._bench is None)
@@ -252,34 +261,9 @@ class SelfSpeculativeLM:
         return self.stack.exactness.reason
 
     @property
-    def stack_choice(self) -> str:
-        """One sentence: which of the two stacks decodes, packed or general, and why."""
-        return self._stack_choice
-
-    @property
-    def rounds_choice(self) -> str:
-        """One sentence: who runs the rounds, the device by itself or the host, and why."""
-        return self._rounds_choice
-
-    @property
-    def plan_file(self) -> PlanFile:
-        """The plan, and what is known of it."""
-        return self._known
-
-    @property
     def trained_exits(self) -> tuple[int, ...]:
         """Exit layers that the checkpoint says it was trained for; often none."""
-        return trained_exits(self.stack.twin.config, self._known)
-
-    @property
-    def draft_head(self) -> DraftHead | None:
-        """Over the plan file's draft vocabulary; None where drafts use the whole head."""
-        return self._head
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Token ids that end a sequence."""
-        return self._eos_ids
+        return trained_exits(self.stack.twin.config, self.plan_file)
 
     def _trimmed(self, known: PlanFile) -> tuple[DraftHead | None, CoverageMeter | None]:
         """The draft's head over the plan file's vocabulary, and what watches its coverage."""
@@ -309,17 +293,17 @@ class SelfSpeculativeLM:
                 cost = fitting_cost(
                     self.stack,
                     self.plan,
-                    self._known.cost,
-                    draft_vocabulary=self._known.draft_vocabulary,
-                    head=self._head,
+                    self.plan_file.cost,
+                    draft_vocabulary=self.plan_file.draft_vocabulary,
+                    head=self.draft_head,
                 )
-                controller = Controller(cost, self._known.acceptance, self._known.calibration)
+                controller = Controller(cost, self.plan_file.acceptance, self.plan_file.calibration)
                 if cost.recorded:  # some rounds need the host all the same
                     by_host = measure_cost(
                         self.stack,
                         self.plan,
-                        draft_vocabulary=self._known.draft_vocabulary,
-                        head=self._head,
+                        draft_vocabulary=self.plan_file.draft_vocabulary,
+                        head=self.draft_head,
                         quick=True,
                         by_host=True,
                     )
@@ -551,7 +535,7 @@ class SelfSpeculativeLM:
         check_sampling(sampling)
         if not isinstance(logits_processor, Sequence):
             raise TypeError(f"logits_processor must be a list, got {logits_processor!r}")
-        stops, eos_ids = stops_of(stop), frozenset() if ignore_eos else self._eos_ids
+        stops, eos_ids = stops_of(stop), frozenset() if ignore_eos else self.eos_ids
         settings = RowSettings(
             max_new_tokens=max_new_tokens,
             sampling=seeded(sampling or SamplingParams()),
@@ -578,7 +562,7 @@ class SelfSpeculativeLM:
             self.plan,
             looks_up=self._looks_up_for(settings.num_draft_tokens),
             store=self._store,
-            head=self._head,
+            head=self.draft_head,
             bench=self._bench,
         )
         return Batch(

@@ -255,7 +255,7 @@ def test_every_verification_keeps_the_rules(ending, verification):
     for rule in ("1-grams", "2-grams", "bad-words", "min-new-tokens", "forced", "all"):
         params = params_of("sampled", rule)
         out = lm.generate(PROMPT, max_new_tokens=LIMIT, sampling=params, verification=verification)
-        assert keeps_rules(params, out.token_ids, lm._eos_ids)
+        assert keeps_rules(params, out.token_ids, lm.eos_ids)
         accepted += out.stats.num_accepted_tokens
     assert accepted > 10
     assert not keeps_rules(params_of("sampled", "2-grams"), (1, 2, 1, 2), frozenset())
@@ -263,7 +263,7 @@ def test_every_verification_keeps_the_rules(ending, verification):
 
 def test_a_forced_end_of_sequence_ends(ending):
     lm = ending["exit"]
-    tokens = [5, 6, min(lm._eos_ids), 7]
+    tokens = [5, 6, min(lm.eos_ids), 7]
     out = lm.generate(PROMPT, sampling=SamplingParams(forced_token_ids=tokens, min_new_tokens=9))
     assert (list(out.token_ids), out.finish_reason) == (tokens[:3], "stop")
 

@@ -81,7 +81,7 @@ def test_a_request_that_is_over_gives_back_what_it_had_in_advance(toy, plain, ea
     if early == "end":
         text = run(plain, PROMPT).token_ids
         new = next(t for i, t in enumerate(text) if i > 6 and t not in text[:i])
-        lm._eos_ids = frozenset({new})
+        lm.eos_ids = frozenset({new})
     batch = lm.open_batch(max_new_tokens=NEW, num_draft_tokens="auto")
     row = batch.add(PROMPT)
     for _ in range(5):
@@ -145,7 +145,7 @@ def test_nothing_is_learnt_behind_the_end_of_a_text(toy, plain, monkeypatch, wro
         ]
 
     monkeypatch.setattr(lm._drafter, "draft", right)
-    monkeypatch.setattr(lm, "_eos_ids", frozenset({text[last]}))
+    monkeypatch.setattr(lm, "eos_ids", frozenset({text[last]}))
     monkeypatch.setattr(lm.controller, "observe_draft", lambda *given, **_: learnt.append(given[3]))
     out = run(lm)
     assert out.token_ids == text[: last + 1]

@@ -214,7 +214,7 @@ def test_a_text_that_ends_in_its_draft_saved_a_round_less(toy, plain, monkeypatc
                 ),
             )
         lm, ends = with_controller(toy, controller, lookup=known), text[last]
-        lm._eos_ids = frozenset([ends])
+        lm.eos_ids = frozenset([ends])
         out = run(lm)
         rounds = [r for r in out.rounds[1:] if r.num_draft_tokens]
         assert out.token_ids == text[: text.index(ends) + 1]

@@ -75,7 +75,7 @@ def trimmed(monkeypatch, lm, chains: GivenChains, *, took=(2.0, 1.1, 1.0), **cha
 
 def test_a_vocabulary_that_is_faster_is_kept(monkeypatch, talking):
     heads = []
-    monkeypatch.setattr(talking, "_eos_ids", frozenset({320}))
+    monkeypatch.setattr(talking, "eos_ids", frozenset({320}))
     found = trimmed(monkeypatch, talking, GivenChains(2), heads=heads)
     whole, best = found.tried
     assert 320 in best.ids

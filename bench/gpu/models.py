@@ -224,7 +224,7 @@ def load(model: Synthetic, device: str) -> Loaded:
 def with_rounds_of_its_own(loaded: Loaded) -> Loaded:
     """The same model, which captures its rounds anew."""
     lm = copy.copy(loaded.lm)
-    lm._bench, _ = open_bench(lm.stack, lm.plan, lm._head)
+    lm._bench, _ = open_bench(lm.stack, lm.plan, lm.draft_head)
     return dataclasses.replace(loaded, lm=lm)
 
 

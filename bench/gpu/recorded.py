@@ -128,7 +128,7 @@ def passes_of(lab: Lab, loaded: Loaded, entry: Found, end: float) -> None:
     stack, plan, cost = loaded.lm.stack, loaded.lm.plan, loaded.lm.controller.cost
     # Of one sequence drafts pass a token or two.
     grid = Grid(TOKENS, (0, lab.extent.prompt), drafted=(1, 2, NUM_SEQUENCES), tiles=(2, 4, 8))
-    bare = _passes(stack, plan, loaded.lm._head, (max(TOKENS), lab.extent.prompt))
+    bare = _passes(stack, plan, loaded.lm.draft_head, (max(TOKENS), lab.extent.prompt))
     kinds = ("verify", "draft", "head", "verify sequences", "draft sequences")
     points = [p for p in grid.points(drafts=True, sequences=True) if p[0] in kinds]
     shuffle, times = random.Random(0), {point: list[float]() for point in points}
