@@ -72,6 +72,16 @@ class Settings(RunSettings):
             raise ValueError(
                 f"block_width must be a multiple of {WIDTH_QUANTUM}, got {self.block_width}"
             )
+        if self.bridge_rank and self.block:
+            raise ValueError(
+                f"bridge_rank={self.bridge_rank} takes the block's place; give block=false, or "
+                "leave it out"
+            )
+        if not (self.norm or self.head_rank or self.bridge_rank or self.block):
+            raise ValueError(
+                "there is no part to train; give norm=true, a head_rank, a bridge_rank or "
+                "block=true"
+            )
         least = {"exit_layer": 0, "head_rank": 0, "bridge_rank": 0, "block_width": 0}
         least |= {
             "draft_vocabulary": 0,

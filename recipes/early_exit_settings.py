@@ -49,8 +49,9 @@ class Settings(RunSettings):
             check_integer(name, getattr(self, name), 1)
         for name, most in {"distil": 1.0, "layer_dropout": 0.99, "floor": 0.99}.items():
             check_number(name, getattr(self, name), 0.0, most)
-        for name in ("early_scale", "consistency", "alpha", "cost_seconds"):
+        for name in ("early_scale", "consistency", "alpha"):
             check_number(name, getattr(self, name), 0.0, 1e6)
+        check_number("cost_seconds", self.cost_seconds, 2e-3, 1e6)  # in halves: each a millisecond
 
     def check_depth(self, num_layers: int) -> None:
         """Raise unless every exit is one of a model this deep."""

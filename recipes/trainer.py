@@ -90,12 +90,16 @@ class Settings:
         for name in ("learning_rate", "weight_decay", "early_exit", "consistency"):
             check_number(name, getattr(self, name), 0.0, math.inf)
         check_number("minutes", self.minutes, 1e-6, math.inf)
-        for layer in (self.exit_weights or {}) if self.early_exit else ():
+        weights = (self.exit_weights or {}) if self.early_exit else {}
+        for layer, weight in weights.items():
+            check_number(f"exit_weights.{layer}", weight, 0.0, 1e6)
             if not 1 <= layer < self.num_layers:
                 raise ValueError(
                     f"exit_weights has a layer {layer}; an exit lies in [1, {self.num_layers - 1}] "
                     f"(num_layers={self.num_layers} is full depth); write others into a --config"
                 )
+        if weights and not any(weights.values()):
+            raise ValueError("exit_weights are all 0; give an exit more, or early_exit: 0")
         check_integer("num_layers", self.num_layers, 2)  # of one layer nothing can exit
 
 

@@ -665,6 +665,11 @@ def test_a_choice_made_with_other_settings_is_not_believed(
         ({"exit_layer": NUM_LAYERS}, r"exit layer 6 is none of this model's; an exit lies in"),
         ({"continuation_length": 32}, r"leaves no room for a prompt in seq_len \(32\)"),
         ({"text": "false", "continuations": 0}, r"nothing to train on; give text=true"),
+        (
+            {"block": "true", "bridge_rank": 4},
+            r"bridge_rank=4 takes the block's place; give block=",
+        ),
+        ({"block": "false", "head_rank": 0, "norm": "false"}, r"there is no part to train; give"),
         ({"rollout_startz": 1}, r"rollout_starts"),
     ],
 )

@@ -309,6 +309,7 @@ def test_a_step_that_cannot_be_divided_is_refused(make_trainer: Callable[..., An
         ({"floor": 1.0}, "floor must"),
         ({"layer_dropout": 1.0}, "layer_dropout must"),
         ({"rank": 0}, "rank must"),
+        ({"cost_seconds": 0.0015}, "cost_seconds must be finite and between 0.002 and"),
         ({"clip": 0.0}, "clip must be finite and between 1e-06 and"),
         ({"dtype": "int8"}, "dtype must be auto, float32 or bfloat16, got 'int8'"),
     ],

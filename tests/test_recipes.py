@@ -212,6 +212,9 @@ def test_a_text_folder_without_text_is_refused_in_one_sentence(
         (("--smoke", "--num-layers=1"), r"exit_weights has a layer 1; an exit lies in \[1, 0\]"),
         (("--num-layers=3",), r"exit_weights has a layer 3; an exit lies in \[1, 2\]"),
         (("--config=ROWS",), r"there is no setting 'question'"),
+        (("--config=EXITS: {1: 0.0}",), r"exit_weights are all 0; give an exit more"),
+        (("--config=EXITS: {1: -1.0}",), r"exit_weights\.1 must be finite and between 0 and"),
+        (("--config=EXITS: {1: .nan}",), r"exit_weights\.1 must be finite and between 0 and"),
         (("--config=nowhere.yaml",), r"settings nowhere\.yaml cannot be read"),
         (("--smoke", "--math=ROWS"), "line 2 is no JSON object with 'question' and 'answer'"),
     ],
@@ -229,6 +232,10 @@ def test_mistakes_end_it_with_one_sentence(
     with rows.open("a") as file:
         file.write('{"question": "2?"}\n')
     argv = [option.replace("ROWS", str(rows)) for option in options]
+    if "EXITS" in argv[0]:
+        config = tmp_path / "exits.yaml"
+        config.write_text(argv[0].replace("--config=EXITS", "exit_weights"))
+        argv = [f"--config={config}"]
     with pytest.raises(SystemExit, match=f"^pretrain_small: .*{said}"):
         recipes.pretrain_small.main([*argv, f"--out={tmp_path}/run", f"--text={text}"])
     assert not (tmp_path / "run" / "tokenizer.json").exists()
