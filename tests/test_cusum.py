@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def false_alarms(baseline: Baseline, accepted: np.ndarray, exists: np.ndarray) -
     height, rho = threshold(0.5, DRAFTS_PER_FALSE_ALARM), baseline.assumed_correlation
     tolerance = baseline.tolerance(0.5)
     counts = np.arange(1, accepted.shape[1] + 1)
-    totals = np.cumsum((accepted - baseline.mean) / baseline.deviation, axis=1)
+    totals = np.cumsum((accepted - baseline.usual) / baseline.deviation, axis=1)
     found = 0
     for sign in (-1, 1):
         said = (0.5 - tolerance) * (sign * totals - counts * (0.5 + tolerance) / 2)
@@ -109,6 +110,32 @@ def test_false_alarms_are_rare_for_long(correlation: float) -> None:
     assert found < 0.5 * drafts / PROMISED_DRAFTS
 
 
+def of_a_length(rng: np.random.Generator, num_requests: int, tokens: int, most: int) -> list[Any]:
+    """Requests of so many tokens: those of which more is accepted take fewer drafts. Three in ten
+    loop."""
+    requests = []
+    for loops in rng.random(num_requests) < 0.3:
+        request, left = [], tokens
+        while left > 0:
+            right = rng.random(most) < (0.98 if loops else 0.6)
+            request.append(int(np.logical_and.accumulate(right).sum()))
+            left -= request[-1] + 1
+        requests.append(request)
+    return requests
+
+
+@pytest.mark.parametrize("most", [5, 8])
+def test_requests_that_end_by_their_length_are_no_drift(most: int) -> None:
+    rng, found, drafts = np.random.default_rng(8), 0, 0
+    for _ in range(4):
+        baseline = baseline_of(of_a_length(rng, 100, 128, most))
+        requests = of_a_length(rng, 800, 128, most)
+        found += len(list(alarms_of(Cusum(baseline), requests)))
+        drafts += sum(map(len, requests))
+    assert drafts > PROMISED_DRAFTS
+    assert found < drafts / PROMISED_DRAFTS
+
+
 def test_who_takes_drafts_for_independent_raises_false_alarms() -> None:
     rng = np.random.default_rng(4)
     baseline = baseline_of(requests_of(*traffic(rng, 1000, 0.05)))
@@ -161,11 +188,15 @@ def test_what_is_planted_is_learnt() -> None:
         accepted, exists = traffic(rng, 3000, correlation)
         baseline = baseline_of(requests_of(accepted, exists))
         assert baseline.mean == pytest.approx(accepted[exists].mean())
+        counts = exists.sum(axis=1)
+        weights = 1 / (1 + (counts - 1) * baseline.assumed_correlation)
+        weighed = (weights[:, None] * exists * accepted).sum() / (weights * counts).sum()
+        assert baseline.usual == pytest.approx(weighed)
         assert baseline.variance == pytest.approx(accepted[exists].var(), rel=0.01)
         assert abs(baseline.correlation - correlation) < 0.01
     accepted, exists = traffic(rng, 4000, 0.1)
     parts = [baseline_of(requests_of(accepted[i::40], exists[i::40])) for i in range(40)]
-    means = [part.mean for part in parts]
+    means = [part.usual for part in parts]
     spread = statistics.stdev(means) / statistics.fmean(part.mean_error for part in parts)
     assert 0.7 < spread < 1.2  # a little below 1: a correlation above the likely one is assumed
     errors = [part.correlation_error for part in parts]

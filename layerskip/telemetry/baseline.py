@@ -37,6 +37,7 @@ SIGNS: tuple[tuple[Direction, float], ...] = (("down", -1.0), ("up", 1.0))
 LEAST_REQUESTS = 20
 LEAST_DEVIATION = 0.1  # of what is watched: a shift by half of it is of no interest
 MOST_CORRELATION = 0.95
+HALVINGS = 20
 MOST_TOKENS = 1e6
 LOSS = 0.3  # of accepted tokens: what surprises are made to tell
 MOST_CERTAIN = 0.995  # share accepted that is believed in
@@ -93,11 +94,13 @@ class Baseline:
 
     Attributes:
         mean, variance: of accepted tokens a draft, or of their surprise.
-        correlation: of two drafts of one request (intraclass), 0 to 1.
+        correlation: of two drafts of one request (intraclass), 0 to 1; or as much more as requests
+            of few drafts differ more.
         mean_error, correlation_error: standard errors of both; 0 if exactly known.
         drafts_per_request: mean number.
         num_requests: that it was learnt from.
         surprise: of the same drafts; None: few of them told their confidence.
+        centre: the mean of requests weighed as ``cusum`` weighs them; None: ``mean``.
     """
 
     mean: float
@@ -108,14 +111,21 @@ class Baseline:
     drafts_per_request: float = 1.0
     num_requests: int = 0
     surprise: "Surprise | None" = None
+    centre: float | None = None
 
     def __post_init__(self) -> None:
-        check_number("mean", self.mean, -MOST_TOKENS, MOST_TOKENS)
+        for mean in (self.mean, self.usual):
+            check_number("mean", mean, -MOST_TOKENS, MOST_TOKENS)
         for name in ("variance", "mean_error", "correlation_error"):
             check_number(name, getattr(self, name), 0.0, math.inf)
         check_number("correlation", self.correlation, 0.0, 1.0)
         check_number("drafts_per_request", self.drafts_per_request, 1.0, math.inf)
         check_integer("num_requests", self.num_requests, 0)
+
+    @property
+    def usual(self) -> float:
+        """What others are held against."""
+        return self.mean if self.centre is None else self.centre
 
     @property
     def deviation(self) -> float:
@@ -282,47 +292,75 @@ class OpenRequest:
 
 
 class Reference:
-    """Requests to learn a baseline from, in sums: a one-way analysis of variance."""
+    """Requests to learn a baseline from: a one-way analysis of variance, and what it says is usual
+    for a test that weighs a request of n drafts by ``1 / (1 + (n - 1) rho)``, as ``cusum`` does.
+
+    How much is accepted and how often is drafted depend on each other: a text that loops takes few
+    drafts. So there is a mean of requests as the test weighs them, or its steps would have another
+    one, and ``rho`` is such that sums of requests, weighed so, vary no more than it lets them.
+    """
 
     def __init__(self) -> None:
-        self.num_requests = self._drafts = 0
-        self._total = self._squares = 0.0
-        self._between = 0.0  # of each request, its total squared by its drafts
-        self._sizes = 0  # of each request, its drafts squared
+        self._requests: list[tuple[int, float]] = []  # drafts, and what is watched, summed
+        self._squares = 0.0
+
+    @property
+    def num_requests(self) -> int:
+        """Those that drafted."""
+        return len(self._requests)
 
     def add(self, request: OpenRequest) -> None:
         """Count a finished request; one that never drafted says nothing."""
         if not request.count:
             return
-        self.num_requests += 1
-        self._drafts += request.count
-        self._total += request.total
+        self._requests.append((request.count, request.total))
         self._squares += request.squares
-        self._between += request.total**2 / request.count
-        self._sizes += request.count**2
 
     def baseline(self) -> Baseline:
         """Mean, variance, correlation and their errors; of 2 requests or more."""
-        requests, drafts = self.num_requests, self._drafts
-        mean = self._total / drafts
-        between = max(0.0, self._between - self._total * mean) / (requests - 1)
+        requests, drafts = self.num_requests, sum(n for n, _ in self._requests)
+        squared = sum(total**2 / n for n, total in self._requests)
+        mean = sum(total for _, total in self._requests) / drafts
+        between = max(0.0, squared - mean**2 * drafts) / (requests - 1)
         variance, correlation, error = between, 0.0, 0.0
         if drafts > requests:
-            size = (drafts - self._sizes / drafts) / (requests - 1)  # of a request, fairly weighed
-            within = max(0.0, self._squares - self._between) / (drafts - requests)
+            most = sum(n * n for n, _ in self._requests) / drafts
+            size = (drafts - most) / (requests - 1)  # of a request, fairly weighed
+            within = max(0.0, self._squares - squared) / (drafts - requests)
             levels = max(0.0, (between - within) / size)
             variance = within + levels
             correlation = levels / variance if variance else 0.0
             spread = (1.0 - correlation) * (1.0 + (size - 1.0) * correlation)
             error = math.sqrt(2.0 / (requests - 1)) * spread / size
-        likely = min(MOST_CORRELATION, correlation + error)
-        design = 1.0 + (self._sizes / drafts - 1.0) * likely
+            correlation = self._least_correlation(variance, correlation)
+            variance = max(variance, self._weighed(correlation)[2])
+        centre, heard, _ = self._weighed(min(MOST_CORRELATION, correlation + error))
         return Baseline(
             mean,
             variance,
             correlation,
-            math.sqrt(variance * design / drafts),
+            math.sqrt(variance / heard),
             error,
             drafts / requests,
             requests,
+            centre=centre,
         )
+
+    def _weighed(self, correlation: float) -> tuple[float, float, float]:
+        """Mean by the weights of a correlation, the drafts that count, and what the variance of a
+        draft would be if requests' sums varied by nothing but that and the correlation."""
+        weights = [1.0 / (1.0 + (n - 1) * correlation) for n, _ in self._requests]
+        heard = sum(w * n for w, (n, _) in zip(weights, self._requests, strict=True))
+        mean = sum(w * t for w, (_, t) in zip(weights, self._requests, strict=True)) / heard
+        steps = (w * (t - n * mean) for w, (n, t) in zip(weights, self._requests, strict=True))
+        return mean, heard, sum(step**2 for step in steps) / heard
+
+    def _least_correlation(self, variance: float, least: float) -> float:
+        """The smallest from ``least`` on that the sums of requests agree with, by halving."""
+        low, high = least, MOST_CORRELATION
+        if self._weighed(low)[2] <= variance:
+            return low
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._weighed(middle)[2] <= variance else (middle, high)
+        return high

@@ -82,7 +82,7 @@ class Cusum:
         self._gain, self._middle = shift - tolerance, (shift + tolerance) / 2
         self._most_heard = MOST_HEARD * self.threshold
         # Of every draft: they take longer to work out than to use.
-        self._mean, self._deviation = baseline.mean, baseline.deviation
+        self._mean, self._deviation = baseline.usual, baseline.deviation
         self._correlation = baseline.assumed_correlation
 
     def observe(self, request: OpenRequest, value: float) -> tuple[Direction, int, float] | None:
