@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from rich.console import Console
@@ -25,6 +26,7 @@ from layerskip.commands import (
     simulating,
     tuning,
 )
+from layerskip.commands.signals import ended_by_sigterm
 
 # In the order of ``--help``. Each has ``add_parsers``, whose parsers say what to run.
 COMMANDS = (generating, comparing, facts, tuning, measuring, reporting, simulating, ab)
@@ -51,27 +53,54 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; bad input is one sentence on stderr and exit code 2."""
+    try:
+        with ended_by_sigterm():
+            try:
+                _run(argv)
+            finally:  # while what can't be written can still be told
+                sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has had enough, as ``head`` has
+        return _ended(1)
+    except (ValueError, TypeError) as error:
+        return _ended(2, str(error))
+    except OSError as error:  # what no command could foresee
+        where = f"{error.filename}: " if error.filename else ""
+        return _ended(2, f"{where}{error.strerror or error}")
+    except KeyboardInterrupt:
+        return _ended(130, "interrupted")
+    return 0
+
+
+def _run(argv: Sequence[str] | None) -> None:
     args = parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write what a terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        document = args.run(args, Console(stderr=args.json, emoji=False))
-        if args.json:
-            print(json.dumps(document), flush=True)
-    except BrokenPipeError:  # whoever reads has had enough, as ``head`` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
-        return 1
-    except (ValueError, TypeError) as error:
-        print(f"layerskip: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:  # what no command could foresee
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"layerskip: {where}{error.strerror or error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("layerskip: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    document = args.run(args, _Console(stderr=args.json, emoji=False))
+    if args.json:
+        print(json.dumps(document))
+
+
+class _Console(Console):
+    """Where people read; beside a JSON document nobody has to."""
+
+    def on_broken_pipe(self) -> None:
+        if not self.stderr:
+            raise BrokenPipeError
+        self.quiet = True
+
+
+def _ended(code: int, sentence: str = "") -> int:
+    """The exit code, once its reason has been said. Python flushes at its end, and what cannot be
+    written then would be told by a traceback."""
+    with suppress(OSError):
+        if sentence:
+            print(f"layerskip: {sentence}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return code
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ TILE = 8  # positions of a sequence that attention takes at once, at most
 POWERS = (1, 2, 4, TILE)
 NUM_SEQUENCES = 8  # in the pass that is timed for what sequences cost
 DRAFTS_IN_A_ROW = 4  # that a draft pass is the mean of
+MOST_PLACES = 2**31 - 1  # rows or slots of any table
 # How passes are started, as the key of a table has it.
 RECORDED, BY_HOST = "recorded", "started by the host"
 OF_SAMPLING = ("sampling", "judging", "draft_sampling")
@@ -140,7 +141,9 @@ class CostTable:
         for name, least in leasts.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
-        whole = all(isinstance(t, int) and t > 0 for t in self.tiles)
+            if getattr(self, name) > MOST_PLACES:
+                raise ValueError(f"{name} must be at most {MOST_PLACES}, got {getattr(self, name)}")
+        whole = all(isinstance(t, int) and 0 < t <= MOST_PLACES for t in self.tiles)
         if not whole or list(self.tiles) != sorted(set(self.tiles)):
             raise ValueError(f"a cost table's tiles must ascend from 1 on, got {self.tiles}")
         sizes = [tokens for tokens, _ in self.verify_tiles]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -52,6 +53,8 @@ def check_writable(path: str | Path) -> Path:
         raise ValueError(f"{path} cannot be written: {reason}") from None
     if not os.access(file.parent, os.W_OK):
         raise ValueError(f"{path} cannot be written: folder {file.parent} is not writable")
+    if file.exists() and not os.access(file, os.W_OK):
+        raise ValueError(f"{path} cannot be written: it is there, and write-protected")
     return file
 
 
@@ -74,7 +77,8 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_bytes(path: str | Path, content: bytes) -> None:
-    """Write a file in one move: whoever reads it meets the old content or the new one.
+    """Write a file in one move: whoever reads it meets the old content or the new one. An older
+    file's rights are the new one's.
 
     Raises:
         ValueError: the file cannot be written; an older one is left.
@@ -88,7 +92,8 @@ def write_bytes(path: str | Path, content: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
         # mkstemp's files are for their owner alone.
-        Path(temporary).chmod(0o666 & ~_umask())
+        rights = stat.S_IMODE(place.stat().st_mode) if place.exists() else 0o666 & ~_umask()
+        Path(temporary).chmod(rights)
         Path(temporary).replace(place)
     except BaseException as error:  # Ctrl-C leaves no temporary file either
         Path(temporary).unlink(missing_ok=True)

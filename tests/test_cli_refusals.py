@@ -233,7 +233,13 @@ def run_into(stdout: int | IO[str], argv: list[str]) -> subprocess.CompletedProc
     """The command in a process of its own."""
     command = [sys.executable, "-m", "layerskip.cli", *argv]
     return subprocess.run(
-        command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        command,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
     )
 
 
@@ -251,6 +257,41 @@ def test_a_document_that_nobody_reads_ends_quietly(tmp_path: Path) -> None:
         assert done.returncode == 2
         assert "No space left on device" in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def closed_pipe() -> int:
+    """One that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+@pytest.mark.parametrize("argv", [["compare", "--help"], ["--version"]], ids=" ".join)
+def test_help_that_nobody_reads_ends_quietly(argv: list[str]) -> None:
+    writing = closed_pipe()
+    done = run_into(writing, argv)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+    if Path("/dev/full").exists():
+        with Path("/dev/full").open("w", encoding="utf-8") as full:
+            done = run_into(full, argv)
+        assert (done.returncode, done.stderr) == (2, "layerskip: No space left on device\n")
+
+
+def test_a_document_is_written_though_nobody_reads_beside_it(tmp_path: Path) -> None:
+    runs = write_run(tmp_path, pair(0, ((4, 2),) * 3), cost=flat_cost())
+    writing = closed_pipe()
+    done = subprocess.run(
+        [sys.executable, "-m", "layerskip", "report", str(runs), "--json"],
+        stdout=subprocess.PIPE,
+        stderr=writing,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    os.close(writing)
+    assert done.returncode == 0
+    assert "report" in json.loads(done.stdout)
 
 
 NOBODY_READS = {

@@ -1,6 +1,7 @@
 """Files are written where their names say, and nothing else is harmed."""
 
 import os
+import stat
 
 import pytest
 
@@ -44,3 +45,22 @@ def test_a_name_that_cannot_be_looked_at_is_one_sentence(tmp_path):
 def test_json_may_begin_with_a_mark_of_byte_order(tmp_path):
     (tmp_path / "plan.json").write_bytes(b"\xef\xbb\xbf[1]")
     assert read_json(tmp_path / "plan.json", "plan file") == [1]
+
+
+@pytest.mark.parametrize("rights", [0o600, 0o644, 0o640])
+def test_a_file_written_again_keeps_its_rights(tmp_path, rights):
+    file = tmp_path / "page.html"
+    write_text(file, "prompts of users")
+    file.chmod(rights)
+    write_text(file, "others")
+    assert (file.read_text(), stat.S_IMODE(file.stat().st_mode)) == ("others", rights)
+
+
+def test_a_write_protected_file_is_left(tmp_path, monkeypatch):
+    file = tmp_path / "policy.json"
+    file.write_text("old")
+    allowed = os.access  # root may write anything
+    monkeypatch.setattr(os, "access", lambda path, how: path != file and allowed(path, how))
+    with pytest.raises(ValueError, match=r"policy\.json cannot be written: it is there, and write"):
+        write_text(file, "new")
+    assert file.read_text() == "old"

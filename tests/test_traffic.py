@@ -57,6 +57,7 @@ def test_a_line_may_have_any_of_the_known_shapes(
     [
         (b'{"prompt": "a"', "not JSON: Expecting"),
         (b'{"prompt": "\xff"}', "byte 12 is not UTF-8"),
+        ('{"prompt": "a"}'.encode("utf-16"), "byte 0 is not UTF-8"),
         (b"[" * 100_000, "not JSON: "),
         ([1, 2], "an object was expected, got list"),
         ({"text": "a"}, "it has none of prompt, prompt_token_ids, messages, turns, question"),

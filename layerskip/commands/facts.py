@@ -25,8 +25,6 @@ def add_parsers(commands: Any) -> None:
 
 def run_info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """``layerskip info``."""
-    import torch
-
     from layerskip.errors import UnsupportedModelError
     from layerskip.ops.build import description
 
@@ -36,6 +34,8 @@ def run_info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         refused = {"model": args.model, "supported": False, "reason": str(error)}
         console.print(_facts_table(refused))
         return refused
+    import torch
+
     stack = lm.stack
     gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     document = {

@@ -11,6 +11,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.table import Table
 
+from layerskip.commands.signals import importing
 from layerskip.params import AUTO, NumDraftTokens
 from layerskip.text import NOT_TEXT, TextStream, by_origin
 
@@ -165,7 +166,8 @@ def draft_options(command: argparse.ArgumentParser) -> None:
 
 def examples_of(prompts: str | None, limit: int) -> "list[Example]":
     """Those of a file, or without one so many of this Python's held-out code."""
-    from layerskip.checkpoint import held_out_modules
+    with importing():
+        from layerskip.checkpoint import held_out_modules
     from layerskip.prompts import held_out_code, read_prompts
 
     if prompts is not None:
@@ -208,7 +210,8 @@ def _inputs(args: argparse.Namespace, *, is_plan: bool) -> Iterator[tuple[str, s
         folder = getattr(args, option, None)
         if folder is None:
             continue
-        from layerskip.checkpoint import BUILTIN, PLAN_FILE, builtin_folder
+        with importing():
+            from layerskip.checkpoint import BUILTIN, PLAN_FILE, builtin_folder
 
         path = builtin_folder() if folder == BUILTIN else Path(folder)
         # A plan file is looked for there: a new one, too, would be taken for the model's.
@@ -242,8 +245,11 @@ def sampling_of(args: argparse.Namespace) -> "SamplingParams":
 
 
 def quiet() -> None:
-    """No warnings and bars from transformers."""
-    import transformers
+    """No warnings and bars from transformers; what takes long to import is, before they work."""
+    with importing():
+        import transformers
+
+        import layerskip.api  # noqa: F401
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -70,7 +70,7 @@ def replay(folder: str | Path, table: CostTable) -> Replay:
     """
     try:
         return _replay(folder, table)
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, IndexError, OverflowError) as error:
         raise ValueError(
             f"{folder} has a line that is not complete ({reason_of(error)}); measure again"
         ) from None

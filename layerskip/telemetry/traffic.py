@@ -212,7 +212,7 @@ def _said(bad: Sequence[LeftOut]) -> str:
 
 def _row(line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8-sig"))  # of bytes it would guess what they are
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from None
     except (ValueError, RecursionError) as error:

@@ -1,0 +1,7 @@
+"""``python -m layerskip``: the command line."""
+
+import sys
+
+from layerskip.cli import main
+
+sys.exit(main())
