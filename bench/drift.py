@@ -113,9 +113,9 @@ def thinned(accepted: int, chance: float, rng: random.Random) -> int:
 def judged(requests: Sequence[Request], monitors: int, drafts: int) -> dict[str, Any]:
     """The median delay, and how many alarms were false."""
     rng, found, watched, delays = random.Random(0), Counter[str](), 0, []
-    known = learnt(requests)
-    each = round(drafts / monitors / known.drafts_per_request)
-    chance = loss([a for one in requests for a, *_ in one], SHIFT * known.deviation)
+    accepted = [a for one in requests for a, *_ in one]
+    each = round(drafts / monitors / (len(accepted) / len(requests)))
+    chance = loss(accepted, SHIFT * statistics.pstdev(accepted))
     for _ in range(monitors):
         baseline = learnt(rng.choices(requests, k=REFERENCE))
         stream = rng.choices(requests, k=each)

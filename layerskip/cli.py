@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
@@ -57,8 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ended_by_sigterm():
             try:
                 _run(argv)
-            finally:  # while what can't be written can still be told
-                sys.stdout.flush()
+            except SystemExit:
+                _flush()
+                raise
+            _flush()
     except BrokenPipeError:  # whoever reads has had enough, as ``head`` has
         return _ended(1)
     except (ValueError, TypeError) as error:
@@ -69,6 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _ended(130, "interrupted")
     return 0
+
+
+def _flush() -> None:
+    """While what can't be written can still be told."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
 
 
 def _run(argv: Sequence[str] | None) -> None:
@@ -95,11 +104,12 @@ def _ended(code: int, sentence: str = "") -> int:
     with suppress(OSError):
         if sentence:
             print(f"layerskip: {sentence}", file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            with suppress(OSError), Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
     return code
 
 

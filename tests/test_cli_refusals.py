@@ -1,5 +1,8 @@
 """What the command line refuses: one sentence, exit code 2, and nothing written."""
 
+import contextlib
+import errno
+import io
 import json
 import os
 import subprocess
@@ -15,6 +18,8 @@ from toys import MAX_POSITIONS, NUM_LAYERS, make_model
 from transformers import BertConfig, MambaConfig
 
 from layerskip import DraftPlan
+from layerskip.cli import main
+from layerskip.commands import facts
 
 
 @pytest.fixture
@@ -276,6 +281,46 @@ def test_help_that_nobody_reads_ends_quietly(argv: list[str]) -> None:
         with Path("/dev/full").open("w", encoding="utf-8") as full:
             done = run_into(full, argv)
         assert (done.returncode, done.stderr) == (2, "layerskip: No space left on device\n")
+
+
+@pytest.mark.skipif(not Path("/bin/sh").exists(), reason="a shell closes the streams")
+@pytest.mark.parametrize(("closed", "argv", "code"), [(1, "--version", 0), (2, "info /nowhere", 2)])
+def test_streams_may_be_closed(tmp_path: Path, closed: int, argv: str, code: int) -> None:
+    said = tmp_path / "said"
+    line = f'"$0" -m layerskip {argv} {3 - closed}>"$1" {closed}>&-'
+    done = subprocess.run(["/bin/sh", "-c", line, sys.executable, said], timeout=120, check=False)
+    assert done.returncode == code
+    assert "Traceback" not in said.read_text()
+
+
+class Full(io.StringIO):
+    """What holds a little, and can't write it."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (ValueError("the real reason"), 2, "layerskip: the real reason\n"),
+        (KeyboardInterrupt(), 130, "layerskip: interrupted\n"),
+        (None, 2, "layerskip: No space left on device\n"),
+    ],
+)
+def test_what_cannot_be_written_hides_no_reason(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException | None, code: int, said: str
+) -> None:
+    def told(*_: Any) -> dict[str, Any]:
+        if raised is not None:
+            raise raised
+        return {}
+
+    monkeypatch.setattr(facts, "run_info", told)
+    err = io.StringIO()
+    with contextlib.redirect_stdout(Full()), contextlib.redirect_stderr(err):
+        assert main(["info"]) == code
+    assert err.getvalue() == said
 
 
 def test_a_document_is_written_though_nobody_reads_beside_it(tmp_path: Path) -> None:

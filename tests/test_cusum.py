@@ -136,6 +136,42 @@ def test_requests_that_end_by_their_length_are_no_drift(most: int) -> None:
     assert found < drafts / PROMISED_DRAFTS
 
 
+@pytest.mark.parametrize("most", [5, 8])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_an_alarm_says_what_raised_it(most: int, sign: int) -> None:
+    """Whatever the lengths of the requests that it heard: down is less than usual."""
+    rng = np.random.default_rng(9)
+    baseline = baseline_of(of_a_length(rng, 100, 128, most))
+    moved = replace(baseline, centre=baseline.usual - sign * 0.6 * baseline.deviation)
+    monitor, told = Cusum(moved), []
+    for request in of_a_length(rng, 300, 128, most):
+        state = OpenRequest()
+        told += [found for a in request if (found := monitor.observe(state, a)) is not None]
+    assert told
+    wanted = "up" if sign > 0 else "down"
+    assert all((way == "up") == (now > moved.usual) for way, _, now in told)
+    assert {way for way, *_ in told} == {wanted}
+
+
+def test_requests_that_differ_too_much_for_any_correlation_are_watched_all_the_same() -> None:
+    """Short ones differ draft by draft, and long ones do not: shifts are still found."""
+    rng = np.random.default_rng(10)
+
+    def requests(number: int, kept: float = 1.0) -> list[Any]:
+        found = []
+        for short in rng.random(number) < 0.3:
+            count, share = (int(rng.integers(1, 4)), 0.7) if short else (40, 0.97)
+            right = rng.random((count, 5)) < share * kept
+            found.append(np.logical_and.accumulate(right, axis=1).sum(axis=1).tolist())
+        return found
+
+    delays = []
+    for _ in range(9):
+        alarms = alarms_of(Cusum(baseline_of(requests(100))), requests(60, kept=0.85))
+        delays.append(next((n for n, way in alarms if way == "down"), math.inf))
+    assert statistics.median(delays) < 2 * PROMISED_DELAY
+
+
 def test_who_takes_drafts_for_independent_raises_false_alarms() -> None:
     rng = np.random.default_rng(4)
     baseline = baseline_of(requests_of(*traffic(rng, 1000, 0.05)))

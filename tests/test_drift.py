@@ -57,7 +57,7 @@ def test_a_bucket_learns_and_then_alarms(usual: list[list[int]], worse: list[lis
     first, state = alarms[0], monitor.states()["code"]
     assert (first.bucket, first.watched, first.direction) == ("code", "accepted", "down")
     assert first.since <= first.num_drafts < 150
-    assert first.before == baseline_of(usual[:50]).mean
+    assert first.before == baseline_of(usual[:50]).usual
     assert first.now < first.before - 0.5
     assert str(first) == (
         f"code: accepted tokens a draft fell from {first.before:.2f} to {first.now:.2f} "

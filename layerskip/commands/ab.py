@@ -20,6 +20,7 @@ from layerskip.commands.options import (
     say_bad_lines,
 )
 from layerskip.commands.progress import counting
+from layerskip.commands.signals import importing
 
 if TYPE_CHECKING:
     from layerskip.ab_result import ABResult, Speedup
@@ -45,9 +46,11 @@ def add_parsers(commands: Any) -> None:
 
 def run_ab(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Both arms' times, their ratios with intervals, and the winner, if there is one."""
-    from layerskip.ab import Arm, ab
     from layerskip.params import check_integer
-    from layerskip.telemetry.traffic import Traffic
+
+    with importing():
+        from layerskip.ab import Arm, ab
+        from layerskip.telemetry.traffic import Traffic
 
     check_integer("--repeats", args.repeats, 1)
     check_integer("--max-new-tokens", args.max_new_tokens, 1)

@@ -16,6 +16,7 @@ from layerskip.commands.options import (
     sampling_options,
     say,
 )
+from layerskip.commands.signals import importing
 from layerskip.params import VERIFICATIONS
 from layerskip.text import TextStream
 
@@ -117,7 +118,8 @@ def run_generate(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """What the options say of the request, checked before a weight is read."""
-    from layerskip.request import RowSettings, stops_of
+    with importing():
+        from layerskip.request import RowSettings, stops_of
 
     settings = {
         "max_new_tokens": args.max_new_tokens,

@@ -22,6 +22,7 @@ from layerskip.commands.options import (
     say_bad_lines,
 )
 from layerskip.commands.progress import counting
+from layerskip.commands.signals import importing
 from layerskip.params import AUTO
 
 if TYPE_CHECKING:
@@ -67,8 +68,9 @@ def add_parsers(commands: Any) -> None:
 
 def run_measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """``layerskip measure``: a runs folder, and its totals."""
-    from layerskip.telemetry.measure import MeasureSettings, measure
-    from layerskip.telemetry.traffic import Traffic
+    with importing():
+        from layerskip.telemetry.measure import MeasureSettings, measure
+        from layerskip.telemetry.traffic import Traffic
 
     if not args.out:
         raise ValueError("--out must name a folder, got ''")

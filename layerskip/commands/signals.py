@@ -7,23 +7,28 @@ from contextlib import contextmanager
 from typing import Any
 
 
+def _end(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
     """SIGTERM, which ``timeout`` and schedulers send, ends the block as Ctrl-C does; the process
     then has the exit code of one that it killed."""
 
-    def end(*_: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    with _handled(signal.SIGTERM, signal.SIG_DFL, end):
+    with _handled(signal.SIGTERM, signal.SIG_DFL, _end):
         yield
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Ctrl-C ends the process at once, where there is nothing to lose yet: what it raises inside
-    the imports of torch and transformers comes out as other errors, or aborts."""
-    with _handled(signal.SIGINT, signal.default_int_handler, signal.SIG_DFL):
+    """Ctrl-C and SIGTERM end the process at once, where there is nothing to lose yet: what they
+    raise inside the imports of torch and transformers comes out as other errors, or aborts, or is
+    lost."""
+    with (
+        _handled(signal.SIGINT, signal.default_int_handler, signal.SIG_DFL),
+        _handled(signal.SIGTERM, _end, signal.SIG_DFL),
+    ):
         yield
 
 

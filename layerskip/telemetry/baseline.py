@@ -93,10 +93,12 @@ class Baseline:
     """What is watched of a bucket, while all was well.
 
     Attributes:
-        mean, variance: of accepted tokens a draft, or of their surprise.
+        mean, variance: of accepted tokens a draft, or of their surprise; the variance as much
+            larger as requests vary more than any correlation says.
         correlation: of two drafts of one request (intraclass), 0 to 1; or as much more as requests
             of few drafts differ more.
-        mean_error, correlation_error: standard errors of both; 0 if exactly known.
+        mean_error, correlation_error: standard errors of ``usual`` and of the correlation; 0 if
+            exactly known.
         drafts_per_request: mean number.
         num_requests: that it was learnt from.
         surprise: of the same drafts; None: few of them told their confidence.
@@ -114,8 +116,9 @@ class Baseline:
     centre: float | None = None
 
     def __post_init__(self) -> None:
-        for mean in (self.mean, self.usual):
-            check_number("mean", mean, -MOST_TOKENS, MOST_TOKENS)
+        check_number("mean", self.mean, -MOST_TOKENS, MOST_TOKENS)
+        if self.centre is not None:
+            check_number("centre", self.centre, -MOST_TOKENS, MOST_TOKENS)
         for name in ("variance", "mean_error", "correlation_error"):
             check_number(name, getattr(self, name), 0.0, math.inf)
         check_number("correlation", self.correlation, 0.0, 1.0)
@@ -297,7 +300,8 @@ class Reference:
 
     How much is accepted and how often is drafted depend on each other: a text that loops takes few
     drafts. So there is a mean of requests as the test weighs them, or its steps would have another
-    one, and ``rho`` is such that sums of requests, weighed so, vary no more than it lets them.
+    one, and ``rho``, or where none is enough the variance, is such that sums of requests, weighed
+    so, vary no more than these let them.
     """
 
     def __init__(self) -> None:
@@ -356,9 +360,10 @@ class Reference:
         return mean, heard, sum(step**2 for step in steps) / heard
 
     def _least_correlation(self, variance: float, least: float) -> float:
-        """The smallest from ``least`` on that the sums of requests agree with, by halving."""
+        """The smallest from ``least`` on that the sums of requests agree with, by halving; where
+        none does, ``least``: short requests differ more, draft by draft, than long ones."""
         low, high = least, MOST_CORRELATION
-        if self._weighed(low)[2] <= variance:
+        if low >= high or self._weighed(low)[2] <= variance or self._weighed(high)[2] > variance:
             return low
         for _ in range(HALVINGS):
             middle = (low + high) / 2

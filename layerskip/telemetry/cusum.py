@@ -2,16 +2,18 @@
 
 It watches a number of each draft: its accepted tokens, or their surprise (``baseline``).
 
-Drafts of one request are alike: in standard deviations from the bucket's mean, any two of them have
-the correlation rho, and drafts of two requests none. Of normal ones, ``n`` drafts of a request that
-sum up to ``total`` say ``shift (total - n shift / 2) / (1 + (n - 1) rho)`` for "shifted by
+Drafts of one request are alike: in standard deviations from what is usual, the mean of requests
+weighed as below, any two of them have the correlation rho, and drafts of two requests none. Of
+normal ones, ``n`` drafts of a request that sum up to ``total`` say
+``shift (total - n shift / 2) / (1 + (n - 1) rho)`` for "shifted by
 ``shift``" against "as before", as the logarithm of their likelihood ratio. A draft adds to its
 bucket's sum what it changes in that of its request, whatever requests run side by side, and the sum
 is kept from falling below zero: Page's test. Acceptance is bounded rather than normal, and the
 baseline is estimated. Two things guard against both:
 
 - "as before" includes a shift by one standard error of the baseline's mean, or by two where both
-  numbers are watched, and the correlation is taken one standard error higher than estimated;
+  numbers are watched, and the correlation is taken one standard error higher than estimated, the
+  estimate being such that requests of few drafts, which may differ more, are believed, too;
 - a request that brought two fifths of what an alarm takes is not heard further: one that falls into
   a loop is no drift, and an alarm takes three requests as a rule.
 
@@ -27,8 +29,8 @@ rho = 0.036, of 80 at 0.018, less what a baseline's errors take.
 
 Simulated (bench/LOG.md), baselines learnt from 100 requests of 40 drafts each: a median delay of
 121 drafts at rho = 0, 164 at 0.017, 199 at 0.03, 269 at 0.05, 476 at 0.1, and 0.03 to 0.14 false
-alarms in 100,000. Accepted tokens of the built-in checkpoint have rho from 0.004 to 0.07 in sampled
-text, and up to 0.28 in greedy text, which loops in some requests. Their surprise has less, and a
+alarms in 100,000. Accepted tokens of the built-in checkpoint have rho from 0.004 to 0.12 in sampled
+text, and up to 0.29 in greedy text, which loops in some requests. Their surprise has less, and a
 loss of accepted tokens moves it by more than the shift that is tested for (bench/README.md).
 """
 
@@ -39,6 +41,7 @@ from layerskip.telemetry.baseline import SIGNS, Baseline, Direction, OpenRequest
 SHIFT = 0.5  # standard deviations of what is watched
 DRAFTS_PER_FALSE_ALARM = 300_000
 MOST_HEARD = 0.4  # of the threshold, that one request may bring
+NOTHING = 0, 0.0, 0.0  # drafts, the same weighed, and their deviations: since a sum left zero
 OVERSHOOT = 1.166  # twice 0.583, standard deviations of a step
 
 
@@ -77,12 +80,12 @@ class Cusum:
         self.threshold = threshold(shift, drafts_per_false_alarm)
         self.num_drafts = 0
         self.sums = {direction: 0.0 for direction, _ in SIGNS}
-        self._since: dict[Direction, tuple[int, float]] = {d: (0, 0.0) for d, _ in SIGNS}
+        self._since = {direction: NOTHING for direction, _ in SIGNS}
         tolerance = baseline.tolerance(shift, errors)
         self._gain, self._middle = shift - tolerance, (shift + tolerance) / 2
         self._most_heard = MOST_HEARD * self.threshold
         # Of every draft: they take longer to work out than to use.
-        self._mean, self._deviation = baseline.usual, baseline.deviation
+        self._usual, self._deviation = baseline.usual, baseline.deviation
         self._correlation = baseline.assumed_correlation
 
     def observe(self, request: OpenRequest, value: float) -> tuple[Direction, int, float] | None:
@@ -90,32 +93,40 @@ class Cusum:
 
         Returns:
             None, or of an alarm its direction, how many drafts ago its sum left zero, and the mean
-            of what is watched since then. The sum begins again.
+            of what is watched since then, requests weighed. The sum begins again.
         """
+        known, weighed = self._weighed(request)
         request.add(value)
         self.num_drafts += 1
-        n = request.count
-        total = (request.total - n * self._mean) / self._deviation
-        weight = self._gain / (1.0 + (n - 1) * self._correlation)
+        n, total = self._weighed(request)
+        step = n - known, total - weighed
         found = None
         for direction, sign in SIGNS:
-            said = weight * (sign * total - n * self._middle)
+            said = self._gain * (sign * total - n * self._middle)
             before = request.said[direction]
             if before >= self._most_heard:
                 said = before
-            step, request.said[direction] = said - before, said
-            found = self._step(direction, step, value) or found
+            more, request.said[direction] = said - before, said
+            found = self._step(direction, more, step) or found
         return found
 
+    def _weighed(self, request: OpenRequest) -> tuple[float, float]:
+        """Its drafts, and by how many standard deviations they are above what is usual, summed."""
+        n = request.count
+        weight = 1.0 / (1.0 + (n - 1) * self._correlation)
+        return weight * n, weight * (request.total - n * self._usual) / self._deviation
+
     def _step(
-        self, direction: Direction, step: float, value: float
+        self, direction: Direction, said: float, step: tuple[float, float]
     ) -> tuple[Direction, int, float] | None:
-        height = self.sums[direction] + step
-        count, total = self._since[direction]
-        count, total = count + 1, total + value
+        height = self.sums[direction] + said
+        count, drafts, total = self._since[direction]
+        count, drafts, total = count + 1, drafts + step[0], total + step[1]
         alarmed = height >= self.threshold
         if alarmed or height <= 0.0:
-            self.sums[direction], self._since[direction] = 0.0, (0, 0.0)
+            self.sums[direction], self._since[direction] = 0.0, NOTHING
         else:
-            self.sums[direction], self._since[direction] = height, (count, total)
-        return (direction, count, total / count) if alarmed else None
+            self.sums[direction], self._since[direction] = height, (count, drafts, total)
+        if not alarmed:
+            return None
+        return direction, count, self._usual + self._deviation * total / drafts

@@ -37,8 +37,8 @@ class Alarm:
         request_id: whose draft raised it.
         num_drafts: watched in the bucket until then.
         since: of these, the last ones, in which the shift was gathered.
-        before: what is watched in the baseline, mean of drafts.
-        now: the same in the last ones.
+        before: what is usual of what is watched (``Baseline.usual``).
+        now: the same of the last ones.
         labelled: whether buckets are values of a label; that of "" has the requests without one.
     """
 
@@ -188,7 +188,7 @@ class WatchedBucket:
             found = test.observe(request.watched[watched], value)
             if found is not None:
                 direction, since, now = found
-                of = (self.num_drafts, since, test.baseline.mean, now)
+                of = (self.num_drafts, since, test.baseline.usual, now)
                 alarms.append(
                     Alarm(self.name, watched, direction, request_id, *of, labelled=self.labelled)
                 )

@@ -215,7 +215,7 @@ def drift_table(drift: Drift) -> Table:
             (
                 drift.shown(name),
                 f"{state.num_requests}",
-                number(baseline.mean if baseline else None),
+                number(baseline.usual if baseline else None),
                 f"{state.num_drafts}",
                 *(number(value) for value in sums),
                 f"{state.num_down_alarms}",
