@@ -58,8 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ended_by_sigterm():
             try:
                 _run(argv)
-            except SystemExit:
-                _flush()
+            except SystemExit as end:
+                if end.code:  # that is what it ends by, whatever can't be written
+                    _give_up()
+                else:
+                    _flush()
                 raise
             _flush()
     except BrokenPipeError:  # whoever reads has had enough, as ``head`` has
@@ -99,18 +102,22 @@ class _Console(Console):
 
 
 def _ended(code: int, sentence: str = "") -> int:
-    """The exit code, once its reason has been said. Python flushes at its end, and what cannot be
-    written then would be told by a traceback."""
+    """The exit code, once its reason has been said."""
     with suppress(OSError):
-        if sentence:
+        if sentence and sys.stderr is not None:  # else it would go to stdout
             print(f"layerskip: {sentence}", file=sys.stderr)
+    _give_up()
+    return code
+
+
+def _give_up() -> None:
+    """What cannot be written goes nowhere: Python flushes at its end, and would tell of it then."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except OSError:
             with suppress(OSError), Path(os.devnull).open("wb") as nowhere:
                 os.dup2(nowhere.fileno(), stream.fileno())
-    return code
 
 
 if __name__ == "__main__":

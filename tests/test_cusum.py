@@ -136,21 +136,53 @@ def test_requests_that_end_by_their_length_are_no_drift(most: int) -> None:
     assert found < drafts / PROMISED_DRAFTS
 
 
-@pytest.mark.parametrize("most", [5, 8])
-@pytest.mark.parametrize("sign", [-1, 1])
-def test_an_alarm_says_what_raised_it(most: int, sign: int) -> None:
-    """Whatever the lengths of the requests that it heard: down is less than usual."""
-    rng = np.random.default_rng(9)
-    baseline = baseline_of(of_a_length(rng, 100, 128, most))
-    moved = replace(baseline, centre=baseline.usual - sign * 0.6 * baseline.deviation)
-    monitor, told = Cusum(moved), []
-    for request in of_a_length(rng, 300, 128, most):
+def test_an_alarm_tells_the_mean_of_requests_as_they_are_weighed() -> None:
+    monitor, sizes, accepted, found = Cusum(Baseline(2.0, 2.0, 0.5)), list[int](), [3, 4], None
+    while found is None:
+        state, last = OpenRequest(), len(sizes) % 2
+        while found is None and state.count < (1, 20)[last]:
+            found = monitor.observe(state, accepted[last])
+        sizes.append(state.count)
+    weights = [n / (1 + (n - 1) * 0.5) for n in sizes]
+    mean = sum(w * accepted[i % 2] for i, w in enumerate(weights)) / sum(weights)
+    assert found == ("up", sum(sizes), pytest.approx(mean))
+    assert mean < 3.7 < (sizes.count(1) * 3 + (sum(sizes) - sizes.count(1)) * 4) / sum(sizes)
+
+
+def test_the_variance_is_what_no_correlation_is_enough_for() -> None:
+    """Of requests of one draft, beside long ones that are all alike."""
+    reference = baselines.Reference()
+    for drafts in [[0], [4], *[[2] * 10] * 2] * 10:
+        one = OpenRequest()
+        for accepted in drafts:
+            one.add(accepted)
+        reference.add(one)
+    found = reference.baseline()
+    assert reference._weighed(found.correlation)[2] <= found.variance * (1 + 1e-9)
+    assert found.variance > 1.5 * np.var([0, 4, *[2] * 20])
+
+
+def test_an_alarm_says_nothing_of_what_was_not_heard() -> None:
+    """Requests that are bad at first, and soon better than usual when they have said enough."""
+    alarms = []
+    monitor = Cusum(Baseline(2.0, 2.0, 0.02, 0.02, 0.01))
+    for request in [[0] * 15 + [4] * 60] * 40:
         state = OpenRequest()
-        told += [found for a in request if (found := monitor.observe(state, a)) is not None]
+        alarms += [found for a in request if (found := monitor.observe(state, a)) is not None]
+    assert "down" in {way for way, *_ in alarms}
+    assert all((way == "down") == (now < 2) for way, _, now in alarms)
+
+
+@pytest.mark.parametrize("correlation", [0.05, 0.3])
+def test_an_alarm_tells_of_nothing_that_no_draft_has(correlation: float) -> None:
+    """Requests side by side that grow worse: the drafts before count for less with each one."""
+    monitor, told = Cusum(Baseline(2.0, 2.0, correlation, 0.02, 0.02)), []
+    states = [OpenRequest() for _ in range(12)]
+    for accepted in [4] * 60 + [1] * 60:
+        found = [monitor.observe(state, accepted) for state in states]
+        told += [one for one in found if one is not None]
     assert told
-    wanted = "up" if sign > 0 else "down"
-    assert all((way == "up") == (now > moved.usual) for way, _, now in told)
-    assert {way for way, *_ in told} == {wanted}
+    assert all(1 <= now <= 4 for *_, now in told)
 
 
 def test_requests_that_differ_too_much_for_any_correlation_are_watched_all_the_same() -> None:

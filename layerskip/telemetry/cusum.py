@@ -30,8 +30,8 @@ rho = 0.036, of 80 at 0.018, less what a baseline's errors take.
 Simulated (bench/LOG.md), baselines learnt from 100 requests of 40 drafts each: a median delay of
 121 drafts at rho = 0, 164 at 0.017, 199 at 0.03, 269 at 0.05, 476 at 0.1, and 0.03 to 0.14 false
 alarms in 100,000. Accepted tokens of the built-in checkpoint have rho from 0.004 to 0.12 in sampled
-text, and up to 0.29 in greedy text, which loops in some requests. Their surprise has less, and a
-loss of accepted tokens moves it by more than the shift that is tested for (bench/README.md).
+text, and up to 0.28 in greedy text, which loops in some requests. Their surprise has less there,
+and a loss of accepted tokens moves it by more than the shift that is tested for (bench/README.md).
 """
 
 import math
@@ -41,7 +41,8 @@ from layerskip.telemetry.baseline import SIGNS, Baseline, Direction, OpenRequest
 SHIFT = 0.5  # standard deviations of what is watched
 DRAFTS_PER_FALSE_ALARM = 300_000
 MOST_HEARD = 0.4  # of the threshold, that one request may bring
-NOTHING = 0, 0.0, 0.0  # drafts, the same weighed, and their deviations: since a sum left zero
+# Since a sum left zero: drafts, those that were heard weighed, their deviations, least and most.
+NOTHING = 0, 0.0, 0.0, math.inf, -math.inf
 OVERSHOOT = 1.166  # twice 0.583, standard deviations of a step
 
 
@@ -93,21 +94,21 @@ class Cusum:
 
         Returns:
             None, or of an alarm its direction, how many drafts ago its sum left zero, and the mean
-            of what is watched since then, requests weighed. The sum begins again.
+            of what was heard since then, requests weighed. The sum begins again.
         """
         known, weighed = self._weighed(request)
         request.add(value)
         self.num_drafts += 1
         n, total = self._weighed(request)
-        step = n - known, total - weighed
+        step = n - known, total - weighed, value
         found = None
         for direction, sign in SIGNS:
             said = self._gain * (sign * total - n * self._middle)
             before = request.said[direction]
-            if before >= self._most_heard:
+            if unheard := before >= self._most_heard:
                 said = before
             more, request.said[direction] = said - before, said
-            found = self._step(direction, more, step) or found
+            found = self._step(direction, more, None if unheard else step) or found
         return found
 
     def _weighed(self, request: OpenRequest) -> tuple[float, float]:
@@ -117,16 +118,21 @@ class Cusum:
         return weight * n, weight * (request.total - n * self._usual) / self._deviation
 
     def _step(
-        self, direction: Direction, said: float, step: tuple[float, float]
+        self, direction: Direction, said: float, heard: tuple[float, float, float] | None
     ) -> tuple[Direction, int, float] | None:
         height = self.sums[direction] + said
-        count, drafts, total = self._since[direction]
-        count, drafts, total = count + 1, drafts + step[0], total + step[1]
+        count, drafts, total, low, high = self._since[direction]
+        count += 1
+        if heard is not None:
+            more, deviations, value = heard
+            drafts, total = drafts + more, total + deviations
+            low, high = min(low, value), max(high, value)
         alarmed = height >= self.threshold
         if alarmed or height <= 0.0:
             self.sums[direction], self._since[direction] = 0.0, NOTHING
         else:
-            self.sums[direction], self._since[direction] = height, (count, drafts, total)
+            self.sums[direction], self._since[direction] = height, (count, drafts, total, low, high)
         if not alarmed:
             return None
-        return direction, count, self._usual + self._deviation * total / drafts
+        # Of requests that began before, more may be weighed anew than was watched since.
+        return direction, count, min(max(self._usual + self._deviation * total / drafts, low), high)

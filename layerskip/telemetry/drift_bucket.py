@@ -38,7 +38,7 @@ class Alarm:
         num_drafts: watched in the bucket until then.
         since: of these, the last ones, in which the shift was gathered.
         before: what is usual of what is watched (``Baseline.usual``).
-        now: the same of the last ones.
+        now: the same of the last ones, but for requests that had said enough.
         labelled: whether buckets are values of a label; that of "" has the requests without one.
     """
 
