@@ -45,7 +45,7 @@ from layerskip.telemetry.report import (
     Paired,
     Position,
 )
-from layerskip.telemetry.tables import seconds
+from layerskip.telemetry.tables import drift_table, seconds
 
 HOSTILE = "\"'><script>alert(1)</script><img src=http://x.test/a>\x00\u202e&amp;\ud800"
 LENGTHS = ((0, 128), (128, 512), (512, 2048), (2048, None))
@@ -644,6 +644,14 @@ def test_drift_is_shown_where_it_was_looked_for(page):
     titles = [text for _, text in found.all("figcaption") if "Drift" in text]
     assert titles == ["Drift, code", "Drift, writing"]  # the nearest to an alarm first
     assert ("#drift", "Drift") in [(a["href"], text) for a, text in found.all("a")]
+
+
+def test_the_table_of_drift_tells_what_drafts_are_held_against():
+    """Not the mean of drafts: requests are weighed."""
+    state = drifting().states["code"]
+    baseline = replace(state.baseline, mean=2.25, centre=3.5)
+    table = drift_table(Drift({"code": replace(state, baseline=baseline)}, (), {}))
+    assert table.rows[0][table.columns.index("usual")] == "3.50"
 
 
 def test_drift_of_few_requests_says_that_nothing_is_known():

@@ -245,7 +245,7 @@ def sampling_of(args: argparse.Namespace) -> "SamplingParams":
 
 
 def quiet() -> None:
-    """No warnings and bars from transformers; what takes long to import is, before they work."""
+    """No warnings and bars from transformers. It is imported here, and what else takes long."""
     with importing():
         import transformers
 
