@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import secrets
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -41,6 +42,8 @@ MAX_ROWS = 32
 class Batch:
     """Rows decoding together: ``add``, ``step``, ``remove``; made by ``open_batch``.
 
+    Threads may share one: they wait for each other's rounds, joins and removals.
+
     Attributes:
         settings: of rows that say nothing else.
     """
@@ -63,6 +66,8 @@ class Batch:
         self._new_decoder, self._controller, self._meter = new_decoder, controller, meter
         self._rows: Decoder | None = None
         self._requests: dict[int, RowRequest] = {}
+        # Who is called back within a round may add and remove rows: a thread enters twice.
+        self._turn = threading.RLock()
         self._check_settings(settings)
 
     def add(
@@ -119,13 +124,14 @@ class Batch:
             ValueError: a pass failed, and the model was moved, cast or resized since it was
                 wrapped, or given other weights.
         """
-        try:
-            records = self._rows.step() if self._rows is not None else []
-        except RuntimeError:
-            self._stack.shared.check()  # torch does not say what was done to the model
-            raise
-        if self._meter is not None:
-            self._watch_coverage(self._meter, records)
+        with self._turn:
+            try:
+                records = self._rows.step() if self._rows is not None else []
+            except RuntimeError:
+                self._stack.shared.check()  # torch does not say what was done to the model
+                raise
+            if self._meter is not None:
+                self._watch_coverage(self._meter, records)
         if self._on_round is not None:
             with contextlib.ExitStack() as telling:  # of all: none of these rounds comes again
                 for record in reversed(records):
@@ -144,9 +150,10 @@ class Batch:
         if self._rows is None:
             raise ValueError(f"the batch has no row {row}; its rows are []")
         rows = self._rows
-        output = self._output(rows.row(row))
-        rows.leave(row)
-        del self._requests[row]
+        with self._turn:
+            output = self._output(rows.row(row))
+            rows.leave(row)
+            del self._requests[row]
         return output
 
     @property
@@ -157,8 +164,9 @@ class Batch:
     @property
     def unfinished(self) -> list[int]:
         """Ids of rows that go on."""
-        rows = self._rows.rows.values() if self._rows is not None else ()
-        return [row.id for row in rows if row.finish_reason is None]
+        with self._turn:
+            rows = self._rows.rows.values() if self._rows is not None else ()
+            return [row.id for row in rows if row.finish_reason is None]
 
     def check(
         self,
@@ -278,19 +286,20 @@ class Batch:
 
     def join(self, request: RowRequest) -> int:
         """Add a checked request; its id."""
-        if self._rows is None:
-            self._reserve([request], grows=True)
-        assert self._rows is not None
-        if request.settings.num_draft_tokens == AUTO:
-            self._rows.speculator.controller = self._controller()
         spec = self._spec(request)
-        try:
-            row = self._rows.join(spec, cached=request.settings.cache)
-            self._requests[row.id] = request
-        except BaseException:  # Ctrl-C: of a row that is in already nobody would know
-            for unknown in self._rows.rows.keys() - self._requests.keys():
-                self._rows.leave(unknown)
-            raise
+        with self._turn:
+            if self._rows is None:
+                self._reserve([request], grows=True)
+            assert self._rows is not None
+            if request.settings.num_draft_tokens == AUTO:
+                self._rows.speculator.controller = self._controller()
+            try:
+                row = self._rows.join(spec, cached=request.settings.cache)
+                self._requests[row.id] = request
+            except BaseException:  # Ctrl-C: of a row that is in already nobody would know
+                for unknown in self._rows.rows.keys() - self._requests.keys():
+                    self._rows.leave(unknown)
+                raise
         return row.id
 
     def _spec(self, request: RowRequest) -> RowSpec:

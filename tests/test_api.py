@@ -1,4 +1,6 @@
 import inspect
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import MAX_POSITIONS, PLANS, VOCAB_SIZE, make_model, random_ids, without_times
 
-from layerskip import DraftPlan, GenerationOutput, SamplingParams, SelfSpeculativeLM
+from layerskip import DraftPlan, GenerationOutput, Round, SamplingParams, SelfSpeculativeLM
 from layerskip.batch import MAX_ROWS
 from layerskip.loading import eos_ids_of
 from layerskip.params import MAX_SEED
@@ -396,6 +398,52 @@ def test_bad_labels_and_callbacks_are_refused(wrap, settings, sentence):
         wrap("exit").generate([5], **settings)
     with pytest.raises(TypeError, match="request_id must be non-empty text, got ''"):
         wrap("exit").open_batch().add([5], request_id="")
+
+
+def test_threads_may_share_a_batch(wrap):
+    """Two go on with its rows while a third adds some, and takes one out."""
+    lm = wrap("exit")
+    prompts = [random_ids(6, seed=seed) for seed in range(9)]
+    batch = lm.open_batch(max_new_tokens=24)
+    rows = [batch.add(prompt) for prompt in prompts[:3]]
+    records, joined = [], Event()
+
+    def go_on() -> None:
+        while batch.unfinished or not joined.is_set():
+            records.extend(batch.step())
+
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(go_on) for _ in range(2)]
+        try:
+            rows += [batch.add(prompt) for prompt in prompts[3:]]
+            cancelled = batch.remove(rows.pop())
+        finally:
+            joined.set()
+        for one in both:
+            one.result()
+    expected = [lm.generate(prompt, max_new_tokens=24).token_ids for prompt in prompts]
+    assert ids_of([batch.remove(row) for row in rows]) == expected[:-1]
+    assert cancelled.token_ids == expected[-1][: len(cancelled.token_ids)]
+    for row, ids in zip(rows, expected, strict=False):
+        told = [list(record.token_ids) for record in records if record.row == row]
+        assert sum(map(len, told)) == len(ids)
+
+
+def test_threads_wait_for_no_callback_of_another(wrap):
+    """What ``on_round`` waits for may be a row that another thread adds."""
+    added = []
+
+    def wait_for_another(_: Round) -> None:
+        if not added:
+            other = Thread(target=lambda: added.append(batch.add([7, 8])), daemon=True)
+            other.start()
+            other.join(timeout=20)
+
+    batch = wrap("exit").open_batch(max_new_tokens=4, on_round=wait_for_another)
+    first = batch.add([5, 6])
+    batch.step()
+    assert batch.unfinished == [first, *added]
+    assert len(added) == 1
 
 
 def test_a_row_whose_adding_is_interrupted_is_not_in(wrap, monkeypatch):
