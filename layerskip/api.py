@@ -601,7 +601,7 @@ class SelfSpeculativeLM:
         before others, scores are 0, and where a criterion ended it, padding follows. Of what
         ``grammar`` allows, temperature, top-k and the like choose, as in ``generate``. A row ends
         where the model's positions do; transformers goes on. Hooks that the model had not when it
-        was wrapped, as PEFT's ``adapter_names`` gives it, are refused.
+        was wrapped, as PEFT's ``adapter_names`` gives it, are refused, and so are other adapters.
 
         Args:
             model: the model that this object wraps.
@@ -621,6 +621,11 @@ class SelfSpeculativeLM:
             raise ValueError(
                 f"{place} has a forward hook that it had not when the model was wrapped (as with "
                 "PEFT's adapter_names), and decoding would not run it; leave it out, or wrap again"
+            )
+        if (place := self.stack.shared.switched_adapter(model)) is not None:
+            raise ValueError(
+                f"{place} runs other adapters than when the model was wrapped (PEFT's set_adapter "
+                "or disable_adapter), and decoding would not; switch back, or wrap again"
             )
         call = hf.Call(
             model,

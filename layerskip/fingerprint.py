@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerskip import __version__
 from layerskip.cost import BY_HOST, RECORDED, CostTable
@@ -56,16 +56,30 @@ def fingerprint(model: "PreTrainedModel") -> str:
 
     The same in every process and on every device, and in every dtype that a bfloat16 checkpoint is
     loaded in: samples are rounded to bfloat16. (A float32 one may differ in float16: rounded
-    twice.) Training moves it: every tensor is sampled. Takes milliseconds.
+    twice.) Training moves it: every tensor is sampled. Where not all of a model's PEFT adapters are
+    run, it is of those that are. Takes milliseconds.
     """
     config = model.config.to_dict()
     kept = {k: v for k, v in config.items() if k not in NOT_OF_THE_MODEL and k[:6] != "_attn_"}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
     named = sorted(model.named_parameters())
     digest.update("\n".join(f"{name} {tuple(p.shape)}" for name, p in named).encode())
+    adapters = adapters_run(model)
+    if any(run != set(getattr(model, "peft_config", ())) for run in adapters.values()):
+        digest.update(json.dumps({name: sorted(run) for name, run in adapters.items()}).encode())
     samples = [_sampled(p) for _, p in named]
     digest.update(torch.cat(samples).cpu().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def adapters_run(model: nn.Module) -> dict[str, frozenset[str]]:
+    """The PEFT adapters that each module with some runs, by its name: none where disabled."""
+    return {
+        name: frozenset() if part.disable_adapters else frozenset(part.active_adapters)
+        for name, part in model.named_modules()
+        # Of a transformers model these are methods.
+        if isinstance(getattr(part, "disable_adapters", None), bool)
+    }
 
 
 def _sampled(weight: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.blocks import Stamp, stamp
+from layerskip.fingerprint import adapters_run
 
 HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 
@@ -49,6 +50,7 @@ class SharedWeights:
         # Not the hooks themselves, which may hold the model. Most are the twin's, too, and stay.
         modules = (*owner.modules(), *twin.modules())
         self._hooks = {id(hook) for module in modules for hook in hooks_of(module)}
+        self._adapters = adapters_run(owner)
 
     def check(self) -> None:
         """Raise if the model's weights are not those that decoding reads, or not of their kind.
@@ -82,6 +84,13 @@ class SharedWeights:
                 if id(hook) not in self._hooks:
                     return path or type(module).__name__
         return None
+
+    def switched_adapter(self, model: nn.Module) -> str | None:
+        """Where a model runs other PEFT adapters than when it was wrapped; None: nowhere. What was
+        merged and taken out is in the weights."""
+        now = adapters_run(model)
+        differs = (name for name, run in now.items() if run != self._adapters.get(name, set()))
+        return next(differs, None)
 
     def stamp(self) -> Stamp:
         """Changes whenever torch sees the weights change: see ``blocks.stamp``."""

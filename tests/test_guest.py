@@ -33,6 +33,7 @@ from layerskip import (
     UnsupportedModelError,
 )
 from layerskip import model as model_module
+from layerskip.fingerprint import fingerprint
 from layerskip.model import pack_model
 
 PROMPTS = [random_ids(n) for n in (3, 70, 20)]
@@ -536,6 +537,24 @@ def test_an_adapter_trained_on_is_seen_and_one_switched_later_is_not(plain_text)
     model.set_adapter("default")
     model.delete_adapter("other")
     assert decode(lm) == expected
+
+
+def test_a_fingerprint_is_of_the_adapters_that_are_run():
+    model = adapted()
+    alone = fingerprint(model.get_base_model())
+    model.add_adapter("other", peft.LoraConfig(target_modules=TARGETS, init_lora_weights=False))
+    found = []
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        found.append(fingerprint(SelfSpeculativeLM(model).stack.twin))
+        assert fingerprint(model.get_base_model()) == found[-1]
+    with model.disable_adapter():
+        found.append(fingerprint(model.get_base_model()))
+    assert len({alone, *found}) == 4
+    model.set_adapter("default")
+    assert fingerprint(model.get_base_model()) == found[0]
+    model.delete_adapter("other")
+    assert fingerprint(model.get_base_model()) == alone
 
 
 def test_modules_and_settings_that_change_later_are_not_seen(plain_text):

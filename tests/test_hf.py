@@ -454,6 +454,25 @@ def test_hooks_of_one_call_are_refused():
         adapted.generate(**one(), **GREEDY, custom_generate=ours, adapter_names=["second"])
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's
+def test_other_adapters_than_when_it_was_wrapped_are_refused():
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(make_model(), config, "first").eval()
+    adapted.add_adapter("second", config)
+    ours = SelfSpeculativeLM(adapted, None, PLANS["exit"], num_draft_tokens=4).custom_generate
+    wanted = adapted.generate(**one(), **GREEDY)
+    refused = pytest.raises(ValueError, match=r"0\.self_attn\.q_proj runs other adapters")
+    with refused, adapted.disable_adapter():
+        adapted.generate(**one(), **GREEDY, custom_generate=ours)
+    adapted.set_adapter("second")
+    with refused:
+        adapted.generate(**one(), **GREEDY, custom_generate=ours)
+    adapted.set_adapter("first")
+    assert torch.equal(adapted.generate(**one(), **GREEDY, custom_generate=ours), wanted)
+    merged = adapted.merge_and_unload()
+    assert torch.equal(merged.generate(**one(), **GREEDY, custom_generate=ours), wanted)
+
+
 class Watch(torch.nn.Module):
     def look(self, *_: object) -> None:
         pass
