@@ -234,3 +234,16 @@ def test_rows_are_chosen_for_at_once_as_far_as_the_caches_reach():
         range(5, 6),
     ]
     assert [len(part) for part in portions([1] * 3, 2 * AT_ONCE, eight[1])] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("context", [(), (3,), (3, 1, 4), [1, 5, 9]])
+def test_processors_are_shown_ids_of_a_kind_whatever_the_context(context):
+    shown = []
+
+    def look(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        shown.append((ids.dtype, ids.tolist()))
+        return scores
+
+    sampler = Sampler(SamplingParams(), 0, VOCAB_SIZE, processors=[look])
+    sampler.scores(torch.zeros(1, VOCAB_SIZE), context)
+    assert shown == [(torch.int64, [list(context)])]
