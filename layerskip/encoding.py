@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 
-from layerskip.params import check_integer
+from layerskip.params import check_integer, check_text
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -106,10 +106,7 @@ class PromptEncoder:
         return ids
 
     def _tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the prompt is not valid Unicode: {error}") from None
+        check_text("the prompt", text)
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 

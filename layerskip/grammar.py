@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from layerskip.params import check_integer
+from layerskip.params import check_integer, check_text
 from layerskip.schema_check import checked_schema
 
 if TYPE_CHECKING:
@@ -82,12 +82,7 @@ class Grammar:
     def __post_init__(self) -> None:
         check_integer("max_whitespace", self.max_whitespace, 0, MAX_WHITESPACE)
         for name, value in ((self.kind, self.source), ("the marker", self.marker)):
-            if not isinstance(value, str):
-                raise TypeError(f"{name} must be text, got {value!r}")
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"{name} is not valid Unicode: {error}") from None
+            check_text(name, value)
 
     @classmethod
     def json_schema(cls, schema: Any, *, strict: bool = True, max_whitespace: int = 0) -> "Grammar":

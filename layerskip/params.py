@@ -220,6 +220,16 @@ def check_integer(name: str, value: object, low: int, high: int | None = None) -
         raise ValueError(f"{name} must be {allowed}, got {value}")
 
 
+def check_text(name: str, value: object) -> None:
+    """Raise unless ``value`` is a str without half a surrogate pair, which no tokenizer takes."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be text, got {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not valid Unicode: {error}") from None
+
+
 def check_number(name: str, value: object, low: float, high: float) -> None:
     """Raise unless ``value`` is a finite int or float in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -34,6 +34,7 @@ from layerskip.params import (
     check_integer,
     check_number,
     check_sampling,
+    check_text,
 )
 from layerskip.plan import DraftPlan, PlanFile, ranges
 from layerskip.prediction import Counts, count, draft_costs, predict
@@ -100,12 +101,17 @@ def search(
         on_progress: called with steps done, steps, and what comes next.
 
     Raises:
-        ValueError: fewer than two usable texts; the journal is of another search, or another
-            process has it; or the model was wrapped with an exit adapter, which belongs to one
-            exit only.
+        TypeError: an argument is not what it has to be.
+        ValueError: fewer than two usable texts, or one that is not valid Unicode; the journal is of
+            another search, or another process has it; or the model was wrapped with an exit
+            adapter, which belongs to one exit only.
     """
     if lm.stack.adapter is not None:
         raise ValueError("search looks at plain exits: wrap the model without its exit adapter")
+    if isinstance(vocabulary_texts, str) or not isinstance(vocabulary_texts, Sequence):
+        raise TypeError(f"vocabulary_texts must be a list of texts, got {vocabulary_texts!r}")
+    for text in vocabulary_texts:  # now: they are tokenized at the end of a long measurement
+        check_text("each of vocabulary_texts", text)
     settings = settings or SearchSettings()
     subject = cost_key(lm.stack, None) | {
         "prompts": _digest([[e.prompt, e.continuation] for e in examples]),

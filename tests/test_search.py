@@ -582,6 +582,29 @@ def test_what_a_search_would_fail_with_later_is_refused_at_once(settings, error,
         SearchSettings(**settings)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"vocabulary_texts": "hello world"}, TypeError, "must be a list of texts, got 'hello wor"),
+        ({"vocabulary_texts": iter("ab")}, TypeError, "vocabulary_texts must be a list of texts"),
+        ({"vocabulary_texts": [1, 2]}, TypeError, "each of vocabulary_texts must be text, got 1"),
+        ({"vocabulary_texts": ["a", None]}, TypeError, "vocabulary_texts must be text, got None"),
+        (
+            {"vocabulary_texts": ["a", "\ud800"]},
+            ValueError,
+            "vocabulary_texts is not valid Unicode",
+        ),
+    ],
+)
+def test_arguments_that_are_none_are_refused_before_anything_is_measured(wrong, error, message):
+    def measured(*_: object) -> None:
+        raise AssertionError("it was not refused")
+
+    arguments = {"lm": unquiet(3, 4), "examples": EXAMPLES, "settings": SETTINGS}
+    with pytest.raises(error, match=message):
+        search.search(**arguments | wrong, on_progress=measured)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A saved checkpoint whose layers 3 and 4 do nothing."""
