@@ -3,7 +3,7 @@
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from layerskip.hf_modes import (
 from layerskip.model import Head
 from layerskip.outputs import DecodeStats, GenerationOutput
 from layerskip.params import SamplingParams, check_bare
-from layerskip.prompts import Example
+from layerskip.prompts import Example, checked_examples
 
 MODES = ("plain", "layerskip", "hf", "hf-early-exit", "hf-early-exit-default", "hf-prompt-lookup")
 REPEAT_SPAN = 8
@@ -201,7 +201,7 @@ class Comparison:
 
 def compare(
     comparison: Comparison,
-    examples: Sequence[Example],
+    examples: Iterable[Example],
     *,
     modes: Sequence[str],
     repeats: int,
@@ -226,14 +226,15 @@ def compare(
 
     Returns:
         The document that ``layerskip compare --json`` prints, less ``model``.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or a prompt cannot be decoded.
     """
-    if not examples:
-        raise ValueError("there are no prompts to compare on")
     unknown = [m for m in modes if m not in MODES]
     if unknown:
         raise ValueError(f"unknown mode {unknown[0]!r}; there are {', '.join(MODES)}")
     modes = tuple(dict.fromkeys(("plain", *modes)))
-    prompts = [comparison.lm.encode(e.prompt) for e in examples]
+    prompts = [_encoded(comparison, i, e) for i, e in enumerate(checked_examples(examples))]
     prompts, unsupported = _tuned(comparison, modes, prompts, optional, tuning_prompts)
     modes = tuple(m for m in modes if m not in unsupported)
     shuffle = random.Random(0)
@@ -262,6 +263,14 @@ def compare(
         raise ValueError(f"every prompt's plain output repeats more than {max_repeated:.0%}")
     document = _document(comparison, kept, counted, timed, shares, len(prompts) - len(kept))
     return {**document, "unsupported": unsupported}
+
+
+def _encoded(comparison: Comparison, index: int, example: Example) -> list[int]:
+    """An example's prompt as token ids; which one it is that has none."""
+    try:
+        return comparison.lm.encode(example.prompt)
+    except ValueError as error:
+        raise ValueError(f"examples[{index}]: {error}") from None
 
 
 def _tuned(

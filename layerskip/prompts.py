@@ -3,12 +3,13 @@
 import ast
 import json
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from layerskip.files import reason_of
+from layerskip.params import check_text
 
 CONTEXT_LINES = 20
 MAX_PROMPT_CHARACTERS = 1500
@@ -21,6 +22,28 @@ class Example:
 
     prompt: str
     continuation: str = ""
+
+
+def checked_examples(examples: Iterable[Example]) -> tuple[Example, ...]:
+    """All of them, to be gone over more than once.
+
+    Raises:
+        TypeError, ValueError: one is no example, its text is not valid Unicode, or there are none.
+    """
+    if not isinstance(examples, Iterable):
+        raise TypeError(f"examples must be a list of Example, got {type(examples).__name__}")
+    found = tuple(examples)
+    for i, example in enumerate(found):
+        if not isinstance(example, Example):
+            raise TypeError(
+                f"examples[{i}] must be an Example, got {type(example).__name__}; "
+                "Example(prompt) makes one of text"
+            )
+        check_text(f"the prompt of examples[{i}]", example.prompt)
+        check_text(f"the continuation of examples[{i}]", example.continuation)
+    if not found:
+        raise ValueError("examples holds no prompts; give one or more")
+    return found
 
 
 def read_text(path: str | Path) -> str:

@@ -13,7 +13,7 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -39,7 +39,7 @@ from layerskip.params import (
 from layerskip.plan import DraftPlan, PlanFile, ranges
 from layerskip.prediction import Counts, count, draft_costs, predict
 from layerskip.profiling import measure_cost
-from layerskip.prompts import Example
+from layerskip.prompts import Example, checked_examples
 from layerskip.search_result import SearchResult, Tried
 from layerskip.skipping import closest_skip_sets, neighbours
 from layerskip.timing import Way, confidence_points, time_against_plain
@@ -82,7 +82,7 @@ class SearchSettings:
 
 def search(
     lm: SelfSpeculativeLM,
-    examples: Sequence[Example],
+    examples: Iterable[Example],
     *,
     settings: SearchSettings | None = None,
     vocabulary_texts: Sequence[str] = (),
@@ -106,13 +106,18 @@ def search(
             another search, or another process has it; or the model was wrapped with an exit
             adapter, which belongs to one exit only.
     """
+    if not isinstance(lm, SelfSpeculativeLM):
+        raise TypeError(f"lm must be a SelfSpeculativeLM, got {type(lm).__name__}; wrap the model")
     if lm.stack.adapter is not None:
         raise ValueError("search looks at plain exits: wrap the model without its exit adapter")
     if isinstance(vocabulary_texts, str) or not isinstance(vocabulary_texts, Sequence):
         raise TypeError(f"vocabulary_texts must be a list of texts, got {vocabulary_texts!r}")
     for text in vocabulary_texts:  # now: they are tokenized at the end of a long measurement
         check_text("each of vocabulary_texts", text)
-    settings = settings or SearchSettings()
+    settings = SearchSettings() if settings is None else settings
+    if not isinstance(settings, SearchSettings):
+        raise TypeError(f"settings must be SearchSettings or None, got {type(settings).__name__}")
+    examples = checked_examples(examples)
     subject = cost_key(lm.stack, None) | {
         "prompts": _digest([[e.prompt, e.continuation] for e in examples]),
         "vocabulary_texts": _digest(list(vocabulary_texts)),

@@ -11,7 +11,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import NUM_LAYERS, PLANS, make_model, random_ids
+from toys import MAX_POSITIONS, NUM_LAYERS, PLANS, make_model, random_ids
 
 from layerskip import DecodeStats, DraftPlan, SamplingParams, SelfSpeculativeLM, compare
 from layerskip.compare import REPEAT_SPAN, Comparison, ModeRun, repeated_share
@@ -530,6 +530,18 @@ def test_looping_prompts_are_left_out() -> None:
 def test_no_prompts_is_said_as_such() -> None:
     with pytest.raises(ValueError, match="no prompts"):
         compare.compare(scripted(plain=[]), [], modes=["plain"], repeats=1)
+
+
+def test_prompts_that_are_none_are_named(talking: SelfSpeculativeLM) -> None:
+    made = Comparison(talking.stack.twin, talking, sampling=SamplingParams(), max_new_tokens=NEW)
+    for example, error, said in (
+        ("text", TypeError, "must be an Example, got str; Example"),
+        (Example("\ud800"), ValueError, "is not valid Unicode"),
+        (Example("q" * MAX_POSITIONS), ValueError, "the prompt has 600 tokens; the model has"),
+        (Example(""), ValueError, "the prompt is empty"),
+    ):
+        with pytest.raises(error, match=rf"examples\[1\]:? {said}"):
+            compare.compare(made, iter([Example("a"), example]), modes=["plain"], repeats=1)
 
 
 def test_sampled_transformers_text_is_not_called_different() -> None:

@@ -544,6 +544,12 @@ def test_a_journal_of_other_work_is_refused(given, tmp_path, prompts, settings, 
         search.search(lm, prompts, settings=settings, journal=journal)
 
 
+def test_examples_that_come_one_by_one_are_searched_on(given):
+    given(1.3)
+    said = [search.search(unquiet(3, 4), e, settings=SETTINGS) for e in (EXAMPLES, iter(EXAMPLES))]
+    assert said[0] == said[1]
+
+
 def test_a_second_search_on_one_journal_is_refused(given, tmp_path):
     given(1.3)
     lm, path = unquiet(3, 4), tmp_path / "journal"
@@ -589,10 +595,18 @@ def test_what_a_search_would_fail_with_later_is_refused_at_once(settings, error,
         ({"vocabulary_texts": iter("ab")}, TypeError, "vocabulary_texts must be a list of texts"),
         ({"vocabulary_texts": [1, 2]}, TypeError, "each of vocabulary_texts must be text, got 1"),
         ({"vocabulary_texts": ["a", None]}, TypeError, "vocabulary_texts must be text, got None"),
+        ({"vocabulary_texts": ["a", "\ud800"]}, ValueError, "vocabulary_texts is not valid"),
+        ({"lm": make_model()}, TypeError, "lm must be a SelfSpeculativeLM, got LlamaForCausalLM"),
+        ({"settings": {}}, TypeError, "settings must be SearchSettings or None, got dict"),
+        ({"examples": EXAMPLES[0]}, TypeError, "examples must be a list of Example, got Example"),
+        ({"examples": []}, ValueError, "examples holds no prompts; give one or more"),
+        ({"examples": [EXAMPLES[0], "a"]}, TypeError, r"examples\[1\] must be an Example, got str"),
+        ({"examples": [{"prompt": "a"}]}, TypeError, r"examples\[0\] must be an Example, got dict"),
+        ({"examples": [Example([1, 2])]}, TypeError, r"the prompt of examples\[0\] must be text"),
         (
-            {"vocabulary_texts": ["a", "\ud800"]},
+            {"examples": [Example("a", "\ud800")]},
             ValueError,
-            "vocabulary_texts is not valid Unicode",
+            r"continuation of examples\[0\] is not",
         ),
     ],
 )
