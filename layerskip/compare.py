@@ -27,7 +27,7 @@ from layerskip.hf_modes import (
 )
 from layerskip.model import Head
 from layerskip.outputs import DecodeStats, GenerationOutput
-from layerskip.params import SamplingParams, check_bare
+from layerskip.params import SamplingParams, check_bare, check_integer
 from layerskip.prompts import Example, checked_examples
 
 MODES = ("plain", "layerskip", "hf", "hf-early-exit", "hf-early-exit-default", "hf-prompt-lookup")
@@ -143,9 +143,9 @@ class Comparison:
         grid = settings_to_try(exits_to_try(self.lm.stack.num_layers, self.lm.plan))
         if not grid:
             raise ValueError("a model of one layer has no early exit: leave these modes out")
-        self.early_exit = grid[0]
+        self.early_exit, first = grid[0], prompts[0]
         try:
-            self.run("hf-early-exit", prompts[0])  # a process's first call allocates, and imports
+            self.run("hf-early-exit", first)  # a process's first call allocates, and imports
         except torch.OutOfMemoryError:  # which is no word on the family
             raise
         except REFUSALS as error:
@@ -230,6 +230,8 @@ def compare(
     Raises:
         TypeError, ValueError: an argument is wrong, or a prompt cannot be decoded.
     """
+    check_integer("repeats", repeats, 1)
+    check_integer("tuning_prompts", tuning_prompts, 1)
     unknown = [m for m in modes if m not in MODES]
     if unknown:
         raise ValueError(f"unknown mode {unknown[0]!r}; there are {', '.join(MODES)}")

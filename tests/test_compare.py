@@ -417,6 +417,19 @@ def test_a_mode_that_there_is_not_is_refused() -> None:
         compare.compare(scripted(plain=[FRESH, OTHER]), EXAMPLES, modes=["hf-early"], repeats=1)
 
 
+@pytest.mark.parametrize("name", ["repeats", "tuning_prompts"])
+def test_numbers_below_one_are_refused_before_anything_is_decoded(name: str) -> None:
+    fake = scripted(plain=[FRESH, OTHER], hf_early_exit=[FRESH, OTHER])
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        compare.compare(fake, EXAMPLES, modes=["hf-early-exit"], **{"repeats": 1, name: 0})
+    assert (fake.calls, fake.tuned) == ([], 0)
+
+
+def test_tuning_on_no_prompt_is_no_word_on_the_family(comparison: Comparison) -> None:
+    with pytest.raises(IndexError):
+        comparison.tune_early_exit([])
+
+
 def test_default_settings_are_tried_at_the_best_exit_too() -> None:
     fake = scripted(plain=[FRESH, FRESH], hf_early_exit_default=[FRESH, FRESH])
     compare.compare(fake, EXAMPLES, modes=["hf-early-exit-default"], repeats=1)
