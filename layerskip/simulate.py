@@ -12,7 +12,8 @@ is done: the requests before and after are not counted, so no time and no throug
 or an end. What is said of rounds (rows, drafted tokens, prefills) is of all of them.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +23,12 @@ from numpy.typing import NDArray
 
 from layerskip.cost import CostTable
 from layerskip.machine_time import MachineTime
-from layerskip.params import MAX_AUTO_DRAFT_TOKENS, MAX_NUM_DRAFT_TOKENS, check_integer
+from layerskip.params import (
+    MAX_AUTO_DRAFT_TOKENS,
+    MAX_NUM_DRAFT_TOKENS,
+    check_integer,
+    check_number,
+)
 from layerskip.pass_costs import Overhead, PassCosts, prefill_seconds
 from layerskip.simulated_controller import Automatic, Batches, Fixed
 from layerskip.workload import Requests, Stream
@@ -114,8 +120,18 @@ class Simulation:
     seed: int
 
     def cell(self, policy: str, concurrency: int) -> Cell:
-        """One of ``cells``."""
-        return next(c for c in self.cells if (c.policy, c.concurrency) == (policy, concurrency))
+        """One of ``cells``.
+
+        Raises:
+            ValueError: there is no such cell.
+        """
+        cells = {(c.policy, c.concurrency): c for c in self.cells}
+        if (policy, concurrency) not in cells:
+            known = ", ".join(f"{name!r} with {users}" for name, users in cells)
+            raise ValueError(
+                f"policy {policy!r} was not simulated with {concurrency} users; there are {known}"
+            )
+        return cells[policy, concurrency]
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -126,8 +142,8 @@ def simulate(
     table: CostTable,
     traffic: Requests,
     *,
-    concurrency: Sequence[int] = (1, 2, 4, 8, 16, 32),
-    policies: Sequence[str] = (OFF, "fixed:4", "auto"),
+    concurrency: Collection[int] = (1, 2, 4, 8, 16, 32),
+    policies: Collection[str] = (OFF, "fixed:4", "auto"),
     num_requests: int = 2000,
     new_tokens: int | None = None,
     seed: int = 0,
@@ -154,12 +170,16 @@ def simulate(
     Raises:
         TypeError, ValueError: a number is none or out of range, or a policy unknown.
     """
+    for name, several in (("concurrency", concurrency), ("policies", policies)):
+        if isinstance(several, str) or not isinstance(several, Collection):
+            raise TypeError(f"{name} must be a list, such as [{several!r}], got {several!r}")
     for number in concurrency:
         check_integer("concurrency", number, 1, MOST_CONCURRENCY)
     check_integer("the number of requests", num_requests, 1, MOST_REQUESTS)
     if new_tokens is not None:
         check_integer("the number of new tokens", new_tokens, 1, MOST_REQUESTS)
     check_integer("seed", seed, 0)
+    check_number("passes_per_token", passes_per_token, 0.0, math.inf)
     drafted = {name: most_drafted(name) for name in policies}
     if not concurrency or not policies:
         raise ValueError("at least one concurrency and one policy are needed")

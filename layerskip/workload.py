@@ -96,6 +96,8 @@ class Recorded:
     def __init__(
         self, texts: Sequence[RecordedText], chances_after_wrong: Sequence[float] = ()
     ) -> None:
+        if not texts:
+            raise ValueError("texts must be one or more recorded requests, got none")
         self.texts = texts
         right = np.concatenate([t.right for t in texts])
         if not (right >= 0).any():

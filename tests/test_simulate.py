@@ -526,6 +526,10 @@ def test_a_hundred_thousand_requests_take_less_than_a_minute(policy, requests):
         ({"concurrency": (1, 0)}, "concurrency must be between 1 and 1024, got 0"),
         ({"num_requests": 0}, "the number of requests must be between 1 and"),
         ({"new_tokens": True}, "the number of new tokens must be an int, got True"),
+        ({"passes_per_token": -1}, "passes_per_token must be finite and at least 0, got -1"),
+        ({"passes_per_token": float("nan")}, "passes_per_token must be finite and at least 0"),
+        ({"concurrency": 4}, r"concurrency must be a list, such as \[4\], got 4"),
+        ({"policies": "auto"}, r"policies must be a list, such as \['auto'\], got 'auto'"),
     ],
 )
 def test_numbers_that_are_none_are_refused_before_any_round(wrong, sentence):
@@ -533,3 +537,13 @@ def test_numbers_that_are_none_are_refused_before_any_round(wrong, sentence):
         simulate(flat(), Synthetic((0.5,), 10, 3), **wrong)
     with pytest.raises(TypeError, match=r"prompt_tokens must be an int, got 2.5"):
         Synthetic((0.5,), 2.5, 3)
+    with pytest.raises(ValueError, match="texts must be one or more recorded requests, got none"):
+        Recorded([])
+
+
+def test_a_cell_that_was_not_simulated_is_named_beside_those_that_were():
+    found = simulate(flat(), Synthetic((0.5,), 10, 3), concurrency=[1], policies=["off", "fixed:4"])
+    assert found.cell("off", 1) is found.cells[0]
+    said = r"policy 'off' was not simulated with 2 users; there are 'off' with 1, 'fixed:4' with 1"
+    with pytest.raises(ValueError, match=said):
+        found.cell("off", 2)
