@@ -99,7 +99,13 @@ class Comparison:
             extra["assistant_early_exit"] = settings.exit_layer
         elif mode == "hf-prompt-lookup":
             extra["prompt_lookup_num_tokens"] = PROMPT_LOOKUP_TOKENS
-        with counted(self.model, count) as counts, configured(self.model, settings):
+        # Its sampling draws from the process's generators, the caller's; seeding is of all devices.
+        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        with (
+            torch.random.fork_rng(gpus, enabled=not self.sampling.greedy),
+            counted(self.model, count) as counts,
+            configured(self.model, settings),
+        ):
             began = time.perf_counter()
             tokens = self._transformers(ids, extra)
             seconds = time.perf_counter() - began

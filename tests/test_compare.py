@@ -126,6 +126,17 @@ def test_sampled_modes_repeat_with_their_seed(comparison: Comparison) -> None:
     assert sampled("plain", 3) == sampled("layerskip", 3)
 
 
+def test_the_caller_s_random_numbers_go_on_as_if_nothing_had_been_compared(
+    comparison: Comparison,
+) -> None:
+    sampling = SamplingParams(temperature=0.9, seed=3)
+    other = Comparison(comparison.model, comparison.lm, sampling=sampling, max_new_tokens=NEW)
+    before = torch.get_rng_state()
+    for mode in ("hf", "hf-prompt-lookup"):
+        other.run(mode, PROMPT)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_early_exit_settings_are_lent_and_given_back(
     comparison: Comparison, monkeypatch: pytest.MonkeyPatch
 ) -> None:
