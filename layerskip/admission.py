@@ -73,6 +73,17 @@ def unwrapped(model: object) -> object:
     return model
 
 
+def model_inside(model: object) -> PreTrainedModel:
+    """The same, of what has to have one inside; ``TypeError`` if it has not."""
+    inner = unwrapped(model)
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(
+            f"model must be a transformers causal language model, got {type(inner).__name__}; "
+            "give the model itself, not what wraps it"
+        )
+    return inner
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """A model's decoder layers: the outermost list that is as long as its config says."""
     return cast(nn.ModuleList, model.get_submodule(_place_of_layers(model)))
@@ -116,7 +127,7 @@ def check_model(model: object) -> None:
         if reason is not None:
             raise UnsupportedModelError(reason)
     for name, parameter in model.named_parameters():
-        if not _is_finite(parameter):
+        if not is_finite(parameter):
             raise ValueError(f"weight {name} holds NaN or infinite values; the file is damaged")
 
 
@@ -282,7 +293,8 @@ def _is_transformers_own(function: object) -> bool:
     return getattr(function, "__module__", "").startswith("transformers.")
 
 
-def _is_finite(weight: Tensor) -> bool:
+def is_finite(weight: Tensor) -> bool:
+    """Whether no entry is NaN or infinite."""
     values = weight.dequantize() if _is_int8(weight) else weight.detach()
     # The sum is finite unless an entry is not: one read of the weights, no mask.
     return bool(torch.isfinite(values.sum(dtype=torch.float32)))

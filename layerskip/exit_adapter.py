@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from layerskip.adapter_file import read_adapter, write_adapter
 from layerskip.adapter_shape import WIDTH_QUANTUM, AdapterShape, check_temperature
-from layerskip.admission import unwrapped
+from layerskip.admission import is_finite, model_inside
 from layerskip.dense import by_rows
 from layerskip.draft_head import DraftHead, Projection
 from layerskip.exit_block import ExitBlock, LowRank
@@ -93,9 +93,10 @@ class ExitAdapter(nn.Module):
             seed: of what is drawn.
 
         Raises:
+            TypeError: ``model`` is none of transformers', such as a wrapper of one.
             ValueError: the exit is not one of this model, or a size makes no sense.
         """
-        inner = cast("PreTrainedModel", unwrapped(model))
+        inner = model_inside(model)
         hidden: int = inner.config.hidden_size
         attention: dict[str, Any] = {}
         if block:
@@ -235,10 +236,11 @@ class ExitAdapter(nn.Module):
         """The adapter that ``save`` wrote, on the model's device and in its dtype.
 
         Raises:
+            TypeError: ``model`` is none of transformers', such as a wrapper of one.
             ValueError: there is none, or it belongs to another model: another depth, width,
                 vocabulary, or other weights.
         """
-        inner = cast("PreTrainedModel", unwrapped(model))
+        inner = model_inside(model)
         file = read_adapter(folder)
         adapter = cls(file.shape, file.backbone)
         reason = adapter.misfit(inner)
@@ -320,6 +322,9 @@ def _refusal(adapter: ExitAdapter, stack: "DecoderStack") -> str | None:
             f"is in {weight.dtype} on {weight.device}, the model in {stack.dtype} on "
             f"{stack.device}; give adapter.to(model.device, model.dtype)"
         )
+    for name, parameter in adapter.named_parameters():
+        if not is_finite(parameter):
+            return f"holds NaN or infinite values in {name}; train it again, or load a whole file"
     if stack.why_whole_head is not None:
         return f"cannot add to the head: {stack.why_whole_head}"
     if not shape.block_width:

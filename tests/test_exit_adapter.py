@@ -256,6 +256,24 @@ def test_wrapping_checks_what_it_is_given(toy):
     assert lm.plan == PLAN == adapter.shape.plan
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_an_adapter_with_a_weight_that_is_no_number_is_refused_by_name(toy, value):
+    adapter = make_adapter(toy())
+    with torch.no_grad():
+        adapter.head_lora.up[3, 1] = value
+    with pytest.raises(ValueError, match=r"adapter holds NaN or infinite values in head_lora\.up;"):
+        SelfSpeculativeLM(toy(), exit_adapter=adapter)
+
+
+def test_an_adapter_is_of_a_model_that_is_not_wrapped(toy, tmp_path):
+    make_adapter(toy()).save(tmp_path)
+    lm = SelfSpeculativeLM(toy())
+    said = "model must be a transformers .* got SelfSpeculativeLM; give the model itself, not"
+    for make in (lambda: ExitAdapter.create(lm, 2), lambda: ExitAdapter.load(tmp_path, lm)):
+        with pytest.raises(TypeError, match=said):
+            make()
+
+
 def count_runs(monkeypatch) -> list[int]:
     """Rows of each pass through an adapter, as they happen."""
     passes: list[int] = []
