@@ -32,6 +32,8 @@ class Counts:
     def from_list(cls, content: Sequence[Any]) -> "Counts":
         """The counts that ``to_list`` wrote."""
         lengths, acceptance, first = content
+        if not lengths:
+            raise ValueError("there is no length, not even without drafted tokens")
         return cls(tuple(map(float, lengths)), tuple(map(float, acceptance)), float(first))
 
 

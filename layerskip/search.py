@@ -169,7 +169,7 @@ class _Search:
     def _prepare(self) -> None:
         """Texts and costs, measured or remembered."""
         self._say("reading the texts")
-        self.texts = self.journal.once("texts", self._read_texts, _texts)
+        self.texts = self.journal.once("texts", self._read_texts, self._texts)
         self.context = statistics.fmean(t.start + t.window / 2 for t in self.texts)
         self._say("costs of passes")
         one, every = (DraftPlan(self.depth, tuple(range(n))) for n in (1, self.depth))
@@ -192,22 +192,30 @@ class _Search:
             )
         return [[list(t.ids), t.start, t.seed] for t in texts]
 
+    def _texts(self, entry: Sequence[Any]) -> list[Text]:
+        """Of ``_read_texts``; in a file it may have become anything."""
+        texts = [Text(tuple(ids), start, seed) for ids, start, seed in entry]
+        known, sound = range(self.stack.vocab_size), len(texts) >= LEAST_TEXTS
+        sound = sound and all(t.start >= 1 and t.window >= 2 for t in texts)
+        if not sound or not all(i in known for t in texts for i in t.ids):
+            raise ValueError("they are no texts of this model")
+        return texts
+
     @cached_property
     def known_texts(self) -> KnownTexts:
         """Made when something has to be measured along the texts, not when all is remembered."""
         return KnownTexts(self.stack, self.texts, sampling=self.settings.sampling)
 
     def _exits(self) -> None:
-        most = self.settings.max_draft_tokens
+        most, exits = self.settings.max_draft_tokens, range(1, self.depth)
 
         def measure() -> list[Any]:
-            exits = range(1, self.depth)
             return [count(self.known_texts.exit_chains(e, most), most).to_list() for e in exits]
 
-        found = self.journal.once(
-            "exits", measure, lambda entry: [Counts.from_list(c) for c in entry]
-        )
-        for layer, counts in enumerate(found, 1):
+        def read(entry: Sequence[Any]) -> list[tuple[int, Counts]]:
+            return [(e, Counts.from_list(c)) for e, c in zip(exits, entry, strict=True)]
+
+        for layer, counts in self.journal.once("exits", measure, read):
             plan = DraftPlan.exiting(num_layers=self.depth, exit_layer=layer)
             trained = layer in self.lm.trained_exits
             self._note(plan, "trained exit" if trained else "exit", counts)
@@ -365,7 +373,13 @@ class _Search:
 
     def _time(self, best: Tried) -> tuple[float, float, float]:
         """Median speed-up and the ends of its 95 % interval."""
-        ratios = self.journal.once(
+
+        def read(entry: Sequence[float]) -> tuple[float, float, float]:
+            middle = statistics.median(entry)
+            low, high = bootstrap_interval(entry)
+            return middle, low, high
+
+        return self.journal.once(
             f"speed of draft layers {ranges(best.plan.layers)}",
             lambda: time_against_plain(
                 self.stack,
@@ -374,10 +388,8 @@ class _Search:
                 self.texts[:CHECKED_TEXTS],
                 sampling=self.settings.sampling,
             ),
-            lambda entry: [float(ratio) for ratio in entry],
+            read,
         )
-        low, high = bootstrap_interval(ratios)
-        return statistics.median(ratios), low, high
 
     def _off(self, verdict: str) -> SearchResult:
         measurements = self._measurements(verdict)
@@ -415,7 +427,3 @@ def _trimmed(file: PlanFile, trimming: Trimming) -> PlanFile:
         acceptance=chosen.counts.acceptance,
         measurements={**file.measurements, "coverage": chosen.promised},
     )
-
-
-def _texts(entry: Sequence[Any]) -> list[Text]:
-    return [Text(tuple(ids), start, seed) for ids, start, seed in entry]

@@ -239,7 +239,15 @@ class Trimmer:
     def _timed(self, best: TriedVocabulary, whole: TriedVocabulary) -> TriedVocabulary:
         assert best.ids is not None
         ids = best.ids
-        took = self.journal.once(
+
+        def read(entry: Sequence[Sequence[float]]) -> TriedVocabulary:
+            ratios = [plain / trimmed for plain, _, trimmed in entry]
+            over_whole = statistics.median(w / trimmed for _, w, trimmed in entry)
+            low, high = bootstrap_interval(ratios)
+            measured = statistics.median(ratios), low, high
+            return replace(best, measured=measured, over_whole=over_whole)
+
+        return self.journal.once(
             self._named("seconds", ids),
             lambda: time_in_turn(
                 self.lm.stack,
@@ -252,12 +260,5 @@ class Trimmer:
                 self._held[: self.checked_texts],
                 sampling=self.sampling,
             ),
-            lambda entry: [tuple(map(float, times)) for times in entry],
-        )
-        ratios = [plain / trimmed for plain, _, trimmed in took]
-        low, high = bootstrap_interval(ratios)
-        return replace(
-            best,
-            measured=(statistics.median(ratios), low, high),
-            over_whole=statistics.median(w / trimmed for _, w, trimmed in took),
+            read,
         )

@@ -544,6 +544,35 @@ def test_a_journal_of_other_work_is_refused(given, tmp_path, prompts, settings, 
         search.search(lm, prompts, settings=settings, journal=journal)
 
 
+@pytest.mark.parametrize(
+    ("what", "result"),
+    [
+        ("texts", []),
+        ("texts", [[[10**9, 1, 2, 3], 1, 0]] * 2),
+        ("texts", [[[1, 2], 0, 0]] * 2),
+        ("texts", [[[1, 2, 3, 4], 1, 0]]),
+        ("exits", []),
+        ("exits", [[[1.0, 1.5], [0.5], 0.5]]),
+        ("exits", [[[], [], 0.5]] * (NUM_LAYERS - 1)),
+        ("speed of draft layers 0-2, 5", []),
+        ("seconds with 128 ids", []),
+        ("seconds with 128 ids", [[]]),
+    ],
+)
+def test_an_entry_that_was_emptied_is_called_damage(given, tmp_path, monkeypatch, what, result):
+    given(1.3)
+    monkeypatch.setattr(trimming, "GAIN", 0.5)  # as below
+    lm, journal = unquiet(3, 4), tmp_path / "journal"
+    work = {"settings": SETTINGS, "vocabulary_texts": [VOCABULARY_TEXT], "journal": journal}
+    search.search(lm, EXAMPLES, **work)
+    entries = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert [e for e in entries if e.get("what") == what]
+    edited = [e | {"result": result} if e.get("what") == what else e for e in entries]
+    journal.write_text("".join(json.dumps(e) + "\n" for e in edited))
+    with pytest.raises(ValueError, match=rf"journal is not a whole journal \(the entry '{what}'\)"):
+        search.search(lm, EXAMPLES, **work)
+
+
 def test_examples_that_come_one_by_one_are_searched_on(given):
     given(1.3)
     said = [search.search(unquiet(3, 4), e, settings=SETTINGS) for e in (EXAMPLES, iter(EXAMPLES))]
