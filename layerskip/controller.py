@@ -281,7 +281,7 @@ class Controller:
         state.reserve(PROBE_SHARE)
         missing = state.lacks(self._price_of_looking(state, count, context))
         # A round earns no more than that: before, it need not be asked again.
-        state.next_look = min(math.ceil(missing / PROBE_SHARE), LAST_LOOK)
+        state.next_look = math.ceil(min(missing / PROBE_SHARE, LAST_LOOK))
         return missing <= 0.0
 
     def _price_of_looking(self, state: RowState, count: int, context: int) -> float:

@@ -57,6 +57,9 @@ UNSUPPORTED = {
     "prompt_lookup_num_tokens": (None,),
     "assistant_early_exit": (None,),
     "dola_layers": (None,),
+    "use_mtp": (False, None),
+    "constraints": (None,),
+    "force_words_ids": (None,),
     "output_attentions": (False, None),
     "output_hidden_states": (False, None),
 }

@@ -350,6 +350,9 @@ def law_of_pairs(model, ids, temperature, top_k) -> dict[tuple[int, ...], float]
 
 REFUSED = [
     ({"num_beams": 2}, "num_beams=2"),
+    ({"use_mtp": True}, "use_mtp=True"),
+    ({"force_words_ids": [[7]]}, r"force_words_ids=\[\[7\]\]"),
+    ({"constraints": ["one"]}, "constraints="),
     ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
     ({"return_dict_in_generate": True, "cache_implementation": "static"}, "a StaticCache was ask"),
     ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),

@@ -12,8 +12,9 @@ from toys import PLANS, VOCAB_SIZE
 from layerskip import SamplingParams, SelfSpeculativeLM
 from layerskip.asks import Ask
 from layerskip.controller import Controller
+from layerskip.cost import CostTable, Curve
 from layerskip.drafting import EarlyExitDrafter
-from layerskip.estimates import TRUST_SHARE, RowState
+from layerskip.estimates import LAST_LOOK, TRUST_SHARE, RowState
 from layerskip.experience import Experience
 from layerskip.hindsight import tells
 from layerskip.plan import PlanFile
@@ -227,6 +228,16 @@ def test_a_row_with_nothing_to_stake_probes_if_hindsight_says_that_it_pays(right
     ask = Ask(state, 100, 10, looks_back=True)
     (choice,) = controller.choose([ask], drafts=True)
     assert (choice.num_draft_tokens, state.probing) == ((1, True) if right else (0, False))
+
+
+def test_a_look_that_nothing_can_pay_for_is_put_off():
+    """A head that takes 1e300 s beside a pass that takes none."""
+    nothing, endless = (Curve((1, 8), (0,), ((s, s),)) for s in (0.0, 1e300))
+    controller = Controller(CostTable(nothing, endless, nothing, 0.0, 8, {}))
+    state = controller.row("greedy", 64)
+    state.next_look = 0
+    assert not controller.looks_back(state, LAST_LOOK, 10)
+    assert state.next_look == LAST_LOOK
 
 
 def test_what_was_kept_for_looking_back_is_for_probes_of_a_batch():
