@@ -1,8 +1,9 @@
 """The one KV cache.
 
 One invariant: slots below ``lengths[row]`` hold full-depth keys and values in every layer. Slots
-at or above it are scratch: drafts write there, verify overwrites, nothing else reads. Accepting
-is ``commit``. Rejecting is doing nothing but ``sweep``, which keeps scratch finite.
+at or above it are scratch: drafts write there, verify overwrites, and what else is read there is
+masked. Accepting is ``commit``. Rejecting is doing nothing but ``sweep``, which keeps scratch
+finite.
 """
 
 import weakref

@@ -84,7 +84,7 @@ class Decoder:
         self._empty_left()
         used = {row.slot_row for row in self.rows.values()}
         slot_row = next(i for i in range(len(used) + 1) if i not in used)
-        slots = len(spec.prompt) + spec.limit + most_draft_tokens(spec.num_draft_tokens)
+        slots = len(spec.prompt) + spec.max_new_tokens + most_draft_tokens(spec.num_draft_tokens)
         if slot_row >= self.cache.num_rows or slots > self.cache.num_slots:
             self._grow(num_rows=slot_row + 1, num_slots=slots)
         row = Row(self._next_id, slot_row, spec, spec.stream)

@@ -25,6 +25,7 @@ from layerskip.blocks import (
 )
 from layerskip.draft_head import Projection
 from layerskip.layout import Layout
+from layerskip.ops.definitions import rms_norm
 from layerskip.shared import hooks_of
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -162,18 +163,6 @@ def by_rows(
     return F.pad(out, (0, 0, 0, rows - whole)) if whole < rows else out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm (Zhang and Sennrich 2019), rounded where transformers rounds.
-
-    Args:
-        x: ``(..., width)``.
-        weight: ``(width,)``.
-    """
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
-
-
 def signed_rope(cos: Tensor, sin: Tensor) -> Rope:
     """Rotary tables for ``rotate``: ``(positions, 1, head_dim)``, the sine's first half negated."""
     half = sin.shape[-1] // 2
@@ -204,20 +193,20 @@ class DenseLayer:
     def __call__(self, hidden: Tensor, rope: Rope, layout: Layout) -> Tensor:
         """``(rows, width)`` -> ``(rows, width)``; appends keys and values to the cache."""
         (first, second), taken = self.norms, (layout.product_rows, layout.num_tokens)
-        qkv = self.qkv(rms_norm(hidden, first.weight, first.variance_epsilon), *taken)
+        qkv = self.qkv(rms_norm(hidden, first.weight, eps=first.variance_epsilon), *taken)
         qkv = qkv.view(hidden.shape[0], -1, self.head_dim)
         rotated = self.num_heads + self.num_kv_heads
         qk, value = qkv[:, :rotated], qkv[:, rotated:]
         q_norm, k_norm = self.head_norms
         if q_norm is not None and k_norm is not None:
-            q = rms_norm(qk[:, : self.num_heads], q_norm.weight, q_norm.variance_epsilon)
-            k = rms_norm(qk[:, self.num_heads :], k_norm.weight, k_norm.variance_epsilon)
+            q = rms_norm(qk[:, : self.num_heads], q_norm.weight, eps=q_norm.variance_epsilon)
+            k = rms_norm(qk[:, self.num_heads :], k_norm.weight, eps=k_norm.variance_epsilon)
             qk = torch.cat([q, k], dim=1)
         qk = rotate(qk, rope)
         layout.append(qk[:, self.num_heads :], value, self.index)
         mixed = layout.attend(qk[:, : self.num_heads], self.index, self.scale)
         hidden = hidden + self.out(mixed.flatten(1), *taken)
-        normed = rms_norm(hidden, second.weight, second.variance_epsilon)
+        normed = rms_norm(hidden, second.weight, eps=second.variance_epsilon)
         gate, up = self.gate_up(normed, *taken).chunk(2, dim=-1)
         return hidden + self.down(F.silu(gate) * up, *taken)
 

@@ -22,7 +22,7 @@ class DraftRequest:
     """What one row asks for.
 
     Attributes:
-        row: of the cache.
+        slot_row: of the cache.
         length: committed slots; the pending token goes to slot ``length``.
         pending: emitted token that is not in the cache yet.
         num_draft_tokens: how many to draft; 0 is plain decoding.
@@ -39,7 +39,7 @@ class DraftRequest:
         tells: whether the draft's confidences are wanted, if nothing asks for them meanwhile.
     """
 
-    row: int
+    slot_row: int
     length: int
     pending: int
     num_draft_tokens: int
@@ -152,7 +152,7 @@ class EarlyExitDrafter:
         """One pass: each row's last token, and what it guesses to follow."""
         inputs = [g.inputs() for g in asking]
         segments = [
-            Segment(g.request.row, g.position - 1, len(tokens))
+            Segment(g.request.slot_row, g.position - 1, len(tokens))
             for g, tokens in zip(asking, inputs, strict=True)
         ]
         flat = [token for tokens in inputs for token in tokens]

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from layerskip.adapter_shape import AdapterShape
-from layerskip.dense import Rope, product, rms_norm, rotate
+from layerskip.dense import ROPE_CHUNK, Rope, product, rotate
 from layerskip.layout import Layout
+from layerskip.ops.definitions import rms_norm
 
-ROPE_CHUNK = 1024
 EPSILON = 1e-6
 
 
@@ -106,7 +106,9 @@ class ExitBlock(nn.Module):
     def _heads(self, x: Tensor, at_once: int, needed: int | None = None) -> tuple[Tensor, Tensor]:
         """Queries and keys together, and values: ``(..., heads, head_dim)`` each."""
         shape = self.shape
-        qkv = product(rms_norm(x, self.attention_norm, EPSILON), self.qkv, None, at_once, needed)
+        qkv = product(
+            rms_norm(x, self.attention_norm, eps=EPSILON), self.qkv, None, at_once, needed
+        )
         heads = qkv.unflatten(-1, (-1, shape.head_dim))
         qk, value = heads.split([shape.num_heads + shape.num_kv_heads, shape.num_kv_heads], dim=-2)
         return qk, value
@@ -115,7 +117,7 @@ class ExitBlock(nn.Module):
         """What attention found is added, and the MLP follows."""
         taken = at_once, needed
         x = x + product(mixed.flatten(-2), self.out, None, *taken)
-        normed = rms_norm(x, self.mlp_norm, EPSILON)
+        normed = rms_norm(x, self.mlp_norm, eps=EPSILON)
         gate, up = product(normed, self.gate_up, None, *taken).chunk(2, dim=-1)
         return x + product(F.silu(gate) * up, self.down, None, *taken)
 

@@ -12,7 +12,7 @@ NO_GUESS = Guess()
 def room(row: Row) -> int:
     """Tokens that may be drafted: the pending token's successor is emitted without."""
     most = min(MAX_NUM_DRAFT_TOKENS, row.spec.max_draft_tokens)
-    return min(most, row.spec.limit - len(row.token_ids) - 1)
+    return min(most, row.spec.max_new_tokens - len(row.token_ids) - 1)
 
 
 def guess_for(row: Row, store: LookupStore | None, *, looks_up: bool) -> Guess:

@@ -44,7 +44,8 @@ class Round:
         num_accepted_tokens: drafted tokens that were emitted.
         origin: of the last token of the uncut block; every token before it was accepted.
         draft_seconds, verify_seconds: wall time of the round's two phases. Shared by all rows of
-            a batch; for the prefill, ``verify_seconds`` is its time.
+            a batch, but that verify ends when a row's own text is found; for the prefill,
+            ``verify_seconds`` is its time.
         positions: (token, position) pairs that went through layer 0, spare rows not counted.
         finish_reason: None while the row goes on.
         logprobs: of ``token_ids``, if asked for.

@@ -257,7 +257,7 @@ class Rounds:
 
     def _left(self, rows: Sequence[Row]) -> list[int]:
         """Most tokens that each row may emit after the rounds in flight, which emit one or more."""
-        left = [row.spec.limit - len(row.token_ids) for row in rows]
+        left = [row.spec.max_new_tokens - len(row.token_ids) for row in rows]
         for flight in self._flights:
             left = [n - flight.holds(row) for n, row in zip(left, rows, strict=True)]
         return left

@@ -21,7 +21,7 @@ class RowSpec:
     Attributes:
         prompt: token ids.
         sampler: of this row alone.
-        limit: most tokens to emit.
+        max_new_tokens: most tokens to emit.
         num_draft_tokens: drafted per round, while that many are left to emit; "auto" leaves it to
             the controller.
         eos_ids: ids that end it.
@@ -38,7 +38,7 @@ class RowSpec:
 
     prompt: tuple[int, ...]
     sampler: Sampler
-    limit: int
+    max_new_tokens: int
     num_draft_tokens: NumDraftTokens
     eos_ids: frozenset[int] = frozenset()
     stream: TextStream | None = None
@@ -170,7 +170,7 @@ class Row:
                 reason = "stop" if stream.stopped else None
             if self.spec.ends is not None and self.spec.ends((*self.context, *taken)):
                 reason = "stop"
-            if reason is None and len(self.token_ids) + len(taken) >= self.spec.limit:
+            if reason is None and len(self.token_ids) + len(taken) >= self.spec.max_new_tokens:
                 reason = "length"
             if reason is not None:
                 break

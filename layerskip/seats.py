@@ -136,7 +136,7 @@ class Seats:
         self.temperature[at].fill_(sampler.params.temperature)
         self.seeds[at].fill_(sampler.seed)
         # Last: a row of which only part is known takes no part.
-        self.num_left[at].fill_(row.spec.limit - len(row.token_ids))
+        self.num_left[at].fill_(row.spec.max_new_tokens - len(row.token_ids))
 
     def rest(self, slot_row: int) -> None:
         """Let a row take no part."""

@@ -63,7 +63,7 @@ class Speculator:
             sampler = row.spec.sampler
             row.state = self.controller.row(
                 "greedy" if sampler.params.greedy else sampler.verification,
-                row.spec.limit,
+                row.spec.max_new_tokens,
                 greedy=sampler.is_argmax,
             )
 
@@ -201,13 +201,13 @@ class Speculator:
         asks = [
             Ask(
                 row.state,
-                row.length,
-                room(row),
-                len(g.tokens),
-                g.match_length,
-                g.stored,
-                row.spec.limit - len(row.token_ids),
-                looks_back,
+                context=row.length,
+                room=room(row),
+                num_guessed=len(g.tokens),
+                match_length=g.match_length,
+                stored=g.stored,
+                left=row.spec.max_new_tokens - len(row.token_ids),
+                looks_back=looks_back,
             )
             for row, g in zip(rows, guesses, strict=True)
             if row.state is not None
@@ -275,18 +275,18 @@ class Speculator:
     ) -> DraftRequest:
         sampler = row.spec.sampler
         return DraftRequest(
-            row.slot_row,
-            row.length,
-            row.token_ids[-1],
-            choice.num_draft_tokens,
-            sampler,
-            row.context if sampler.reads_context else (),
-            stopper.goes_on if stopper is not None else None,
-            ahead,
-            width,
-            row.own_ids,
-            row.exit_states,
-            row.spec.tells,
+            slot_row=row.slot_row,
+            length=row.length,
+            pending=row.token_ids[-1],
+            num_draft_tokens=choice.num_draft_tokens,
+            sampler=sampler,
+            context=row.context if sampler.reads_context else (),
+            goes_on=stopper.goes_on if stopper is not None else None,
+            guess=ahead,
+            num_guesses=width,
+            own_ids=row.own_ids,
+            exit_states=row.exit_states,
+            tells=row.spec.tells,
         )
 
     def _drafts(

@@ -34,7 +34,7 @@ class Verifier:
         self._sweep_drafts(requests, drafts, cache)
         hidden = shared = self._through_shared_layers(requests, drafts, cache)
         segments = [
-            Segment(r.row, r.length, len(d.tokens) + 1)
+            Segment(r.slot_row, r.length, len(d.tokens) + 1)
             for r, d in zip(requests, drafts, strict=True)
         ]
         layers = range(self.shared_depth, self.stack.num_layers)
@@ -61,10 +61,10 @@ class Verifier:
         can't take spoils the positions before it, which have to be judged as if it were not there.
         """
         end = request.length + len(draft.tokens) + 1
-        cache.sweep(request.row, request.length, end, cache.model_layers)
+        cache.sweep(request.slot_row, request.length, end, cache.model_layers)
         rows, states, depth = [], [], self.shared_depth
         for i, token in enumerate((request.pending, *draft.tokens)):
-            segments = [Segment(request.row, request.length + i, 1)]
+            segments = [Segment(request.slot_row, request.length + i, 1)]
             hidden, deep = self.stack.embed([token]), range(depth, self.stack.num_layers)
             hidden = self.stack.run_layers(hidden, range(depth), cache, segments)
             states.append(hidden[:1])
@@ -80,9 +80,9 @@ class Verifier:
         above = slice(self.shared_depth, self.stack.num_layers)
         for r, d in zip(requests, drafts, strict=True):
             kept = r.length + len(d.shared)
-            cache.sweep(r.row, kept, r.length + MAX_NUM_DRAFT_TOKENS + 1)
+            cache.sweep(r.slot_row, kept, r.length + MAX_NUM_DRAFT_TOKENS + 1)
             if d.shared:
-                cache.sweep(r.row, r.length, kept, above)
+                cache.sweep(r.slot_row, r.length, kept, above)
 
     def _through_shared_layers(
         self, requests: Sequence[DraftRequest], drafts: Sequence[Draft], cache: KVCache
@@ -96,7 +96,7 @@ class Verifier:
             (r.pending, *d.tokens)[len(d.shared) :] for r, d in zip(requests, drafts, strict=True)
         ]
         segments = [
-            Segment(r.row, r.length + len(d.shared), len(tokens))
+            Segment(r.slot_row, r.length + len(d.shared), len(tokens))
             for r, d, tokens in zip(requests, drafts, rest, strict=True)
         ]
         hidden = self.stack.embed([token for tokens in rest for token in tokens])

@@ -67,7 +67,7 @@ class Oracle:
 
 def join(batch: Decoder, prompt: Sequence[int] = PROMPT, **changes) -> Row:
     params = changes.pop("sampling", SamplingParams())
-    settings = {"limit": LIMIT, "num_draft_tokens": 4}
+    settings = {"max_new_tokens": LIMIT, "num_draft_tokens": 4}
     way = changes.pop("verification", "coupled")
     sampler = Sampler(params, params.seed or 0, VOCAB_SIZE, verification=way)
     return batch.join(RowSpec(tuple(prompt), sampler, **settings | changes))

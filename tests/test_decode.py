@@ -55,7 +55,9 @@ def in_order(*records) -> list[dict]:
 
 
 def test_a_drafter_that_is_never_right(stack, plain):
-    row = decode(Decoder(stack, Oracle(stack, plain, hits=[0]), None), num_draft_tokens=3, limit=6)
+    row = decode(
+        Decoder(stack, Oracle(stack, plain, hits=[0]), None), num_draft_tokens=3, max_new_tokens=6
+    )
     assert row.token_ids == plain[:6]
     assert (
         without_times(row.rounds)
@@ -71,7 +73,9 @@ def test_a_drafter_that_is_never_right(stack, plain):
 
 
 def test_a_drafter_that_is_always_right(stack, plain):
-    row = decode(Decoder(stack, Oracle(stack, plain, hits=[9]), None), num_draft_tokens=3, limit=11)
+    row = decode(
+        Decoder(stack, Oracle(stack, plain, hits=[9]), None), num_draft_tokens=3, max_new_tokens=11
+    )
     assert row.token_ids == plain[:11]
     assert without_times(row.rounds) == in_order(
         record(0, plain[:1], 0, 0, "prefill"),
@@ -98,7 +102,7 @@ def test_a_drafter_that_is_sometimes_right(stack, plain):
 
 def test_a_drafter_may_draft_less_than_asked(stack, plain):
     oracle = Oracle(stack, plain, hits=[9], most=1)
-    row = decode(Decoder(stack, oracle, None), num_draft_tokens=3, limit=5)
+    row = decode(Decoder(stack, oracle, None), num_draft_tokens=3, max_new_tokens=5)
     assert row.token_ids == plain[:5]
     assert [len(r.token_ids) for r in row.rounds] == [1, 2, 2]
 
@@ -150,7 +154,7 @@ def test_an_end_of_sequence_inside_a_block_cuts_it(stack, plain, end, hits):
 @pytest.mark.parametrize("plan", [None, *PLANS])
 def test_max_new_tokens_is_exact(stack, plain, limit, plan):
     batch = self_drafting(stack, plan) if plan else Decoder(stack, Oracle(stack, plain, [9]), None)
-    row = decode(batch, limit=limit)
+    row = decode(batch, max_new_tokens=limit)
     assert row.token_ids == plain[:limit]
     assert row.finish_reason == "length"
     assert batch.cache.lengths[0] == row.length == len(PROMPT) + limit - 1

@@ -100,8 +100,8 @@ class Vandal(EarlyExitDrafter):
                 shared = self.plan.shared_depth
                 for tensor in (cache.keys, cache.values):
                     for part in (
-                        tensor[shared:, request.row, request.length : end],
-                        tensor[:shared, request.row, free:end],
+                        tensor[shared:, request.slot_row, request.length : end],
+                        tensor[:shared, request.slot_row, free:end],
                     ):
                         part.copy_(self.spoil(part))
         return drafts
@@ -112,7 +112,7 @@ Held = tuple[Row, Tensor, Tensor]
 
 def run(batch: Decoder, places: Sequence[int], drafted: bool = True, **settings) -> list[Held]:
     """Finished rows of some of ``PROMPTS``, with their committed keys and values."""
-    settings = {"limit": 8} | settings
+    settings = {"max_new_tokens": 8} | settings
     rows = [
         join(
             batch,
@@ -229,7 +229,7 @@ def test_a_draft_ends_before_what_is_no_distribution(wrap, verification):
         return LOGITS["nan" if len(calls) % 3 == 0 else "untouched"](logits)
 
     batch = Decoder(stack, Vandal(stack, plan, third_is_nan, SCRATCH["nan"]), plan)
-    ((row, keys, _),) = run(batch, SAMPLED[:1], verification=verification, limit=40)
+    ((row, keys, _),) = run(batch, SAMPLED[:1], verification=verification, max_new_tokens=40)
     assert len(row.token_ids) == 40
     assert {r.num_draft_tokens for r in row.rounds[1:-3]} == {2}
     assert keys.isfinite().all()
@@ -273,7 +273,7 @@ def test_a_drafted_token_that_breaks_the_model_is_judged_like_others(verificatio
     stack, plan = poisoned("float32"), PLANS["exit"]
     vandal = Vandal(stack, plan, poison)
     batch = Decoder(stack, vandal, plan)
-    (row, keys, _), _ = run(batch, SAMPLED, verification=verification, limit=30)
+    (row, keys, _), _ = run(batch, SAMPLED, verification=verification, max_new_tokens=30)
     assert POISON in vandal.drafted
     assert sum(r.num_accepted_tokens for r in row.rounds) > 0
     assert keys.isfinite().all()
@@ -284,7 +284,7 @@ def test_what_an_interrupted_round_left_is_not_read(monkeypatch):
     stack, plan = poisoned("float32"), PLANS["exit"]
     batch = Decoder(stack, Vandal(stack, plan, poison), plan)
     rows = [
-        join(batch, PROMPTS[i], limit=8, num_draft_tokens=COUNTS[i], sampling=SAMPLINGS[i])
+        join(batch, PROMPTS[i], max_new_tokens=8, num_draft_tokens=COUNTS[i], sampling=SAMPLINGS[i])
         for i in EVERY_PLACE
     ]
     batch.step()

@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -65,6 +65,13 @@ DEFINED = {
 }
 
 
+@dataclass(frozen=True)
+class BriefSearch(SearchSettings):
+    """No option says so."""
+
+    cost_seconds: float = 0.3
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """What each command of the README printed."""
@@ -80,8 +87,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     for name in ("prompts", "mine", "traffic", "train"):
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    brief = partial(SearchSettings, cost_seconds=0.3)  # no option says so
-    with contextlib.chdir(folder), mock.patch("layerskip.search.SearchSettings", brief):
+    with contextlib.chdir(folder), mock.patch("layerskip.search.SearchSettings", BriefSearch):
         yield {line: answered(line) for line in COMMANDS}
 
 

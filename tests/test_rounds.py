@@ -229,7 +229,7 @@ def test_what_needs_the_host_has_it_and_says_why(stack, bench, name):
         first = decoder.join(spec(PROMPTS[0], limit=26))
         for _ in range(3):
             decoder.step()
-        second = decoder.join(replace(host_spec(name), limit=3))
+        second = decoder.join(replace(host_spec(name), max_new_tokens=3))
         while second.finish_reason is None:
             decoder.step()
             reasons.add(decoder.rounds.reason if decoder.rounds else "")

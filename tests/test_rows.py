@@ -50,8 +50,8 @@ def test_what_lies_in_scratch_slots_never_matters(stack, plan, sampling):
 @pytest.mark.parametrize("plan", PLANS)
 def test_committed_slots_are_those_of_plain_decoding(stack, plan):
     slow, fast = Decoder(stack, None, None), self_drafting(stack, plan)
-    length = decode(slow, limit=40).length
-    assert decode(fast, limit=40).length == length == fast.cache.lengths[0]
+    length = decode(slow, max_new_tokens=40).length
+    assert decode(fast, max_new_tokens=40).length == length == fast.cache.lengths[0]
     assert torch.equal(fast.cache.keys[:, :, :length], slow.cache.keys[:, :, :length])
     assert torch.equal(fast.cache.values[:, :, :length], slow.cache.values[:, :, :length])
 
@@ -109,7 +109,7 @@ def snapshot(batch: Decoder) -> list:
 
 
 PROMPTS = [PROMPT, random_ids(5)]
-SHORT = {"limit": 6, "num_draft_tokens": 3}
+SHORT = {"max_new_tokens": 6, "num_draft_tokens": 3}
 
 
 def finish(batch: Decoder) -> list[list[int]]:

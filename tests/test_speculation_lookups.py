@@ -236,7 +236,11 @@ def test_a_cap_on_drafts_holds_for_what_is_looked_up_behind_them(toy, plain):
         )
         decoder.speculator.controller = Scripted(exits(1))
         row = decode(
-            decoder, prompt=REPEATING, limit=NEW, num_draft_tokens="auto", max_draft_tokens=most
+            decoder,
+            prompt=REPEATING,
+            max_new_tokens=NEW,
+            num_draft_tokens="auto",
+            max_draft_tokens=most,
         )
         assert tuple(row.token_ids) == text
         counts.add(max(r.num_draft_tokens for r in row.rounds))
@@ -431,7 +435,7 @@ def row_that_knows(asked: list[tuple[int, ...]], *found: int, constraint=None) -
     spec = SimpleNamespace(
         sampler=SimpleNamespace(constraint=constraint),
         max_draft_tokens=32,
-        limit=10,
+        max_new_tokens=10,
         eos_ids=frozenset({3}),
     )
     return SimpleNamespace(index=index, spec=spec, token_ids=(), context=(1,))
