@@ -9,12 +9,16 @@ from typing import Any
 SPANS = ((0, 32), (127, 160), (0xD800, 0xE000), (0x202A, 0x202F), (0x2066, 0x206A))
 NOT_TEXT = {code: "\N{REPLACEMENT CHARACTER}" for span in SPANS for code in range(*span)}
 NOT_TEXT |= {ord("\t"): "\t", ord("\n"): "\n", ord("\r"): ""}
+# Of a long run of broken bytes the last tokens tell whether it still is one, if they have as many
+# characters, and so bytes, as one character may: the rest is not decoded again for each of them.
+RECENT, MOST_BYTES = 16, 4
 # Where transformers has its fast tokenizers' ``decode``, and what that calls.
 FAST = ("transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers")
 
 
-def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """The tokenizer's ``decode``, without special tokens and as it is.
+def decoder_of(tokenizer: Any) -> Callable[..., str]:
+    """The tokenizer's ``decode``, without special tokens (or with them: ``skips=False``) and as it
+    is.
 
     Of transformers' fast tokenizers it is that of the library beneath, which theirs calls: each
     token of a batch is decoded twice, and to see first what it was given takes theirs four times
@@ -28,11 +32,11 @@ def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     makers = [getattr(step, "__module__", None) for step in steps]
     if beneath is not None and makers == list(FAST):
         decode = beneath.decode
-        return lambda ids: str(decode(ids, skip_special_tokens=True))
+        return lambda ids, skips=True: str(decode(ids, skip_special_tokens=skips))
     # Cleaning takes blanks back once the next token is known, so that the text of some tokens need
     # not begin that of more; and it is not what a grammar and stop strings are about.
-    return lambda ids: tokenizer.decode(
-        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    return lambda ids, skips=True: tokenizer.decode(
+        ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False
     )
 
 
@@ -74,7 +78,10 @@ class TextStream:
             self._part()
         if self._grow((token_id,)):
             return self._release()
-        self._ids = (*self._ids, token_id)
+        alone = self._decode([token_id])
+        # What is left out as special would be so wherever it stood: not to be decoded ever again.
+        if alone or not self._decode([token_id], skips=False):
+            self._ids = (*self._ids, token_id)
         return ""
 
     def push_all(self, token_ids: Sequence[int]) -> str:
@@ -94,6 +101,10 @@ class TextStream:
                 tokens, a broken one breaks all bytes that are decoded with it.
         """
         ids = (*self._ids, *token_ids)
+        if len(self._ids) - self._read > RECENT:
+            end = self._decode(ids[-RECENT:])
+            if len(end) >= MOST_BYTES and end.endswith("\ufffd"):
+                return False
         known, grown = self._decode(ids[: self._read]), self._decode(ids)
         new = grown[len(known) :]
         whole = new != "" and "\ufffd" not in (new if together else new[-1])

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from toys import VOCAB_SIZE, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from layerskip import text as text_module
 from layerskip.text import TextStream, by_origin
 
 TOKENIZER = make_tokenizer()
@@ -251,3 +252,46 @@ def test_what_was_held_back_comes_at_the_end():
 def test_special_tokens_are_no_text(special):
     ids = [*encode("at"), TOKENIZER.convert_tokens_to_ids(special), *encode("e")]
     assert "".join(run(ids)[0]) == "ate"
+
+
+@pytest.mark.parametrize("ids", [[1], [0, 1], [encode("é", [True])[1]]])
+def test_long_runs_without_text_are_not_decoded_again(ids):
+    def num_decoded(count: int) -> int:
+        calls = []
+
+        def decode(ids, **settings):
+            calls.append(len(ids))
+            return TOKENIZER.decode(ids, **settings)
+
+        stream = TextStream(SimpleNamespace(decode=decode), ())
+        assert not any(stream.push_all(ids) for _ in range(count))
+        return sum(calls)
+
+    assert num_decoded(400) < 2.5 * num_decoded(200)
+
+
+# Special tokens, one with text, bytes of characters, and an id that is no token.
+BYTE_LEVEL = [0, 1, *encode("a😀é", [True]), VOCAB_SIZE]
+FALLING_BACK = fallback_ids("</s>", "a", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "<0xC3>", "<0xA9>")
+
+
+@pytest.mark.parametrize(("tokenizer", "ids"), [(TOKENIZER, BYTE_LEVEL), (FALLBACK, FALLING_BACK)])
+@given(data=st.data())
+def test_long_runs_without_text_give_the_pieces_of_short_ones(tokenizer, ids, data):
+    def pieces(tokens: list[int]) -> list[str]:
+        stream = TextStream(tokenizer, ())
+        return [*(stream.push(token) for token in tokens), stream.finish()]
+
+    runs = st.tuples(st.sampled_from(ids), st.sampled_from([1, 1, 1, 20]))
+    tokens = [token for token, n in data.draw(st.lists(runs, max_size=16)) for _ in range(n)]
+    found = pieces(tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_module, "RECENT", 1000)
+        assert found == pieces(tokens)
+    kept = [i for i, token in enumerate(tokens) if token not in tokenizer.all_special_ids]
+    assert [found[i] for i in (*kept, -1)] == pieces([tokens[i] for i in kept])
+
+
+def test_a_character_comes_out_behind_ids_that_are_no_tokens():
+    first, second = encode("😀")
+    assert "".join(run([first, *[VOCAB_SIZE] * 20, second])[0][:-1]) == "😀"
