@@ -1,9 +1,10 @@
-"""Whether two regular expressions can match the same text, and texts other than some."""
+"""Whether regular expressions match a text, or the same one, and texts other than some."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 
-from layerskip.schema_patterns import UNLIMITED, Item, Ranges, widest_options
+from layerskip.schema_patterns import UNLIMITED, Item, Ranges, options_of
 
 MAX_STATES = 20_000
 MAX_PAIRS = 200_000
@@ -58,12 +59,32 @@ class _Machine:
         return end
 
 
+@functools.lru_cache(maxsize=8)  # one after another is held against the same few
+def _machine(pattern: str, *, widest: bool) -> _Machine:
+    return _Machine(options_of(pattern, widest=widest))
+
+
+def matches(pattern: str, text: str) -> bool | None:
+    """Whether a text fulfils ``pattern``, in all dialects; None if in some, or it can't be told.
+
+    Whoever writes a schema may mean harm: ``re`` could take forever.
+    """
+    try:
+        text.encode()  # half a character is in no dialect
+        spelt = _Machine([[Item(((ord(char), ord(char)),)) for char in text]])
+        if _meet(spelt, _machine(pattern, widest=False)):
+            return True
+        return None if _meet(spelt, _machine(pattern, widest=True)) else False
+    except (ValueError, _TooLargeError):
+        return None
+
+
 def apart(patterns: Sequence[str]) -> bool:
     """Whether no text matches two of the patterns, in any dialect; False if that can't be told."""
     if len(patterns) < 2:
         return True
     try:
-        machines = [_Machine(widest_options(pattern)) for pattern in patterns]
+        machines = [_machine(pattern, widest=True) for pattern in patterns]
         return not any(_meet(one, other) for one, other in combinations(machines, 2))
     except (ValueError, _TooLargeError):
         return False

@@ -88,13 +88,14 @@ def string_pattern(
     return f"^(?:{'|'.join(_written(option) for option in options)})$"
 
 
-def widest_options(pattern: str) -> tuple[tuple[Item, ...], ...]:
-    """Alternatives that match whatever ``pattern`` matches somewhere in any dialect, and more.
+def options_of(pattern: str, *, widest: bool) -> tuple[tuple[Item, ...], ...]:
+    """Alternatives that match what ``pattern`` matches somewhere in all dialects, and no more; or
+    with ``widest`` whatever it does in any, and more.
 
     Raises:
         ValueError: why this can't be expressed.
     """
-    return _Parser(pattern, widest=True).options(whole=False)
+    return _Parser(pattern, widest=widest).options(whole=False)
 
 
 def _fitted(option: tuple[Item, ...], least: int, most: int | None) -> Iterator[tuple[Item, ...]]:

@@ -1,13 +1,12 @@
 """JSON values held against a schema's simpler keywords, as validators do."""
 
-import json
 import re
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
+from layerskip.schema_automata import matches
 from layerskip.schema_formats import FORMATS
-from layerskip.schema_patterns import string_pattern
 
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 SIZES = {"Length": str, "Items": list, "Properties": dict}
@@ -76,22 +75,3 @@ def _in_bounds(value: Any, keyword: str, bound: Any) -> bool:
     if keyword.startswith("exclusive"):
         return number > limit if keyword.endswith("Minimum") else number < limit
     return number >= limit if keyword == "minimum" else number <= limit
-
-
-def matches(pattern: str, text: str) -> bool | None:
-    """Whether a text fulfils ``pattern``, in ECMA-262's dialect as in Python's; None where they
-    differ or that can't be told."""
-    try:
-        found, narrow = (re.search(pattern, text, flags) is not None for flags in (0, re.ASCII))
-    except (re.error, ValueError):  # of another dialect, or with flags of its own
-        return None
-    if text.isascii() and text.isprintable():
-        return found
-    # Of other characters the dialects mean different ones by "\w", "\s", "." and "$".
-    if not found:
-        return None if narrow else False
-    try:
-        both = string_pattern(pattern)
-    except ValueError:
-        return None
-    return re.fullmatch(both, json.dumps(text, ensure_ascii=False)[1:-1]) is not None or None

@@ -2,15 +2,14 @@
 
 import json
 import math
-import re
 import sys
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from layerskip.schema_automata import apart
+from layerskip.schema_automata import apart, matches
 from layerskip.schema_formats import FORMATS, UNCHECKED_FORMATS
-from layerskip.schema_merge import Node, merged
+from layerskip.schema_merge import Node, Unmergeable, merged
 from layerskip.schema_negate import OPPOSITE
 from layerskip.schema_patterns import string_pattern
 
@@ -161,6 +160,7 @@ class Writer:
         required = list(node.words.get("required", ()))
         names = list(dict.fromkeys([*node.words.get("properties", {}), *required]))
         wanted, only = node.part("propertyNames"), node.names is not None
+        place = node.places.get("propertyNames", "")
         keys = self._schema(_text(wanted)) if wanted is not None else Core(type="string")
         if "enum" in keys and not only:
             names = list(dict.fromkeys([*names, *keys["enum"]]))
@@ -169,7 +169,7 @@ class Writer:
         for name in names:
             part = node.property(name)
             core = {} if part is None else self._schema(part)
-            if core != NOTHING and _allows(keys, name):
+            if core != NOTHING and _allows(keys, name, place):
                 declared[name] = core
             elif name in required:
                 return NOTHING
@@ -202,7 +202,7 @@ class Writer:
         if wanted is None and not names:
             return {"": value}
         place = node.places.get("propertyNames", node.places.get("additionalProperties", ""))
-        taken = [name for name in names if _allows(keys, name)]
+        taken = [name for name in names if _allows(keys, name, place)]
         if taken:  # a named one must not come again, in other words or spelt with an escape
             keys = self._schema(
                 merged(_text(wanted), Node({"not": {"enum": taken}}, {"not": place}))
@@ -267,12 +267,19 @@ def _text(wanted: Node | None) -> Node:
     return text if wanted is None else Node({"allOf": [text, wanted]}, {"allOf": ""})
 
 
-def _allows(keys: Core, name: str) -> bool:
-    """Whether the core of names fits one."""
+def _allows(keys: Core, name: str, place: str) -> bool:
+    """Whether the core of names, which are those at ``place``, fits one.
+
+    Raises:
+        Unmergeable: that can't be told.
+    """
     if "anyOf" in keys:
-        return any(_allows(one, name) for one in keys["anyOf"])
+        return any(_allows(one, name, place) for one in keys["anyOf"])
     if "enum" in keys:
         return name in keys["enum"]
     if "pattern" in keys:
-        return bool(re.fullmatch(keys["pattern"], json.dumps(name, ensure_ascii=False)[1:-1]))
+        verdict = matches(keys["pattern"], json.dumps(name, ensure_ascii=False)[1:-1])
+        if verdict is None:
+            raise Unmergeable("propertyNames", place)
+        return verdict
     return keys.get("type", "string") == "string"

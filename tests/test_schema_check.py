@@ -70,6 +70,11 @@ REFUSED = [
     ),
     # Python's dialect has no such class: nobody says whether it is about "a".
     (
+        {"properties": {"a": {}}, "propertyNames": {"pattern": "^(a?){20000}$"}},
+        "propertyNames",
+        "/propertyNames",
+    ),
+    (
         {"properties": {"a": {}}, "patternProperties": {"^\\p{L}+$": {}}},
         "patternProperties",
         "/patternProperties",

@@ -10,7 +10,7 @@ from optional import needed
 from toys import VOCAB_SIZE
 
 from layerskip.grammar import Grammar
-from layerskip.schema_automata import any_but, apart
+from layerskip.schema_automata import any_but, apart, matches
 from layerskip.schema_check import checked_schema
 
 jsonschema = needed("jsonschema")
@@ -229,3 +229,29 @@ def test_any_but_matches_all_but_the_texts():
         for _ in range(30):
             text = "".join(rng.choices("abc\U0001f600", k=rng.randint(0, 4)))
             assert judge.is_valid(text) == (text not in texts)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": ["a" * 2000 + "!", "a"], "pattern": "^(a+)+$"},
+        {"enum": ["a" * 2000 + "!", "a"], "pattern": "^(?:a|a)*$"},
+        {"properties": {"a" * 2000 + "!": {}, "a": {}}, "propertyNames": {"pattern": "^(a+)+$"}},
+    ],
+)
+def test_patterns_take_no_longer_than_texts_are_long(schema):
+    core = checked_schema(schema)
+    assert "a!" not in core
+    assert '"a"' in core
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "wanted"),
+    [
+        ("b", "abc", True), ("^b", "abc", False), ("^\\W$", "!", True), ("^.$", "\n", False),
+        ("^.$", "\r", None), ("^\\d$", "\u0663", None), ("^a$", "a\n", None), (".", "\ud800", None),
+        ("^(a?){20000}$", "a", None), ("^(a?){9000}b", "a" * 99, None), ("(?=a)", "a", None),
+    ],
+)  # fmt: skip
+def test_what_a_pattern_matches_holds_in_all_dialects(pattern, text, wanted):
+    assert matches(pattern, text) is wanted
