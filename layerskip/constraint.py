@@ -248,11 +248,14 @@ class AfterMarker:
         inner: at the beginning of its grammar.
         marker: bytes to wait for; they may fall apart into any tokens.
         token_bytes: of every id; those of none are never allowed.
+        anything: the others, as ``packed`` has them.
     """
 
-    def __init__(self, inner: Matcher, marker: bytes, token_bytes: Sequence[bytes]) -> None:
+    def __init__(
+        self, inner: Matcher, marker: bytes, token_bytes: Sequence[bytes], anything: Tensor
+    ) -> None:
         self.inner, self._marker, self._bytes = inner, marker, token_bytes
-        self._anything = packed(torch.tensor([bool(text) for text in token_bytes], device="cpu"))
+        self._anything = anything
         self._text: list[bytes] = []  # of tokens up to and with the marker's last
         self._inside = 0  # tokens that the inner matcher has taken
         self._found = False

@@ -70,8 +70,8 @@ class XGrammarBackend:
         matcher = XGrammarMatcher(inner, self._vocabulary, forces=forces)
         if not grammar.marker:
             return matcher
-        marker = grammar.marker.encode()
-        return AfterMarker(matcher, marker, self._vocabulary.spelling)
+        marker, known = grammar.marker.encode(), self._vocabulary
+        return AfterMarker(matcher, marker, known.spelling, known.spelt)
 
     def _of(self, grammar: Grammar) -> Any:
         key = self._key(grammar)
@@ -111,6 +111,7 @@ class Vocabulary:
         info: xgrammar's.
         text: bytes of each id; empty for special tokens, which are no text.
         spelling: the same, with special tokens by their names: a marker may be one.
+        spelt: ids that have one, as ``packed`` has them: of each row that waits for a marker.
         everything: ids with text, as ``packed`` has them.
         sound: the same, but for bytes of half a surrogate pair, which no text has and xgrammar
             lets through; then where such a one has begun.
@@ -137,8 +138,10 @@ class Vocabulary:
         self.info = xgrammar.TokenizerInfo([*self.text, b""], stop_token_ids=[vocab_size])
         whole = [bool(text) and not HALF.search(text) for text in self.text]
         goes_on = [found and text[0] < 0xA0 for found, text in zip(whole, self.text, strict=True)]
-        masks = (list(map(bool, self.text)), whole, goes_on)
-        self.everything, *self.sound = (packed(torch.tensor(m, device="cpu")) for m in masks)
+        masks = (*(list(map(bool, each)) for each in (self.spelling, self.text)), whole, goes_on)
+        self.spelt, self.everything, *self.sound = (
+            packed(torch.tensor(mask, device="cpu")) for mask in masks
+        )
         self._tokenizer = tokenizer
         self._spelt: dict[str, tuple[int, ...]] = {}
 

@@ -20,6 +20,7 @@ PROMPT = (4, 4)
 SENTENCES = ((1,), (1, 2), (1, 2, 3), (2, 1, 1), (3, 2, 1, 4), (3, 3))
 # A marker: bytes of tokens 1 to 4 are those of "ab", "c", "bc" and "x"; 0 is the end.
 BYTES = (b"", b"ab", b"c", b"bc", b"x")
+ANYTHING = packed(torch.tensor(list(map(bool, BYTES))))
 
 
 @dataclass
@@ -148,7 +149,7 @@ def test_an_interruption_at_any_place_changes_no_answer(before):
     """Ctrl-C, also where the matcher has moved and nobody has written it down."""
 
     def made() -> Constraint:
-        return constraint_of(AfterMarker(Listed(), b"bc", BYTES) if before else Listed())
+        return constraint_of(AfterMarker(Listed(), b"bc", BYTES, ANYTHING) if before else Listed())
 
     start, scores = (*PROMPT, *before), torch.zeros(2, VOCAB)
     questions: list[tuple[str, tuple]] = [
@@ -198,7 +199,7 @@ def test_a_grammar_of_nothing_is_refused():
     for sentences in ((), ((),)):
         with pytest.raises(ValueError, match="no token of the vocabulary can begin"):
             constraint_of(Listed(sentences))
-        behind = AfterMarker(Listed(sentences), b"go", [b"go"] * VOCAB)
+        behind = AfterMarker(Listed(sentences), b"go", [b"go"] * VOCAB, packed(torch.ones(VOCAB)))
         with pytest.raises(ValueError, match="no token of the vocabulary can begin"):
             constraint_of(behind)
 
@@ -213,7 +214,7 @@ def test_masks_survive_packing():
 
 
 def marked(text: Text, marker: bytes = b"bc") -> AfterMarker:
-    matcher = AfterMarker(Listed(), marker, BYTES)
+    matcher = AfterMarker(Listed(), marker, BYTES, ANYTHING)
     assert all(matcher.advance(token) for token in text)
     return matcher
 
@@ -221,7 +222,7 @@ def marked(text: Text, marker: bytes = b"bc") -> AfterMarker:
 @pytest.mark.parametrize("before", [(1, 2), (3,), (4, 4, 3), (2, 1, 2)])
 def test_a_grammar_begins_behind_its_marker_however_that_is_spelt(before):
     """vLLM #31858, #34650, #43338: the marker inside a draft window, or of several tokens."""
-    constraint = constraint_of(AfterMarker(Listed(), b"bc", BYTES))
+    constraint = constraint_of(AfterMarker(Listed(), b"bc", BYTES, ANYTHING))
     rows = allowed(constraint, (*before, 3, 2), len(before) + 3)
     assert rows == [ALL - {EOS}] * len(before) + [{1, 2, 3}, {2, 3}, {1}]
     assert allowed(constraint, before[:-1]) == [ALL - {EOS}]  # the draft was wrong
@@ -232,7 +233,7 @@ def test_a_marker_matcher_rolls_back():
     rng = random.Random(2)
     for _ in range(1000):
         text = tuple(rng.choices(range(1, VOCAB), k=rng.randint(0, 4)))
-        matcher, taken = AfterMarker(Listed(), b"bc", BYTES), 0
+        matcher, taken = AfterMarker(Listed(), b"bc", BYTES, ANYTHING), 0
         for token in text:
             if not matcher.advance(token):
                 break

@@ -540,6 +540,11 @@ def test_a_grammar_is_compiled_once_for_all_threads(tokenizer, monkeypatch):
     assert len(compiled) == 1
 
 
+def test_what_may_stand_before_a_marker_is_found_once(backend):
+    one, other = (backend.matcher(PERSON.after(marker)) for marker in "xy")
+    assert one._anything is other._anything
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
