@@ -69,6 +69,7 @@ class Batch:
         # Who is called back within a round may add and remove rows: a thread enters twice.
         self._turn = threading.RLock()
         self._check_settings(settings)
+        self._constraint(settings, 0)
 
     def add(
         self,
@@ -245,7 +246,6 @@ class Batch:
             self._check_cache(settings.cache)
         if settings.stop and self._encoder.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none")
-        self._constraint(settings, 0)
 
     def _check_cache(self, cache: CachedText) -> None:
         if cache.source() is not self._stack:
@@ -286,7 +286,7 @@ class Batch:
 
     def join(self, request: RowRequest) -> int:
         """Add a checked request; its id."""
-        spec = self._spec(request)
+        spec = self._spec(request)  # first: what its grammar is found to lack changes nothing
         with self._turn:
             if self._rows is None:
                 self._reserve([request], grows=True)

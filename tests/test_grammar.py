@@ -540,6 +540,18 @@ def test_a_grammar_is_compiled_once_for_all_threads(tokenizer, monkeypatch):
     assert len(compiled) == 1
 
 
+def test_a_row_asks_once_for_its_matcher_and_before_anything_changes(ending, monkeypatch):
+    batch, asked = ending.open_batch(max_new_tokens=4), []
+    real = XGrammarBackend.matcher
+    monkeypatch.setattr(XGrammarBackend, "matcher", lambda *a: (asked.append(a), real(*a))[1])
+    with pytest.raises(ValueError, match="no token of the vocabulary can begin"):
+        batch.add(PROMPT, grammar=Grammar.regex(""))
+    assert batch._rows is None  # nothing was reserved for it
+    asked.clear()
+    batch.add(PROMPT, grammar=PERSON)
+    assert len(asked) == 1
+
+
 def test_what_may_stand_before_a_marker_is_found_once(backend):
     one, other = (backend.matcher(PERSON.after(marker)) for marker in "xy")
     assert one._anything is other._anything
