@@ -96,7 +96,7 @@ class CorruptedRows(Corrupted):
         self.texts: list[tuple[tuple[int, ...], float]] = []
 
     def spoilt(self, request: DraftRequest, draft: Draft) -> Draft:
-        self.text, self.accuracy = self.texts[request.row]
+        self.text, self.accuracy = self.texts[request.slot_row]
         return super().spoilt(request, draft)
 
 

@@ -93,7 +93,7 @@ def test_rows_that_draft_together_draft_what_each_drafts_alone(stack, kept):
     ]
     with Decoding():
         for r in requests:
-            stack.prefill(random_ids(r.length, seed=r.row), cache, r.row)
+            stack.prefill(random_ids(r.length, seed=r.slot_row), cache, r.slot_row)
         alone = [drafter.draft([r], cache, head)[0] for r in requests]
         together = drafter.draft(requests, cache, head)
     assert [d.tokens for d in together] == [d.tokens for d in alone]
