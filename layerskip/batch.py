@@ -42,7 +42,9 @@ MAX_ROWS = 32
 class Batch:
     """Rows decoding together: ``add``, ``step``, ``remove``; made by ``open_batch``.
 
-    Threads may share one: they wait for each other's rounds, joins and removals.
+    Threads may share one: they wait for each other's rounds, joins and removals. ``on_round`` is
+    called outside of that, and where several step may hear of a later round first; a processor is
+    called within, and may wait for nothing that another thread does with the batch.
 
     Attributes:
         settings: of rows that say nothing else.

@@ -79,6 +79,7 @@ def adapters_run(model: nn.Module) -> dict[str, frozenset[str]]:
         for name, part in model.named_modules()
         # Of a transformers model these are methods.
         if isinstance(getattr(part, "disable_adapters", None), bool)
+        and hasattr(part, "active_adapters")
     }
 
 

@@ -1,6 +1,7 @@
 """Whether regular expressions match a text, or the same one, and texts other than some."""
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 
@@ -15,9 +16,15 @@ class _TooLargeError(Exception):
 
 
 class _Machine:
-    """States with moves by a character and without one; it begins in 0 and ends in 1."""
+    """States with moves by a character and without one; it begins in 0 and ends in 1.
 
-    def __init__(self, options: Iterable[Sequence[Item]]) -> None:
+    Args:
+        options: any of which matches.
+        longest: so many repetitions more than have to be are as good as any number.
+    """
+
+    def __init__(self, options: Iterable[Sequence[Item]], longest: float = math.inf) -> None:
+        self._longest = longest
         self.moves: list[list[tuple[Ranges, int]]] = [[], []]
         self.free: list[list[int]] = [[], []]
         for option in options:
@@ -34,7 +41,7 @@ class _Machine:
         for item in items:
             for _ in range(item.least):
                 state = self._once(state, item)
-            if item.most == UNLIMITED:
+            if item.most == UNLIMITED or item.most - item.least >= self._longest:
                 begin = self._state()
                 self.free[state].append(begin)
                 self.free[self._once(begin, item)].append(begin)
@@ -60,8 +67,8 @@ class _Machine:
 
 
 @functools.lru_cache(maxsize=8)  # one after another is held against the same few
-def _machine(pattern: str, *, widest: bool) -> _Machine:
-    return _Machine(options_of(pattern, widest=widest))
+def _machine(pattern: str, *, widest: bool, longest: float = math.inf) -> _Machine:
+    return _Machine(options_of(pattern, widest=widest), longest)
 
 
 def matches(pattern: str, text: str) -> bool | None:
@@ -71,10 +78,11 @@ def matches(pattern: str, text: str) -> bool | None:
     """
     try:
         text.encode()  # half a character is in no dialect
+        longest = 1 << len(text).bit_length()  # of few kinds: machines are kept
         spelt = _Machine([[Item(((ord(char), ord(char)),)) for char in text]])
-        if _meet(spelt, _machine(pattern, widest=False)):
+        if _meet(spelt, _machine(pattern, widest=False, longest=longest)):
             return True
-        return None if _meet(spelt, _machine(pattern, widest=True)) else False
+        return None if _meet(spelt, _machine(pattern, widest=True, longest=longest)) else False
     except (ValueError, _TooLargeError):
         return None
 

@@ -89,7 +89,9 @@ class SharedWeights:
         """Where a model runs other PEFT adapters than when it was wrapped; None: nowhere. What was
         merged and taken out is in the weights."""
         now = adapters_run(model)
-        differs = (name for name, run in now.items() if run != self._adapters.get(name, set()))
+        # A layer that got its first adapter later names the active ones, and has none of them.
+        usual: frozenset[str] = frozenset().union(*self._adapters.values())
+        differs = (name for name, run in now.items() if run != self._adapters.get(name, usual))
         return next(differs, None)
 
     def stamp(self) -> Stamp:

@@ -80,7 +80,8 @@ class TextStream:
             return self._release()
         alone = self._decode([token_id])
         # What is left out as special would be so wherever it stood: not to be decoded ever again.
-        if alone or not self._decode([token_id], skips=False):
+        # A blank may be stripped where it stands alone.
+        if alone or not self._decode([token_id], skips=False).strip():
             self._ids = (*self._ids, token_id)
         return ""
 

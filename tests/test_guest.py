@@ -557,6 +557,12 @@ def test_a_fingerprint_is_of_the_adapters_that_are_run():
     assert fingerprint(model.get_base_model()) == alone
 
 
+def test_a_module_may_use_a_name_of_peft_s_for_itself(plain_text):
+    model = make_model()
+    model.model.layers[1].mlp.disable_adapters = False
+    assert decode(SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)) == plain_text
+
+
 def test_modules_and_settings_that_change_later_are_not_seen(plain_text):
     model = make_model()
     lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)

@@ -472,6 +472,12 @@ def test_other_adapters_than_when_it_was_wrapped_are_refused():
         adapted.generate(**one(), **GREEDY, custom_generate=ours)
     adapted.set_adapter("first")
     assert torch.equal(adapted.generate(**one(), **GREEDY, custom_generate=ours), wanted)
+    adapted.add_adapter("third", peft.LoraConfig(r=4, target_modules=["v_proj"]))  # not active
+    assert torch.equal(adapted.generate(**one(), **GREEDY, custom_generate=ours), wanted)
+    adapted.set_adapter("third")
+    with refused:
+        adapted.generate(**one(), **GREEDY, custom_generate=ours)
+    adapted.set_adapter("first")
     merged = adapted.merge_and_unload()
     assert torch.equal(merged.generate(**one(), **GREEDY, custom_generate=ours), wanted)
 

@@ -295,3 +295,14 @@ def test_long_runs_without_text_give_the_pieces_of_short_ones(tokenizer, ids, da
 def test_a_character_comes_out_behind_ids_that_are_no_tokens():
     first, second = encode("😀")
     assert "".join(run([first, *[VOCAB_SIZE] * 20, second])[0][:-1]) == "😀"
+
+
+def test_a_blank_that_is_stripped_where_it_stands_alone_stays():
+    words = ("<s>", "a", " ", "b")
+
+    def decode(ids, *, skip_special_tokens, **_):
+        text = "".join(words[i] for i in ids if i or not skip_special_tokens)
+        return text.strip() if skip_special_tokens else text
+
+    stream = TextStream(SimpleNamespace(decode=decode), ())
+    assert "".join([*map(stream.push, (1, 0, 2, 3)), stream.finish()]) == "a b"
