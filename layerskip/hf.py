@@ -31,6 +31,7 @@ from layerskip.loading import eos_ids_of
 from layerskip.outputs import GenerationOutput
 from layerskip.params import SamplingParams
 from layerskip.request import RowRequest, RowSettings
+from layerskip.sampling import ids_of
 
 MODEL_KWARGS = {
     "attention_mask",
@@ -196,7 +197,7 @@ class HostedRow:
 
     def ends(self, context: Sequence[int]) -> bool:
         """Whether a stopping criterion says so."""
-        new = torch.tensor([context[len(self.prompt) :]], device=self.call.input_ids.device)
+        new = ids_of(context[len(self.prompt) :], self.call.input_ids.device)
         return bool(self.call.stopping_criteria(self._shown(new), None)[self.index])
 
     def _shown(self, new: Tensor) -> LongTensor:

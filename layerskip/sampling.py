@@ -265,9 +265,7 @@ class Sampler:
         """What processors make of the scores of consecutive positions."""
         if not processors:
             return scores
-        # torch itself takes eight times as long to read a long tuple.
-        ids = torch.from_numpy(np.fromiter(context, np.int64, len(context)))[None]
-        rows, ids = scores.shape[0], ids.to(scores.device)
+        rows, ids = scores.shape[0], ids_of(context, scores.device)
         known = range(len(context) - rows + 1, len(context) + 1)
         asked = (_asked(processors, ids[:, :n], scores[i : i + 1]) for i, n in enumerate(known))
         # Copied where more follow: a processor may give the same tensor each time.
@@ -388,6 +386,11 @@ def noisy_scores(
     scores = logits.float() / _column([s.params.temperature for s in samplers], device)
     rows = zip(samplers, positions, strict=True)
     return scores, scores + torch.stack([sampler.noise(at, device) for sampler, at in rows])
+
+
+def ids_of(context: Sequence[int], device: torch.device) -> Tensor:
+    """``(1, length)`` int64. torch itself takes eight times as long to read a long tuple."""
+    return torch.from_numpy(np.fromiter(context, np.int64, len(context)))[None].to(device)
 
 
 def _asked(processors: Sequence[Processor], ids: Tensor, scores: Tensor) -> Tensor:

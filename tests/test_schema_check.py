@@ -68,12 +68,12 @@ REFUSED = [
         "additionalProperties",
         "/additionalProperties",
     ),
-    # Python's dialect has no such class: nobody says whether it is about "a".
     (
         {"properties": {"a": {}}, "propertyNames": {"pattern": "^(a?){20000}$"}},
         "propertyNames",
         "/propertyNames",
     ),
+    # Python's dialect has no such class: nobody says whether it is about "a".
     (
         {"properties": {"a": {}}, "patternProperties": {"^\\p{L}+$": {}}},
         "patternProperties",
