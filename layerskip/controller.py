@@ -35,7 +35,9 @@ from layerskip.pass_times import CONTEXT_STEP, SHORTEST, PassTimes
 from layerskip.stopping import PLAIN, Choice, Stopper, another
 
 STAKE_TOKENS = 64  # of so many tokens at most: few requests are as long as they may be
-GUESS_SHARE = 0.2  # of a draft pass: looked-up tokens in it save another one more often
+# Of a draft pass, where a row's number is fixed and nobody counts how often its look-ups are right:
+# looked-up tokens in it save another one more often.
+GUESS_SHARE = 0.2
 
 
 class Controller:
@@ -67,6 +69,7 @@ class Controller:
         self._calibration = dict(calibration or {})
         self._experiences: dict[str, Experience] = {}
         self._guesses: dict[tuple[int, int], int] = {}  # of so many rows, at such contexts
+        self._guess_prices: dict[tuple[int, bool], list[float]] = {}  # at such contexts
         self._paces: tuple[object, dict[tuple[int, int, bool], Pace]] = (None, {})
         self._rest = PLAIN
         self.by_host: Controller | None = None
@@ -123,6 +126,19 @@ class Controller:
             costs = ((w, self.times.draft(rows, context, each=w + 1)) for w in widths)
             self._guesses[key] = next((w for w, seconds in costs if seconds <= bearable), 0)
         return self._guesses[key]
+
+    def guess_prices(self, context: int, *, greedy: bool) -> list[float]:
+        """What a draft pass of one row grows by with one looked-up token, two, ..., in what a right
+        one saves: a pass, but for drawing its token."""
+        key = (context // CONTEXT_STEP, greedy)
+        if key not in self._guess_prices:  # clocks scale both sides, as of ``guesses``
+            one, *wider = (
+                self.times.draft(1, context, each=width, greedy=greedy)
+                for width in range(1, MAX_AUTO_DRAFT_TOKENS + 1)
+            )
+            saved = one - self.times.drafted(greedy=greedy)
+            self._guess_prices[key] = [(seconds - one) / max(saved, SHORTEST) for seconds in wider]
+        return self._guess_prices[key]
 
     def going_on(
         self,

@@ -1,5 +1,6 @@
 """Tokens that may come next without a pass: looked up, or forced by a grammar."""
 
+import itertools
 from collections.abc import Sequence
 
 from layerskip.lookup import FORCED_MATCH, Guess, LookupStore, TokenIndex
@@ -31,14 +32,7 @@ def guess_for(row: Row, store: LookupStore | None, *, looks_up: bool) -> Guess:
         row.index = TokenIndex(row.context, store=store, vocab_size=vocab_size)
     most = min(left, most_draft_tokens(wanted))
     guess = row.index.guess(most) if row.index is not None else NO_GUESS
-    guess = _until_end(guess, row.spec.eos_ids)
-    if constraint is None:
-        return guess
-    tokens, forced = constraint.guess(row.context, guess.tokens, most)
-    if not tokens:
-        return NO_GUESS
-    length = FORCED_MATCH if forced else guess.match_length
-    return Guess(tokens, length, guess.stored and not forced)
+    return _governed(row, (), _until_end(guess, row.spec.eos_ids), most)
 
 
 class Lookahead:
@@ -48,22 +42,33 @@ class Lookahead:
     Args:
         row: whose index, or grammar, knows.
         first: what ``guess_for`` found to follow the row's last token.
+        prices: of one, two, ... tokens in a draft pass, as ``Controller.guess_prices`` has them:
+            only as many are told as save more by what is known of the row's look-ups. None: all.
     """
 
-    def __init__(self, row: Row, first: Guess) -> None:
-        self._row, self._first = row, first
+    def __init__(self, row: Row, first: Guess, prices: Sequence[float] | None = None) -> None:
+        self._row, self._first, self._prices = row, first, prices
         # Tokens of a draft; and how many were looked up behind them at most, and which.
         self._at, self._most, self._known = 0, 0, NO_GUESS
 
     def __call__(self, draft: Sequence[int], most: int) -> Sequence[int]:
         """So many tokens at most, for a draft pass to check."""
-        if not draft:
-            return self._first.tokens[:most]
-        found = self._looked_up(draft, most).tokens[:most]
-        constraint = self._row.spec.sampler.constraint
-        if constraint is None:
-            return found
-        return constraint.guess((*self._row.context, *draft), found, most)[0]
+        found = self._first
+        if draft:
+            found = _governed(self._row, draft, self._looked_up(draft, most), most)
+        return found.tokens[: min(most, self._num_worthwhile(found))]
+
+    def _num_worthwhile(self, found: Guess) -> int:
+        """How many tokens save more than they take: few of what matched little, or of a text whose
+        look-ups have mostly been wrong."""
+        count = len(found.tokens)
+        if self._prices is None or (state := self._row.state) is None:
+            return count
+        survivals = state.lookup_survivals(found.match_length, found.stored, count)
+        gains = itertools.accumulate(survivals)
+        profits = [gain - price for gain, price in zip(gains, self._prices, strict=False)]
+        best = max(profits, default=0.0)
+        return profits.index(best) + 1 if best > 0.0 else 0
 
     def behind(self, draft: Sequence[int]) -> Guess:
         """For the verify pass to check: nothing where a grammar knows more, or the text ends."""
@@ -82,11 +87,11 @@ class Lookahead:
         return self._known
 
 
-def lookahead(row: Row, first: Guess) -> Lookahead | None:
+def lookahead(row: Row, first: Guess, prices: Sequence[float] | None = None) -> Lookahead | None:
     """None where nothing can be known."""
     if row.index is None and row.spec.sampler.constraint is None:
         return None
-    return Lookahead(row, first)
+    return Lookahead(row, first, prices)
 
 
 def judged(guessed: Sequence[int], emitted: Sequence[int]) -> list[bool]:
@@ -97,6 +102,19 @@ def judged(guessed: Sequence[int], emitted: Sequence[int]) -> list[bool]:
         if guess != token:
             break
     return verdicts
+
+
+def _governed(row: Row, draft: Sequence[int], found: Guess, most: int) -> Guess:
+    """What a row's grammar, if there is one, leaves of what was looked up behind a draft, or knows
+    to follow it."""
+    constraint = row.spec.sampler.constraint
+    if constraint is None:
+        return found
+    tokens, forced = constraint.guess((*row.context, *draft), found.tokens[:most], most)
+    if not tokens:
+        return NO_GUESS
+    length = FORCED_MATCH if forced else found.match_length
+    return Guess(tokens, length, found.stored and not forced)
 
 
 def _until_end(guess: Guess, eos_ids: frozenset[int]) -> Guess:

@@ -128,6 +128,10 @@ class PassTimes:
         table = self._tables[greedy]
         return self._clocks.ratios[PACE] * max(0.0, table.drawing - table.further)
 
+    def drafted(self, *, greedy: bool = False) -> float:
+        """Of drawing a token in a draft pass, which ``draft`` has with it."""
+        return self._clocks.ratios[DRAFT] * self._tables[greedy].drawing
+
     def _verify_clock(self, tokens: int, rows: int) -> int:
         """Whose error a verify pass has: that of plain ones, or of its size."""
         if tokens <= rows:

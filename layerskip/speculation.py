@@ -111,9 +111,12 @@ class Speculator:
         drafting = sum(c.source == "early_exit" for c in choices)
         context = sum(row.length for row in rows) // len(rows)
         guessing = self.looks_up or any(row.spec.sampler.constraint for row in rows)
-        width = self._width(drafting, context, guessing=guessing)
         alone = len(rows) == 1
-        aheads = [lookahead(row, guess) for row, guess in zip(rows, guesses, strict=True)]
+        prices = self._guess_prices(rows[0]) if alone and guessing and drafting else None
+        width = self._width(drafting, context, guessing=guessing)
+        if prices is not None:  # it brings what is worth it, however many that is
+            width = len(prices)
+        aheads = [lookahead(row, guess, prices) for row, guess in zip(rows, guesses, strict=True)]
         stoppers = [
             self._stopper(row, c, a, alone=alone)
             for row, c, a in zip(rows, choices, aheads, strict=True)
@@ -245,6 +248,13 @@ class Speculator:
         if self._by_host is not None:
             return self._by_host.guesses(drafting, context)
         return max(0, self.free_rows // drafting - 1)
+
+    def _guess_prices(self, row: Row) -> Sequence[float] | None:
+        """Of looked-up tokens in a draft pass of one row; None if nobody knows how often its are
+        right."""
+        if row.state is None or self._by_host is None:
+            return None
+        return self._by_host.guess_prices(row.length, greedy=row.state.greedy)
 
     def _stopper(
         self, row: Row, choice: Choice, ahead: Lookahead | None, *, alone: bool

@@ -333,6 +333,19 @@ def test_guesses_of_several_rows_have_to_be_free():
         assert Controller(cost, follows_clock=False).guesses(2, CONTEXT) == width
 
 
+def test_a_guess_is_priced_in_what_a_right_one_saves():
+    """A pass, but for drawing its token; a guess that is wrong is not drawn."""
+    layers = Curve((1, 2, 4, 16), (0,), ((0.2, 0.21, 0.25, 0.65),))
+    cost = replace(table(quantum=1), draft_layers=layers, sampling=0.01)
+    head = table(quantum=1).draft_head
+    prices = Controller(cost, follows_clock=False).guess_prices(CONTEXT, greedy=False)
+    saved = 0.2 + head.at(1, 0)
+    assert len(prices) == MAX_AUTO_DRAFT_TOKENS - 1
+    for width, price in ((2, 0.01), (4, 0.05), (16, 0.45)):
+        more = price + head.at(width, 0) - head.at(1, 0)
+        assert prices[width - 2] == pytest.approx(more / saved)
+
+
 @pytest.mark.parametrize("fixed", [(), (3,)])
 @pytest.mark.parametrize("c", [0.2, 0.45])
 def test_a_row_that_goes_on_drafting_is_decided_in_few_steps_as_in_many(monkeypatch, c, fixed):

@@ -89,11 +89,11 @@ def test_automatic_drafts_take_guesses_and_charge_them(toy, plain, monkeypatch):
         return draft(*arguments, each=each, **settings)
 
     guessed = run(with_controller(toy, controller, lookup=known), sampling=SAMPLED)
-    monkeypatch.setattr(controller, "guesses", lambda rows, context: 0)
+    monkeypatch.setattr(controller, "guess_prices", lambda context, greedy: [])
     monkeypatch.setattr(controller.times, "draft", noting)
     without = run(with_controller(toy, controller, lookup=known), sampling=SAMPLED)
     assert set(charged) == {1}
-    monkeypatch.setattr(controller, "guesses", lambda rows, context: 4)
+    monkeypatch.setattr(controller, "guess_prices", lambda context, greedy: [0.0] * 4)
     settled, observe = [], controller.observe_draft
 
     def observing(*arguments, num_positions, num_passes, **settings):
@@ -131,7 +131,7 @@ def test_what_is_looked_up_behind_a_draft_is_verified_with_it(toy, plain, sampli
 def test_what_is_looked_up_behind_a_draft_does_not_hide_why_it_stopped(toy, plain, monkeypatch):
     known = store_of([*REPEATING, *run(plain).token_ids])
     controller = Scripted(Choice("early_exit", 3, 1.0, (0.0,) * 16, draft_seconds=1e9))
-    monkeypatch.setattr(controller, "guesses", lambda rows, context: 0)
+    monkeypatch.setattr(controller, "guess_prices", lambda context, greedy: [])
     out = run(with_controller(toy, controller, lookup=known))
     drafted = [r for r in out.rounds if r.num_draft_tokens]
     assert max(r.num_draft_tokens for r in drafted) > 3
@@ -382,7 +382,7 @@ def test_what_others_look_up_is_verified_too_when_a_draft_goes_on(toy, plain, mo
         return [False]
 
     monkeypatch.setattr(controller, "going_on", going_on)
-    monkeypatch.setattr(controller, "guesses", lambda rows, context: 0)
+    monkeypatch.setattr(controller, "guess_prices", lambda context, greedy: [])
     lm = with_controller(toy, controller, lookup=known)
     lm.generate([PROMPT, REPEATING], max_new_tokens=7)
     assert asked[0] == {"rows": 2, "verified": 2 + 5 + 1, "others": 0}
@@ -454,14 +454,32 @@ def test_each_place_is_looked_up_once():
     assert asked == [(8, 6), (1, 6, 9), (7, 6, 9)]
 
 
+def test_a_pass_takes_as_many_looked_up_tokens_as_save_more_than_they_take():
+    """By what became of the text's look-ups: of a sure one all, of one that is mostly wrong few or
+    none, however cheap the first are."""
+    asked: list[tuple[int, ...]] = []
+    row, first = row_that_knows(asked, 9, 8, 3, 7), TokenIndex([5, 6, 7, 5]).guess(4)
+    sure, doubted = [0.9, 0.8, 0.6, 0.1], [0.3, 0.09, 0.03]
+    row.state = SimpleNamespace(lookup_survivals=lambda match, stored, most: told[:most])
+    told = sure
+    for prices, width in (((0.1, 0.2, 0.3, 0.5), 3), ((1.0, 1.1, 1.2, 2.5), 3), ((), 0)):
+        ahead = lookahead(row, first, prices)
+        assert len(ahead((6,), 4)) == width
+        assert len(ahead((6, 7), 2)) == min(2, width)
+    told = doubted
+    for prices, width in (((0.0, 0.1, 0.2, 0.3), 1), ((0.1, 0.2, 0.25), 1), ((0.5, 0.6, 0.7), 0)):
+        assert len(lookahead(row, first, prices)((), 4)) == width
+    assert len(lookahead(row, first)((6,), 4)) == 4  # nobody counts
+
+
 def test_nothing_is_behind_the_end_of_a_text_or_where_a_grammar_knows_more():
     asked: list[tuple[int, ...]] = []
     assert not Lookahead(row_that_knows(asked, 9), Guess()).behind((6, 3)).tokens
-    forcing = SimpleNamespace(guess=lambda context, found, most: (context, found, most))
+    forcing = SimpleNamespace(guess=lambda context, found, most: (context, False))
     governed = Lookahead(row_that_knows(asked, 9, 8, constraint=forcing), Guess())
     assert not governed.behind((6,)).tokens
     assert not asked
-    assert governed((6,), 1) == (1, 6)
+    assert governed((6,), 2) == (1, 6)
     assert lookahead(SimpleNamespace(index=None, spec=governed._row.spec), Guess()) is not None
     bare = SimpleNamespace(sampler=SimpleNamespace(constraint=None))
     assert lookahead(SimpleNamespace(index=None, spec=bare), Guess()) is None
