@@ -1,6 +1,8 @@
 """Looked-up tokens, alone, in drafts and behind them: what they change, and never the text."""
 
+from collections import Counter
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,7 @@ from speculating import (
     with_controller,
 )
 from toys import PLANS, VOCAB_SIZE, random_ids
+from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import make_toy
 
 import layerskip.speculation
@@ -285,6 +288,41 @@ def test_a_store_of_a_larger_vocabulary_changes_nothing(toy, plain, plan, behind
     assert len(out.token_ids) == NEW
     if verification == "coupled":
         assert out.token_ids == text
+
+
+@pytest.fixture(scope="module")
+def indifferent() -> SelfSpeculativeLM:
+    """Four tokens, each as likely as any, everywhere."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=4,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=32,
+            eos_token_id=None,
+        )
+    ).eval()
+    torch.nn.init.zeros_(model.lm_head.weight)
+    return SelfSpeculativeLM(model, num_draft_tokens=3, lookup=True)
+
+
+@pytest.mark.parametrize("verification", ["coupled", "token", "block"])
+def test_a_store_changes_no_distribution_where_a_seed_comes_again(indifferent, verification):
+    """What was drawn when an earlier guess was refused comes back as a guess, to be judged by the
+    same random number."""
+    lm, found, tries = indifferent, Counter(), 256
+    for seed in range(tries):
+        lm._store = LookupStore()
+        settings = {"verification": verification, "max_new_tokens": 5}
+        settings["sampling"] = SamplingParams(temperature=1.0, seed=seed)
+        outs = [run(lm, [1, 2, 3, 0], **settings) for _ in range(3)]
+        found[outs[-1].token_ids[:3]] += 1
+    due = tries / 4**3
+    chi_square = sum((found[text] - due) ** 2 / due for text in product(range(4), repeat=3))
+    assert chi_square < 63 + 5 * (2 * 63) ** 0.5  # 63 degrees of freedom, five deviations
 
 
 def test_wrong_guesses_are_counted_among_the_positions(toy):
