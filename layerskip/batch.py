@@ -120,8 +120,9 @@ class Batch:
         ``on_round`` gets every record, whatever it raises for one; that is raised then.
 
         Raises:
-            RowError: nothing may follow the text of its ``row``: scores are no numbers, or rules
-                contradict each other. After ``remove`` of that row the others go on.
+            RowError: nothing may follow the text of its ``row``: scores are no numbers, rules
+                contradict each other, or the tokenizer can't decode what was emitted. After
+                ``remove`` of that row the others go on.
             RuntimeError: an earlier step was interrupted (Ctrl-C) while its tokens were added to
                 the rows, which can only be taken out then.
             ValueError: a pass failed, and the model was moved, cast or resized since it was

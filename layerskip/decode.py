@@ -16,6 +16,7 @@ from layerskip.attempt import Attempt
 from layerskip.cache import CachedText
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
+from layerskip.errors import RowError, UndecodableError
 from layerskip.lookup import LookupStore
 from layerskip.model import DecoderStack
 from layerskip.outcome import NO_LOGITS, Judged, Outcome, Times, record_of
@@ -162,7 +163,8 @@ class Decoder:
         If a pass or a verification raises, no row has changed, and it can be called again.
 
         Raises:
-            RowError: nothing may follow one row's text; without it (``leave``) the others go on.
+            RowError: nothing may follow one row's text, or nothing can be made of it; without it
+                (``leave``) the others go on.
             RuntimeError: an earlier one was interrupted while rows were given what it did for them.
         """
         if self._applying:  # some have it, one perhaps in part, and the cache holds all of it
@@ -340,7 +342,10 @@ class Decoder:
     ) -> Outcome:
         """Emit the confirmed tokens and the one after them. All but the last are committed,
         and with them the token that was pending, or the prompt."""
-        emission = row.emission(judged.verdict.tokens)
+        try:
+            emission = row.emission(judged.verdict.tokens)
+        except UndecodableError as error:
+            raise RowError(str(error), row.id) from error
         record = record_of(
             row,
             attempt,

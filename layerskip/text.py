@@ -3,6 +3,8 @@
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from layerskip.errors import UndecodableError
+
 # What no page and no table may hold: control characters (but for tabs and line breaks), half
 # characters, and marks that turn the direction of what follows them: they made "128-511" out of
 # "115-821".
@@ -26,6 +28,10 @@ def decoder_of(tokenizer: Any) -> Callable[..., str]:
 
     Args:
         tokenizer: of transformers, or what has a ``decode`` that takes the arguments below.
+
+    Raises:
+        UndecodableError: when it is called: whatever the tokenizer raises, of an id beyond its
+            vocabulary perhaps, where a model has more.
     """
     beneath = getattr(tokenizer, "backend_tokenizer", None)
     steps = [getattr(tokenizer, name, None) for name in ("decode", "_decode")]
@@ -33,11 +39,19 @@ def decoder_of(tokenizer: Any) -> Callable[..., str]:
     if beneath is not None and makers == list(FAST):
         decode = beneath.decode
         return lambda ids, skips=True: str(decode(ids, skip_special_tokens=skips))
-    # Cleaning takes blanks back once the next token is known, so that the text of some tokens need
-    # not begin that of more; and it is not what a grammar and stop strings are about.
-    return lambda ids, skips=True: tokenizer.decode(
-        ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False
-    )
+
+    def decoded(ids: Sequence[int], skips: bool = True) -> str:
+        # Cleaning takes blanks back once the next token is known, so that the text of some tokens
+        # need not begin that of more; and it is not what a grammar and stop strings are about.
+        arguments = {"skip_special_tokens": skips, "clean_up_tokenization_spaces": False}
+        try:
+            text: str = tokenizer.decode(ids, **arguments)
+        except Exception as error:
+            told = f"the tokenizer can't decode token ids that end with {list(ids[-8:])}"
+            raise UndecodableError(f"{told}: {type(error).__name__}: {error}") from error
+        return text
+
+    return decoded
 
 
 def special_names(tokenizer: Any) -> dict[int, str]:

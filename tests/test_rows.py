@@ -7,8 +7,9 @@ import pytest
 import torch
 from decoding import PROMPT, SAMPLED, Interruption, Oracle, decode, join, self_drafting
 from toys import PLANS, VOCAB_SIZE, random_ids
+from transformers import ByT5Tokenizer
 
-from layerskip import SamplingParams
+from layerskip import RowError, SamplingParams, SelfSpeculativeLM
 from layerskip.ambient import Decoding
 from layerskip.cache import KVCache
 from layerskip.decode import Decoder
@@ -220,3 +221,23 @@ def test_a_row_that_is_not_there_cannot_leave(stack):
     batch.leave(row.id)
     with pytest.raises(ValueError, match=r"the batch has no row 0; its rows are \[\]"):
         batch.leave(row.id)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_row_whose_tokens_its_tokenizer_does_not_know_is_named_and_others_go_on(toy, k):
+    """Models have more ids than their tokenizers, and some of these can't decode such a one."""
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    most = len(tokenizer)
+    lm = SelfSpeculativeLM(toy(), tokenizer, PLANS["exit"], lookup=False)
+    rules = dict.fromkeys(range(most, VOCAB_SIZE), -1e9), {most: 1e9}
+    batch = lm.open_batch(max_new_tokens=8, num_draft_tokens=k)
+    row, lost = (batch.add(PROMPT, sampling=SamplingParams(logit_bias=rule)) for rule in rules)
+    for _ in range(2):  # as often as it is tried
+        with pytest.raises(RowError, match=rf"^row {lost}: .*end with \[{most}\]: ValueError"):
+            batch.step()
+    assert batch.remove(lost).token_ids == ()
+    while batch.unfinished:
+        batch.step()
+    out = batch.remove(row)
+    assert out.text == tokenizer.decode(out.token_ids, skip_special_tokens=True)
+    assert len(out.token_ids) == 8
