@@ -26,7 +26,7 @@ from layerskip.asks import (
     put_to_rest,
     weighed,
 )
-from layerskip.cost import DRAFTS_IN_A_ROW, CostTable
+from layerskip.cost import CostTable
 from layerskip.estimates import FIRST_LOOK, LAST_LOOK, RowState
 from layerskip.experience import Calibration, Experience
 from layerskip.pace import LOOKING, Pace, Split, affordable
@@ -35,9 +35,6 @@ from layerskip.pass_times import CONTEXT_STEP, SHORTEST, PassTimes
 from layerskip.stopping import PLAIN, Choice, Stopper, another
 
 STAKE_TOKENS = 64  # of so many tokens at most: few requests are as long as they may be
-# Of a draft pass, where a row's number is fixed and nobody counts how often its look-ups are right:
-# looked-up tokens in it save another one more often.
-GUESS_SHARE = 0.2
 
 
 class Controller:
@@ -115,16 +112,14 @@ class Controller:
         return known.calibration.told.error_by_chance if known is not None else 0.0
 
     def guesses(self, rows: int, context: int) -> int:
-        """Looked-up tokens that each row may bring into a draft pass for less than they save: of
-        several rows for nothing, since a pass is saved only where none needs it."""
+        """Looked-up tokens that each row may bring into a draft pass for nothing: of several rows a
+        pass is saved only where none needs it, and of a fixed number nobody counts them."""
         key = (rows, context // CONTEXT_STEP)
         if key not in self._guesses:  # clocks scale both sides: it is the table's answer
-            share = GUESS_SHARE if rows == 1 else 0.0
-            one, start = self.times.draft(rows, context), self.times.draft_start()
-            bearable = one + share * (one + start / DRAFTS_IN_A_ROW)
+            one = self.times.draft(rows, context)
             widths = range(MAX_AUTO_DRAFT_TOKENS, 0, -1)  # a table's noise hides no wider one
             costs = ((w, self.times.draft(rows, context, each=w + 1)) for w in widths)
-            self._guesses[key] = next((w for w, seconds in costs if seconds <= bearable), 0)
+            self._guesses[key] = next((w for w, seconds in costs if seconds <= one), 0)
         return self._guesses[key]
 
     def guess_prices(self, context: int, *, greedy: bool) -> list[float]:

@@ -314,23 +314,18 @@ def test_free_rows_of_a_draft_pass_take_guesses():
     assert controller.guesses(8, CONTEXT) == 0
 
 
-@pytest.mark.parametrize(
-    ("four", "eight", "width"), [(0.2, 0.23, 7), (0.3, 0.23, 7), (0.2, 0.4, 3), (0.3, 0.4, 1)]
-)
-def test_guesses_cost_what_the_pass_grows_by_and_no_sampling(four, eight, width):
-    """A fifth of a pass at most. What is right is sampled in the place of a pass of its own, and a
-    size of pass that a busy machine made look dear hides no wider one."""
-    layers = Curve((1, 4, 8, 16), (0,), ((0.2, four, eight, 0.6),))
-    cost = replace(table(quantum=1), draft_layers=layers, sampling=0.01)
-    assert Controller(cost, follows_clock=False).guesses(1, CONTEXT) == width
-
-
-def test_guesses_of_several_rows_have_to_be_free():
-    """A pass is saved only where no row needs it."""
+def test_guesses_that_nobody_counts_have_to_be_free():
+    """Of several rows a pass is saved only where none needs it. What is right is sampled in the
+    place of a pass of its own, and a size of pass that a busy machine made look dear hides no wider
+    one."""
     for price, width in ((0.2, 3), (0.202, 0)):
         layers = Curve((1, 2, 7, 8, 9), (0,), ((0.2, 0.2, price, price, 0.3),))
         cost = replace(table(quantum=1), draft_layers=layers)
         assert Controller(cost, follows_clock=False).guesses(2, CONTEXT) == width
+    for four, eight, width in ((0.2, 0.2, 7), (0.3, 0.2, 7), (0.2, 0.23, 3), (0.3, 0.23, 1)):
+        layers = Curve((1, 2, 4, 8, 16), (0,), ((0.2, 0.2, four, eight, 0.6),))
+        cost = replace(table(quantum=1), draft_layers=layers, sampling=0.01)
+        assert Controller(cost, follows_clock=False).guesses(1, CONTEXT) == width
 
 
 def test_a_guess_is_priced_in_what_a_right_one_saves():
