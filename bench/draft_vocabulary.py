@@ -171,14 +171,16 @@ def quality(
         prompt = lm.encode(example.prompt)
         ids = lm.tokenizer(example.prompt + example.continuation)["input_ids"]
         ids = ids[: min(len(prompt) + 128, stack.max_positions)]
-        logits = stack.all_exit_logits(ids[:-1], (depth, stack.num_layers))
-        draft, target = logits[depth], logits[stack.num_layers]
+        if len(ids) <= len(prompt):
+            continue
+        exits, first = (depth, stack.num_layers), len(prompt) - 1
+        logits = stack.all_exit_logits(ids[:-1], exits, since=first)
+        draft, target = (logits[e].split(1) for e in exits)
         seen = torch.zeros(stack.vocab_size, dtype=torch.bool)
         seen[prompt] = True
-        for at in range(len(prompt), len(ids)):
+        for at, d, t in zip(range(len(prompt), len(ids)), draft, target, strict=True):
             seen[ids[at - 1]] = True
             positions += 1
-            d, t = draft[at - 1 : at], target[at - 1 : at]
             wanted = greedy.pick(t, at), warm.pick(t, at)
             for n, vocabulary in vocabularies.items():
                 allowed = seen.clone()

@@ -321,12 +321,17 @@ class DecoderStack:
         layout = self._chunk_at(cache, Segment(row, start, len(states)))
         self._drive(states, (self.num_layers,), layout)
 
-    def all_exit_logits(self, token_ids: Sequence[int], exits: Sequence[int]) -> dict[int, Tensor]:
+    def all_exit_logits(
+        self, token_ids: Sequence[int], exits: Sequence[int], *, since: int = 0
+    ) -> dict[int, Tensor]:
         """Teacher-forced logits of one text after each number of layers in ``exits``.
 
+        Args:
+            since: the first token whose logits are wanted.
+
         Returns:
-            For each exit ``(tokens, vocab)`` float32, at the adapter's exit those of its draft;
-            the hidden states of one pass serve all.
+            For each exit ``(tokens since then, vocab)`` float32, at the adapter's exit those of
+            its draft; the hidden states of one pass serve all.
         """
         adapter = self.adapter
         cache = self.new_cache(num_rows=1, num_slots=len(token_ids))
@@ -335,13 +340,16 @@ class DecoderStack:
             hidden, depth = embedded, 0
             for e in sorted(exits):
                 hidden = self._drive(hidden, range(depth, e), layout)
-                depth = e
-                if adapter is None or e != adapter.shape.exit_layer:
-                    collected[e].append(self.head(hidden).float())
-                    continue
-                plan = DraftPlan.exiting(num_layers=self.num_layers, exit_layer=e)
-                deep = self._drive(hidden, self.draft_layers(plan)[e:], layout)
-                collected[e].append(self.draft_head(plan)(deep)[: len(deep)].float())
+                depth, deep = e, hidden
+                head: Head = self.head
+                if adapter is not None and e == adapter.shape.exit_layer:
+                    plan = DraftPlan.exiting(num_layers=self.num_layers, exit_layer=e)
+                    deep = self._drive(hidden, self.draft_layers(plan)[e:], layout)
+                    head = self.draft_head(plan)
+                # The layers run over every token: later ones attend to it.
+                if since < layout.end:
+                    asked = deep[max(0, since - layout.start) :]
+                    collected[e].append(head(asked)[: len(asked)].float())
         return {e: torch.cat(parts) for e, parts in collected.items()}
 
     def _chunks(

@@ -47,16 +47,16 @@ def teacher_forced(
         if len(ids) <= len(prompt):
             continue
         first = len(prompt) - 1
-        logits = stack.all_exit_logits(ids[:-1], (*exits, stack.num_layers))
+        logits = stack.all_exit_logits(ids[:-1], (*exits, stack.num_layers), since=first)
         sampler = Sampler(sampling, sampling.seed or 0, stack.vocab_size)
-        target_logits = logits[stack.num_layers][first:]
+        target_logits = logits[stack.num_layers]
         target = sampler.pick(target_logits, len(prompt))
         p = target_logits.softmax(-1)
         prompts, positions = prompts + 1, positions + len(target)
         for e in exits:
-            picked = sampler.pick(logits[e][first:], len(prompt))
+            picked = sampler.pick(logits[e], len(prompt))
             agree[e] += sum(a == b for a, b in zip(picked, target, strict=True))
-            overlap[e] += torch.minimum(p, logits[e][first:].softmax(-1)).sum().item()
+            overlap[e] += torch.minimum(p, logits[e].softmax(-1)).sum().item()
     if not positions:
         raise ValueError("no prompt has a continuation to be read along; give some that have")
     rates = {

@@ -22,6 +22,7 @@ from layerskip import (
 )
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.exit_adapter import AdaptedHead, ExitAdapter
+from layerskip.model import DecoderStack
 from layerskip.stopping import PLAIN, Choice
 
 PROMPT = random_ids(61)
@@ -343,6 +344,18 @@ def test_other_exits_of_the_stack_draft_plainly(adapt, wrap):
     assert not torch.equal(got[EXIT], want[EXIT])
     assert stack.draft_layers(PLANS["exit"]) == (0, 1, NUM_LAYERS)
     assert stack.draft_layers(PLANS["skipping"]) == PLANS["skipping"].layers
+
+
+@pytest.mark.parametrize("since", [3, 64, 70])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_every_exit_since_a_token_are_those_of_the_whole(adapt, kind, since, monkeypatch):
+    monkeypatch.setattr(DecoderStack, "prefill_chunk", 32)
+    stack, ids = adapt(kind).stack, random_ids(71)
+    with torch.inference_mode():
+        whole = stack.all_exit_logits(ids, (1, EXIT, 3))
+        part = stack.all_exit_logits(ids, (1, EXIT, 3), since=since)
+    for e, logits in whole.items():
+        torch.testing.assert_close(part[e], logits[since:], atol=1e-5, rtol=1e-5)
 
 
 def test_a_trimmed_draft_vocabulary_keeps_the_adapter_s_part(adapt):

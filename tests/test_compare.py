@@ -22,6 +22,7 @@ from layerskip.hf_modes import (
     exits_to_try,
     fastest,
 )
+from layerskip.model import DecoderStack
 from layerskip.prompts import Example
 from layerskip.teacher_forced import teacher_forced
 
@@ -601,6 +602,26 @@ def test_teacher_forced_agreement_is_what_transformers_gives(
     assert (document["prompts"], document["prompts_left_out"]) == (2, 1)  # one has no continuation
     assert document["exits"][2]["acceptance_rate"] == pytest.approx(agree / positions)
     assert 0 < agree < positions
+
+
+def test_teacher_forced_makes_logits_of_the_continuation_alone(
+    talking: SelfSpeculativeLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, head = [], DecoderStack.head
+
+    def counting(self: DecoderStack, hidden: torch.Tensor, *more: Any, **named: Any) -> Any:
+        asked.append(len(hidden))
+        return head(self, hidden, *more, **named)
+
+    monkeypatch.setattr(DecoderStack, "head", counting)
+    document = teacher_forced(
+        talking,
+        [Example("Question\n" * 9, "0123456789 " * 4)],
+        sampling=SamplingParams(),
+        exits=[1, 2],
+        max_new_tokens=NEW,
+    )
+    assert asked == [document["positions"]] * 3
 
 
 def test_teacher_forced_needs_a_continuation(
