@@ -6,8 +6,10 @@ and verify share what they ask, and an error anywhere leaves nothing to repair: 
 interrupted on its way begins again.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -16,6 +18,40 @@ from layerskip.grammar import Matcher
 
 FEW = 64  # tokens: where no others may follow, a draft may take each of them
 _BITS = torch.arange(8, dtype=torch.uint8, device="cpu")
+
+
+@dataclass(frozen=True)
+class Context(Sequence[int]):
+    """A prompt and what follows it, as one sequence.
+
+    A round asks what may follow each token of its draft. The prompt is not copied for that, however
+    long it is, but where all of the tokens are read; a grammar reads those behind the prompt.
+    """
+
+    prompt: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+
+    def __add__(self, tokens: Iterable[int]) -> "Context":
+        return Context(self.prompt, (*self.output, *tokens))
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain(self.prompt, self.output)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, at: int | slice) -> int | tuple[int, ...]:
+        begins = len(self.prompt)
+        if isinstance(at, slice) and (at.start or 0) >= begins and at.stop is at.step is None:
+            return self.output[(at.start or 0) - begins :]
+        return (*self.prompt, *self.output)[at]
+
+
+NO_CONTEXT = Context()
 
 
 @dataclass(frozen=True)

@@ -300,7 +300,8 @@ class Decoder:
             prompt, self.cache, row.slot_row, start=row.length, states=states
         )[None]
         filled = time.perf_counter()
-        verdict = judge(Case(row.spec.sampler, logits, len(prompt), context=prompt, row=row.id))
+        case = Case(row.spec.sampler, logits, len(prompt), context=row.context, row=row.id)
+        verdict = judge(case)
         times = Times(0.0, began, time.perf_counter() - filled, 1)
         return self._finished(row, None, Judged(logits, verdict), times, states or ())
 

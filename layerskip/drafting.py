@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from layerskip.cache import KVCache, Segment
+from layerskip.constraint import NO_CONTEXT, Context
 from layerskip.draft_head import DraftHead, greedy_kept, over_all
 from layerskip.guessing import judged
 from layerskip.model import DecoderStack, Head
@@ -44,7 +45,7 @@ class DraftRequest:
     pending: int
     num_draft_tokens: int
     sampler: Sampler
-    context: tuple[int, ...] = ()
+    context: Context = NO_CONTEXT
     goes_on: Callable[[float, bool, Sequence[int]], bool] | None = None
     guess: Callable[[Sequence[int], int], Sequence[int]] | None = None
     num_guesses: int = 0
@@ -304,7 +305,7 @@ class _Growing:
         """What is known of the scores before the pass is read."""
         request, constraint = self.request, self.request.sampler.constraint
         if constraint is not None:
-            constraint.prepare((*request.context, *self.tokens, *inputs[1:]), len(inputs))
+            constraint.prepare(request.context + self.tokens + inputs[1:], len(inputs))
 
     def take(
         self,
@@ -332,7 +333,7 @@ class _Growing:
                 self.over_all(logits[i : i + 1], head),
                 self.position,
                 request.length + 1,
-                (*request.context, *self.tokens),
+                request.context + self.tokens,
                 with_confidence=request.with_confidence,
             )
             if drawn is None:
@@ -359,7 +360,7 @@ class _Growing:
         if goes_on is not None and not goes_on(confidence, ahead, self.tokens):
             self.ended = True
         # The token stays and is verified: ending here leaves the output's distribution alone.
-        if self.request.sampler.closed((*self.request.context, *self.tokens)):
+        if self.request.sampler.closed(self.request.context + self.tokens):
             self.ended = True
         return ahead and not self.done
 

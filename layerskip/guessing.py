@@ -110,7 +110,7 @@ def _governed(row: Row, draft: Sequence[int], found: Guess, most: int) -> Guess:
     constraint = row.spec.sampler.constraint
     if constraint is None:
         return found
-    tokens, forced = constraint.guess((*row.context, *draft), found.tokens[:most], most)
+    tokens, forced = constraint.guess(row.context + draft, found.tokens[:most], most)
     if not tokens:
         return NO_GUESS
     length = FORCED_MATCH if forced else found.match_length

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from layerskip.constraint import Context
 from layerskip.estimates import RowState
 from layerskip.lookup import TokenIndex
 from layerskip.outputs import FinishReason, Round
@@ -150,9 +151,9 @@ class Row:
     joined: float = field(default_factory=time.perf_counter)
 
     @property
-    def context(self) -> tuple[int, ...]:
+    def context(self) -> Context:
         """Prompt and output."""
-        return (*self.spec.prompt, *self.token_ids)
+        return Context(self.spec.prompt, tuple(self.token_ids))
 
     def emission(self, tokens: Iterable[int]) -> Emission:
         """What emitting ``tokens`` gives, up to where something ends the row; changes nothing."""
@@ -168,7 +169,7 @@ class Row:
             elif stream is not None and stops:
                 text += stream.push(token)
                 reason = "stop" if stream.stopped else None
-            if self.spec.ends is not None and self.spec.ends((*self.context, *taken)):
+            if self.spec.ends is not None and self.spec.ends(self.context + taken):
                 reason = "stop"
             if reason is None and len(self.token_ids) + len(taken) >= self.spec.max_new_tokens:
                 reason = "length"

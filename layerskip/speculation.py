@@ -10,6 +10,7 @@ from torch import Tensor
 from layerskip.asks import Ask
 from layerskip.attempt import Attempt, expected_seconds, learn, num_tokens
 from layerskip.cache import KVCache
+from layerskip.constraint import NO_CONTEXT
 from layerskip.controller import Controller
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
@@ -231,7 +232,7 @@ class Speculator:
         count = 0 if wanted == AUTO else min(most_draft_tokens(wanted), room(row))
         # What is forced needs no draft pass, if there is nothing to draft after it.
         forced = guess.match_length == FORCED_MATCH and (
-            len(guess.tokens) >= count or row.spec.sampler.closed((*row.context, *guess.tokens))
+            len(guess.tokens) >= count or row.spec.sampler.closed(row.context + guess.tokens)
         )
         if self.drafter is None or forced:
             count = min(count, len(guess.tokens))
@@ -291,7 +292,7 @@ class Speculator:
             pending=row.token_ids[-1],
             num_draft_tokens=choice.num_draft_tokens,
             sampler=sampler,
-            context=row.context if sampler.reads_context else (),
+            context=row.context if sampler.reads_context else NO_CONTEXT,
             goes_on=stopper.goes_on if stopper is not None else None,
             guess=ahead,
             num_guesses=width,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from layerskip.constraint import NO_CONTEXT, Context
 from layerskip.errors import RowError
 from layerskip.params import Verification
 from layerskip.sampling import Sampler, noisy_scores, portions
@@ -57,7 +58,7 @@ class Case:
     position: int
     draft: Sequence[int] = ()
     q: Sequence[Tensor] = ()
-    context: Sequence[int] = ()
+    context: Context = NO_CONTEXT
     row: int | None = None
 
 
@@ -114,7 +115,7 @@ def judge(case: Case) -> Verdict:
         target = sampler.pick(logits, position)
         num_matches = count_matches(draft, target)
     else:
-        scores = sampler.scores(logits, [*case.context, *draft])
+        scores = sampler.scores(logits, case.context + draft)
         if sampler.verification == "coupled":
             target = sampler.choose(scores, position)
             num_matches = count_matches(draft, target)

@@ -43,7 +43,7 @@ class Verifier:
         parts = list(self.stack.logits(hidden)[: sum(counts)].split(counts))
         for r, d in zip(requests, drafts, strict=True):
             if r.sampler.constraint is not None:
-                r.sampler.constraint.prepare((*r.context, *d.tokens), len(d.tokens) + 1)
+                r.sampler.constraint.prepare(r.context + d.tokens, len(d.tokens) + 1)
         states = list(shared[: sum(counts)].split(counts))
         if not hidden[: sum(counts)].isfinite().all():
             for i, (r, d) in enumerate(zip(requests, drafts, strict=True)):

@@ -10,7 +10,7 @@ from interrupting import assert_same_wherever_interrupted
 from torch import Tensor
 
 from layerskip import SamplingParams
-from layerskip.constraint import AfterMarker, Constraint, packed, unpacked
+from layerskip.constraint import AfterMarker, Constraint, Context, packed, unpacked
 from layerskip.sampling import Sampler
 from layerskip.verification import Case, judge
 
@@ -183,6 +183,16 @@ def test_a_prepared_mask_is_not_made_again():
     assert allowed(constraint, (3, 3, 1, 1), 1) == [ALL]
 
 
+def test_a_context_is_the_tokens_of_prompt_and_output():
+    context, tokens = Context((4, 5)) + (6,) + [7, 8], (4, 5, 6, 7, 8)
+    assert (tuple(context), len(context)) == (tokens, 5)
+    for start in (None, 0, 1, 2, 4, 9, -1):
+        for stop, step in ((None, None), (3, None), (None, 2)):
+            assert context[start:stop:step] == tokens[start:stop:step]
+    assert (context[0], context[-1]) == (4, 8)
+    assert Context((), (6, 7))[:] == (6, 7)
+
+
 def test_guesses_are_cut_at_the_first_forbidden_token():
     constraint = constraint_of()
     assert constraint.guess(PROMPT, (1, 2, 2), 9) == ((1, 2), False)
@@ -267,10 +277,10 @@ def game_of(seed: int, temperature: float, verification: str = "coupled") -> Gam
 def test_a_forbidden_draft_gives_way_to_the_target_s_own_token(temperature):
     """SGLang #9187: stuck after a forced choice. A draft wrong from its first token on."""
     game = game_of(7, temperature)
-    plain = judge(Case(game.sampler, game.logits(()), len(PROMPT), context=PROMPT)).tokens
+    plain = judge(Case(game.sampler, game.logits(()), len(PROMPT), context=Context(PROMPT))).tokens
     for draft in ((4,), (EOS, 1), (2, 2, 2)):
         rows = torch.cat([game.logits(draft[:i]) for i in range(len(draft) + 1)])
-        verdict = judge(Case(game.sampler, rows, len(PROMPT), draft, context=PROMPT))
+        verdict = judge(Case(game.sampler, rows, len(PROMPT), draft, context=Context(PROMPT)))
         assert verdict.tokens[0] == plain[0]
 
 

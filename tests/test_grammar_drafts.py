@@ -13,9 +13,11 @@ from toys import PLANS, VOCAB_SIZE
 
 from layerskip import Grammar, SamplingParams, SelfSpeculativeLM
 from layerskip.constraint import Constraint
+from layerskip.decode import Decoder
 from layerskip.drafting import Draft, EarlyExitDrafter
 from layerskip.grammar_xgrammar import XGrammarMatcher
 from layerskip.plan import PlanFile
+from layerskip.row import RowSpec
 from layerskip.sampling import Sampler
 
 needed("xgrammar")
@@ -49,6 +51,36 @@ def test_token_and_block_modes_keep_xgrammar_s_law(backend, verification, rule, 
         wanted = game.target_law()
         assert len(wanted) > 3
         assert_same_law(wanted, game.round_law(most))
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_rounds_beside_a_grammar_read_no_prompt(wrap, backend, count):
+    """It may be long, and every token of a draft asks the grammar."""
+
+    class Counted(tuple):
+        times_read = 0
+
+        def __iter__(self):
+            Counted.times_read += 1
+            return super().__iter__()
+
+    stack, plan, prompt = wrap("exit").stack, PLANS["exit"], Counted(range(5, 45))
+    constraint = Constraint(
+        backend.matcher(Grammar.regex("[a-z]{30}")),
+        prompt_length=len(prompt),
+        eos_ids=frozenset({EOS}),
+        vocab_size=VOCAB_SIZE,
+    )
+    sampler = Sampler(SAMPLED, 5, VOCAB_SIZE, constraint=constraint)
+    decoder = Decoder(stack, EarlyExitDrafter(stack, plan), plan)
+    row = decoder.join(RowSpec(prompt, sampler, 12, count))
+    decoder.step()
+    Counted.times_read = 0
+    while row.finish_reason is None:
+        decoder.step()
+    assert len(row.token_ids) == 12
+    assert sum(r.num_draft_tokens for r in row.rounds) > 0 or not count
+    assert Counted.times_read == 0
 
 
 def scripted(tokens: Sequence[int], start: int) -> Any:

@@ -94,7 +94,7 @@ def accepted(stack, plan, text: Text, sampling, k: int, vocabulary=None) -> list
     row = decoder.join(RowSpec(text.ids[: text.start], sampler, limit, k))
     while row.finish_reason is None:
         decoder.step()
-    assert row.context == text.ids
+    assert tuple(row.context) == text.ids
     return [r.num_accepted_tokens for r in row.rounds[1:] if r.num_draft_tokens == k]
 
 

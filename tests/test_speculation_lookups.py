@@ -25,6 +25,7 @@ from zoo import make_toy
 
 import layerskip.speculation
 from layerskip import DraftPlan, LookupStore, SamplingParams, SelfSpeculativeLM
+from layerskip.constraint import Context
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
@@ -476,7 +477,7 @@ def row_that_knows(asked: list[tuple[int, ...]], *found: int, constraint=None) -
         max_new_tokens=10,
         eos_ids=frozenset({3}),
     )
-    return SimpleNamespace(index=index, spec=spec, token_ids=(), context=(1,))
+    return SimpleNamespace(index=index, spec=spec, token_ids=(), context=Context((1,)))
 
 
 def test_each_place_is_looked_up_once():

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from layerskip import SamplingParams
+from layerskip.constraint import Context
 from layerskip.ops.reference import (
     ACCEPTANCE_STREAM,
     DRAFT_STREAM,
@@ -462,7 +463,7 @@ def rows_of_a_batch(dtype: torch.dtype = torch.float32) -> list[Case]:
         generator = torch.Generator().manual_seed(i)
         logits = torch.randn(1 + i % 4, 50, generator=generator).to(dtype)
         logits[:, 10:20] = logits[:, :10]  # ties
-        position, context = 20 + 3 * i, tuple(range(20 + 3 * i))
+        position, context = 20 + 3 * i, Context(tuple(range(20 + 3 * i)))
         draft = [0] * (len(logits) - 1)
         if draft and sampler.verification == "coupled":
             draft[0] = judge(Case(sampler, logits, position, draft, (), context)).tokens[0]
