@@ -4,7 +4,7 @@ A draft pass of a small model is mostly its head, and the head is as wide as wha
 Whatever a draft can't guess has q = 0: every verification mode stays exact.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -67,7 +67,9 @@ class HeadRows:
     def of(cls, head: nn.Linear, ids: Tensor, multiple: int = 1) -> "HeadRows":
         missing = -len(ids) % multiple
         rows = torch.cat([ids, ids[-1:].expand(missing)])
-        bias, weight = None if head.bias is None else head.bias[rows], head.weight[rows]
+        # Several times as fast as ``weight[rows]``, where there are thousands of them.
+        weight = head.weight.index_select(0, rows)
+        bias = None if head.bias is None else head.bias[rows]
         blocks = blocked(weight) if multiple == 1 and why_not([weight]) is None else None
         fewest = fewest_rows(weight.dtype, copied=True, in_place=False)
         return cls(ids, weight, bias, blocks, ROWS if blocks is None else max(2, fewest))
@@ -114,7 +116,7 @@ class DraftHead:
         self._has = base.ids.new_zeros(head.out_features, dtype=torch.bool)
         self._has[base.ids] = True
         self.ids = base.ids
-        self.extra_ids: tuple[int, ...] = () if extra is None else tuple(extra.ids.tolist())
+        self.extra_ids = frozenset[int]() if extra is None else frozenset(extra.ids.tolist())
         self._order: Tensor | None = None
         if extra is not None:
             self._has[extra.ids] = True
@@ -141,8 +143,11 @@ class DraftHead:
         Raises:
             ValueError: an id is not in the vocabulary.
         """
-        wanted = _checked_ids(extra_ids, self._head)
-        more = wanted[~self._has[wanted]]
+        new = frozenset(extra_ids) - self.extra_ids
+        if not new:  # as in most rounds, whose rows bring thousands of ids
+            return self
+        more = _checked_ids(new, self._head)
+        more = more[~self._has[more]]
         if not len(more):
             return self
         if self._extra is not None:
@@ -166,7 +171,7 @@ class DraftHead:
 
 
 def over_all(
-    logits: Tensor, head: DraftHead | None, own_ids: Collection[int], vocab_size: int
+    logits: Tensor, head: DraftHead | None, own_ids: frozenset[int], vocab_size: int
 ) -> Tensor:
     """A row's logits over the whole vocabulary. What the head knows for other rows' sake only is
     left out: q must not depend on the neighbours.
@@ -182,9 +187,9 @@ def over_all(
     if head is None:
         return logits
     scores = spread(logits, head.ids, vocab_size)
-    foreign = [i for i in head.extra_ids if i not in own_ids]
+    foreign = head.extra_ids - own_ids
     if foreign:
-        scores[:, foreign] = float("-inf")
+        scores[:, list(foreign)] = float("-inf")
     return scores
 
 

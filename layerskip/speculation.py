@@ -437,7 +437,8 @@ class Speculator:
         more, constraint = frozenset(tokens), row.spec.sampler.constraint
         if constraint is not None and row.finish_reason is None:
             more |= constraint.few(row.context)  # the next pass asks for the same mask
-        row.own_ids |= more - self._kept
+        if new := more - self._kept - row.own_ids:
+            row.own_ids |= new
 
     def _ended(self, row: Row) -> None:
         """A finished text is looked up in by later ones."""

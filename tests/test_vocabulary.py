@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from toys import FAMILIES, VOCAB_SIZE, random_ids
 from zoo import make_toy
 
-from layerskip import SamplingParams
+from layerskip import SamplingParams, draft_head
 from layerskip.cache import Segment
 from layerskip.draft_head import DraftHead, HeadRows, greedy_kept, spread
 from layerskip.model import DecoderStack
@@ -174,6 +174,22 @@ def test_extra_ids_add_up(wrap):
     assert torch.equal(once.ids, twice.ids)
     assert torch.equal(once(hidden), twice(hidden))
     assert head.ids.tolist() == KEPT
+
+
+def test_only_new_ids_are_looked_at(wrap, monkeypatch):
+    """A row brings all of its text's in every round."""
+    asked, checked = [], draft_head._checked_ids
+
+    def recorded(ids, head):
+        asked.append(sorted(ids))
+        return checked(ids, head)
+
+    head = wrap("exit").stack.head_over(KEPT).including([0, 99])
+    monkeypatch.setattr(draft_head, "_checked_ids", recorded)
+    assert head.including(frozenset({0, 99})) is head
+    assert asked == []
+    assert head.including(frozenset({0, 99, 329})).extra_ids == {0, 99, 329}
+    assert asked == [[329]]
 
 
 @pytest.mark.parametrize("extra", [[], EXTRA])
