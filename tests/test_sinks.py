@@ -2,12 +2,14 @@
 
 import errno
 import json
+import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import BinaryIO
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -111,9 +113,9 @@ def test_a_line_that_another_process_adds_meanwhile_stays(
     path, whole_lines = tmp_path / "rounds.jsonl", runs.whole_lines
     path.write_bytes(b'{"n": 1}\n')
 
-    def others_go_on(of: Path) -> int:
+    def others_go_on(of: BinaryIO) -> int:
         size = whole_lines(of)
-        with of.open("ab") as file:
+        with path.open("ab") as file:
             file.write(b'{"n": 2}\n')
         return size
 
@@ -131,7 +133,7 @@ def test_two_that_open_a_file_with_a_cut_off_line_lose_none_of_their_own(
     path.write_bytes(b'{"n": 1}\n{"n')
     looked, done = threading.Event(), threading.Event()
 
-    def slowly(of: Path) -> int:
+    def slowly(of: BinaryIO) -> int:
         size = whole_lines(of)
         if not looked.is_set():
             looked.set()
@@ -268,6 +270,43 @@ def test_a_line_that_the_disk_has_no_room_for_leaves_nothing(
     file.append([{"n": 3}])
     file.close()
     assert [entry["n"] for entry in read_lines(path)] == [1, 3]
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from layerskip.telemetry.runs import JsonLines
+
+log, gone, others = Path(sys.argv[1]), Path(sys.argv[1] + ".1"), int(sys.argv[2])
+file = JsonLines(log)
+file.append([{"n": 1}])
+log.rename(gone)
+if others:
+    JsonLines(log).append([{"n": n} for n in range(others)])
+most = gone.stat().st_size + 5
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+try:
+    file.append([{"n": 2}])
+except ValueError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+file.append([{"n": 3}])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="renames no open file, and has no limits")
+@pytest.mark.parametrize("others", [0, 100])
+def test_a_full_disk_cuts_off_its_own_line_after_the_log_was_renamed(
+    tmp_path: Path, others: int
+) -> None:
+    """Its name may be that of another's file by then, or of none."""
+    log = tmp_path / "rounds.jsonl"
+    argv = [sys.executable, "-c", FULL, str(log), str(others)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{log} cannot be written: File too large\n"
+    assert [entry["n"] for entry in read_lines(tmp_path / "rounds.jsonl.1")] == [1, 3]
+    assert [entry["n"] for entry in read_lines(log)] == list(range(others))
 
 
 def test_a_damaged_line_inside_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ records may be larger than memory.
 """
 
 import glob
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -266,7 +267,9 @@ def _drop_broken(database: "DuckDBPyConnection", table: str, folder: Path) -> No
     """Forget a last line that was cut off by a kill; any other damage is an error."""
     path = folder / (runs.ROUNDS if table == "rounds" else runs.REQUESTS)
     (broken,) = one_row(database, f"SELECT count(*) FROM {table} WHERE broken")
-    if broken > (runs.whole_lines(path) < path.stat().st_size):
+    with path.open("rb") as file:
+        cut_off = runs.whole_lines(file) < file.seek(0, os.SEEK_END)
+    if broken > cut_off:
         raise ValueError(f"{path} is damaged: {broken} of its lines are no records of {table}")
     database.execute(f"DELETE FROM {table} WHERE broken")
 

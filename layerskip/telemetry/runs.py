@@ -57,14 +57,14 @@ class JsonLines:
         self.path, self._alone, self._turn = Path(path), alone, threading.Lock()
         with ExitStack() as opened:
             try:
-                self._file = opened.enter_context(self.path.open("ab", buffering=0))
+                self._file = opened.enter_context(self.path.open("a+b", buffering=0))
                 if alone and not locked(self._file, wait=False):
                     raise ValueError(
                         f"{path} is being written by another process; wait for its end"
                     )
                 with self._to_itself():
-                    size = self.path.stat().st_size
-                    whole = whole_lines(self.path)
+                    size = self._size()
+                    whole = whole_lines(self._file)
                     if whole < size:  # without locks others may have added whole lines since
                         self._mend(whole)
             except OSError as error:
@@ -73,10 +73,10 @@ class JsonLines:
 
     def _mend(self, whole: int) -> None:
         """End the last line if nothing else is missing of it; drop one that was cut off."""
-        with self.path.open("rb") as file:
-            begins_well = not whole or file.read(1) == b"{"
-            file.seek(whole)
-            rest = file.read()
+        self._file.seek(0)
+        begins_well = not whole or self._file.read(1) == b"{"
+        self._file.seek(whole)
+        rest = self._file.read()
         lost = not rest.strip(b"\0")  # zeros are what a loss of power leaves
         if not begins_well or not (rest.startswith(b"{") or lost):
             raise ValueError(f"{self.path} does not hold JSON lines, and is left as it is")
@@ -93,13 +93,13 @@ class JsonLines:
             b"".join(json.dumps(e, allow_nan=False).encode() + b"\n" for e in entries)
         )
         with self._to_itself():
-            before = os.fstat(self._file.fileno()).st_size
+            before = self._size()
             end = before + len(left)
             try:
                 while left:
                     left = left[self._file.write(left) :]
             except BaseException as error:  # Ctrl-C leaves no half line either
-                if os.fstat(self._file.fileno()).st_size < end:
+                if self._size() < end:
                     self.cut(before)
                 if not isinstance(error, OSError):
                     raise
@@ -107,8 +107,12 @@ class JsonLines:
 
     def cut(self, size: int) -> None:
         """Drop what stands behind the first ``size`` bytes."""
-        if size < self.path.stat().st_size:
-            os.truncate(self.path, size)
+        if size < self._size():
+            os.ftruncate(self._file.fileno(), size)
+
+    def _size(self) -> int:
+        """Of the file that is open: when logs are rotated, another one gets its name."""
+        return os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:
         """Wait until the disk has it all; nothing is left to wait for of a file that is closed."""
@@ -287,10 +291,9 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _flat(f"{prefix}.{name}" if prefix else name, inner)
 
 
-def whole_lines(path: Path) -> int:
+def whole_lines(file: BinaryIO) -> int:
     """Bytes up to the end of the last whole line."""
-    with path.open("rb") as file:
-        return next((start + len(line) for start, line in _backwards(file)), 0)
+    return next((start + len(line) for start, line in _backwards(file)), 0)
 
 
 def _last_entry(path: Path) -> dict[str, Any] | None:
