@@ -20,6 +20,7 @@ from checkpoints import (
     step_of,
     write_by_one,
     write_run,
+    write_state,
 )
 from draft_training import Backbone, DraftLoss, acceptance, roll_out
 from packing import Batch, Batches, Packed, document_mask, micro_batches
@@ -217,7 +218,7 @@ class Trainer:
         self.adapter.save(folder)  # so that a checkpoint can be decoded with, too
         state = {"adapter": self.adapter.state_dict()}
         state |= optimiser_state(self.accelerator, self.optimiser)
-        torch.save(state, folder / STATE)
+        write_state(folder / STATE, state)
         write_run(folder, self.seconds, self._identity)
 
     def load(self, checkpoint: Path) -> None:

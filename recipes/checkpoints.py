@@ -104,6 +104,30 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name[5:])
 
 
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write what a run goes on from, as ``torch.load`` reads it.
+
+    Raises:
+        ValueError: it cannot be written; what came of it is gone.
+    """
+    try:
+        with path.open("wb") as file:  # not torch's own, which lose what the system said
+            torch.save(state, file)
+    except (OSError, RuntimeError) as error:
+        said = _of_the_system(error)
+        if said is None:
+            raise
+        path.unlink(missing_ok=True)
+        raise ValueError(f"{path} cannot be written: {said.strerror}") from None
+
+
+def _of_the_system(error: BaseException | None) -> OSError | None:
+    """What lies behind an error: torch ends a file that has no room by one more that fails."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
+
+
 def write_run(folder: Path, seconds: float, identity: Mapping[str, Any]) -> None:
     """Note in a checkpoint how long its run took so far, and what its weights follow from."""
     write_json(folder / RUN, {"seconds": seconds, "identity": dict(identity)})

@@ -21,6 +21,7 @@ from checkpoints import (
     step_of,
     write_by_one,
     write_run,
+    write_state,
 )
 from early_exit_model import EarlyExitModel, ExitLosses, add_lora, weighted
 from early_exit_settings import NOT_OF_THE_WEIGHTS, Settings
@@ -149,7 +150,7 @@ class Trainer:
 
     def _write(self, folder: Path) -> None:
         self.peft.save_pretrained(folder, save_embedding_layers=False)
-        torch.save(optimiser_state(self.accelerator, self.optimiser), folder / OPTIMISER)
+        write_state(folder / OPTIMISER, optimiser_state(self.accelerator, self.optimiser))
         write_run(folder, self.seconds, self._identity())
 
     def load(self, checkpoint: Path) -> None:

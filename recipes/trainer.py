@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from checkpoints import check_same
+from checkpoints import check_same, write_state
 from corpus import Corpus
 from einops import rearrange
 from torch import Tensor, nn
@@ -342,7 +342,7 @@ class Trainer:
             "log": self.log,
         }
         partial = path.with_suffix(".partial")
-        torch.save(state, partial)
+        write_state(partial, state)
         partial.replace(path)
 
     def load(self, path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from torch import Tensor
 from toys import random_ids
 
@@ -61,6 +62,37 @@ def killed(script: str, argv: Sequence[str], checkpoints: Callable[[], list[Path
             time.sleep(0.01)
         process.kill()
     assert checkpoints()
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """Within it no file grows beyond so many bytes."""
+    resource = pytest.importorskip("resource", reason="Windows has no such limits")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def assert_full_disk_leaves_checkpoint(
+    checkpoints: Any, trainer: Any, file: str, out: Path
+) -> None:
+    """What a trainer says when there is no room for a file, and what it leaves."""
+    take(trainer, 1)
+    trainer.save(out)
+    kept = out / "step-1" / file
+    before = kept.read_bytes()
+    take(trainer, 1)
+    said = rf"partial-2/{file} cannot be written: File too large$"
+    with full_disk(len(before) - 1), pytest.raises(ValueError, match=said):
+        trainer.save(out)
+    assert [path.name for path in checkpoints.checkpoints(out)] == ["step-1"]
+    assert kept.read_bytes() == before
+    assert not (out / "partial-2" / file).exists()
+    trainer.save(out)
+    assert [path.name for path in checkpoints.checkpoints(out)] == ["step-1", "step-2"]
 
 
 def packed_rows(recipes: SimpleNamespace) -> Any:

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from recipe_modules import imported, killed, launched, packed_rows, take, weights
+from recipe_modules import (
+    assert_full_disk_leaves_checkpoint,
+    imported,
+    killed,
+    launched,
+    packed_rows,
+    take,
+    weights,
+)
 from rich.console import Console
 from torch import Tensor
 from toys import NUM_LAYERS, make_model, make_tokenizer, random_ids
@@ -298,6 +306,12 @@ def test_calibration_is_judged_on_rows_it_was_not_fitted_on(
     assert (len(used["fitted"]), len(used["judged"])) == (fitted, judged)
     assert not used["fitted"] & used["judged"]
     assert len(found) == (5 if judged else 1)
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_the_checkpoint_before(
+    recipe: SimpleNamespace, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert_full_disk_leaves_checkpoint(recipe.checkpoints, make_trainer(), "state.pt", tmp_path)
 
 
 def test_ctrl_c_while_nothing_is_trained_is_one_line(

@@ -20,7 +20,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import PeftModel
-from recipe_modules import RECIPES, imported, killed, launched, packed_rows, take, weights
+from recipe_modules import (
+    RECIPES,
+    assert_full_disk_leaves_checkpoint,
+    imported,
+    killed,
+    launched,
+    packed_rows,
+    take,
+    weights,
+)
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
@@ -467,6 +476,12 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before(
     assert (tmp_path / "partial-20").exists()
     checkpoints.write_checkpoint(tmp_path, 20, lambda folder: None)
     assert {path.name for path in tmp_path.iterdir()} == {"step-15", "step-20"}
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_the_checkpoint_before(
+    recipe: SimpleNamespace, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert_full_disk_leaves_checkpoint(recipe.checkpoints, make_trainer(), "optimiser.pt", tmp_path)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from recipe_modules import RECIPES, environment, imported
+from recipe_modules import RECIPES, environment, full_disk, imported
 from rich.console import Console
 from torch.nn import functional as F
 
@@ -549,6 +549,37 @@ def test_ctrl_c_outside_training_is_one_line(
         recipes.pretrain_small.main(["--out", str(tmp_path / "out")])
     assert ended.value.code == 130
     assert capsys.readouterr().err == "pretrain_small: interrupted; the same command goes on\n"
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_the_state_before(
+    recipes: SimpleNamespace, make_trainer: Any, tmp_path: Path
+) -> None:
+    trainer, state = make_trainer(), tmp_path / "run" / "state.pt"
+    state.parent.mkdir()
+    trainer.save(state)
+    before = state.read_bytes()
+    said = r"state\.partial cannot be written: File too large$"
+    with full_disk(len(before) // 2), pytest.raises(ValueError, match=said):
+        trainer.save(state)
+    assert state.read_bytes() == before
+    assert list(state.parent.iterdir()) == [state]
+
+    text, out = write_texts(tmp_path / "text", 4), tmp_path / "another"
+    with full_disk(10_000), pytest.raises(SystemExit, match=rf"^pretrain_small: [^\n]*{said}"):
+        in_process(recipes, command(out, "--text", text))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("of torch"), ValueError("of ours")])
+def test_an_error_of_something_else_than_the_disk_is_no_sentence_about_it(
+    recipes: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(type(error), match=f"^{error}$"):
+        recipes.checkpoints.write_state(tmp_path / "state.pt", {})
 
 
 @pytest.mark.parametrize("signalled", [False, True])
