@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from layerskip.files import locked, read_json, reason_of, write_json
 
 KEPT, RUN = 2, "run.json"
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
@@ -208,15 +209,15 @@ class StopRequest:
     does what it always did.
 
     Attributes:
-        asked: whether one came.
+        number: of the one that came; 0: none.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.number = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOPPING:
             self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -228,8 +229,8 @@ class StopRequest:
     ) -> None:
         self._restore()
 
-    def _note(self, *_: object) -> None:
-        self.asked = True
+    def _note(self, number: int, _: object) -> None:
+        self.number = number
         self._restore()
 
     def _restore(self) -> None:

@@ -34,6 +34,7 @@ from rich.console import Console
 from running import (
     accelerator_of,
     check_positions,
+    end_stopped,
     facts,
     fit,
     gathered,
@@ -114,8 +115,7 @@ def run(settings: Settings) -> None:
     if not accelerator.is_main_process:
         return
     if stopped:
-        console.print(f"stopped at step {trainer.steps}; the same command goes on from there")
-        return
+        end_stopped(trainer, stopped, console)
     details = adapter_measure.calibrate(trainer, texts.held_out) | facts(trainer)
     adapter_measure.decoding(trainer.adapter, model).save(out)
     check_frozen(model, before)
@@ -239,7 +239,7 @@ def chosen_exit(settings: Settings, model: Any, texts: Texts, accelerator: Accel
     short = replace(settings, steps=settings.search_steps)
     for layer in settings.exits:
         trainer = Trainer(short, model, texts.packed, accelerator, exit_layer=layer)
-        train(trainer, until=short.steps, stopping=lambda: False, on_step=lambda record: None)
+        train(trainer, until=short.steps, stopping=lambda: 0, on_step=lambda record: None)
         adapter = adapter_measure.decoding(trainer.adapter, model)
         predicted[str(layer)] = adapter_measure.predicted(
             settings, model, adapter, texts.corpus.held_out

@@ -28,6 +28,7 @@ from rich.console import Console
 from running import (
     accelerator_of,
     check_positions,
+    end_stopped,
     facts,
     fit,
     go_on,
@@ -85,8 +86,7 @@ def run(settings: Settings) -> None:
     if not accelerator.is_main_process:
         return
     if stopped:
-        console.print(f"stopped at step {trainer.steps}; the same command goes on from there")
-        return
+        end_stopped(trainer, stopped, console)
     details = facts(trainer)
     write_result(trainer, tokenizer, folder, out / "model")
     seconds, peak = trainer.seconds, peak_memory()

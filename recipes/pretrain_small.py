@@ -111,7 +111,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     stopped = train(trainer, corpus, state, console)
     if stopped:
         console.print(f"stopped at step {trainer.steps}; the same command goes on from {state}")
-        return
+        raise SystemExit(128 + stopped)  # a shell must not go on to what needs the checkpoint
     final = trainer.evaluate(corpus, max_tokens=10**9)
     trainer.log.append({"step": trainer.steps, "tokens": trainer.tokens, **final})
     trainer.save(state)
@@ -135,14 +135,14 @@ def drop_later(path: Path, steps: int) -> None:
     write_text(path, "".join(kept))
 
 
-def train(trainer: Trainer, corpus: Corpus, state: Path, console: Console) -> bool:
-    """Run until the budget is spent; True if a signal stopped it."""
+def train(trainer: Trainer, corpus: Corpus, state: Path, console: Console) -> int:
+    """Run until the budget is spent; the number of the signal that stopped it, 0: none did."""
     saved, columns = time.monotonic(), (TextColumn("{task.description}"), BarColumn())
     bar = Progress(*columns, MofNCompleteColumn(), TimeRemainingColumn(), console=console)
     path = state.with_name(LOG)
     with StopRequest() as request, bar, path.open("a", encoding="utf-8") as log:
         task = bar.add_task("training (seconds)", total=int(60 * trainer.settings.minutes))
-        while trainer.progress() < 1.0 and not request.asked:
+        while trainer.progress() < 1.0 and not request.number:
             record = trainer.step(corpus)
             due = time.monotonic() - saved > SAVE_EVERY_SECONDS
             if due:
@@ -156,7 +156,7 @@ def train(trainer: Trainer, corpus: Corpus, state: Path, console: Console) -> bo
                 trainer.save(state)
                 saved = time.monotonic()
         trainer.save(state)
-    return request.asked
+    return request.number
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
-from checkpoints import StopRequest, alone_in, checkpoints, loading
+from checkpoints import STOPPING, StopRequest, alone_in, checkpoints, loading
 from data import Corpus, Sample, Samples, load, load_whole
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -210,17 +210,28 @@ def train(
     trainer: Trainer,
     *,
     until: int,
-    stopping: Callable[[], bool],
+    stopping: Callable[[], int],
     on_step: Callable[[dict[str, Any]], None],
-) -> bool:
-    """Take steps up to ``until``; True if it was stopped, in the last one, too: what follows takes
-    minutes. On every process at once."""
+) -> int:
+    """Take steps up to ``until``, or to the one in which a signal came to any process, the last
+    one, too: what follows takes minutes.
+
+    Args:
+        stopping: number of the signal that has come to this process; 0: none.
+
+    Returns:
+        That of the signal which stopped it, on every process; 0: none.
+    """
     while trainer.steps < until:
         on_step(trainer.step())
-        asked = torch.tensor(float(stopping()), device=trainer.accelerator.device)
-        if float(cast(torch.Tensor, trainer.accelerator.reduce(asked, "sum"))) > 0.0:
-            return True
-    return False
+        came = stopping()
+        asked = torch.tensor(
+            [float(came == n) for n in STOPPING], device=trainer.accelerator.device
+        )
+        counts = cast(torch.Tensor, trainer.accelerator.reduce(asked, "sum")).tolist()
+        if any(counts):
+            return next(int(n) for n, count in zip(STOPPING, counts, strict=True) if count)
+    return 0
 
 
 def fit(
@@ -229,7 +240,7 @@ def fit(
     *,
     evaluate: Callable[[], dict[str, Any]],
     said: Callable[[dict[str, Any]], str],
-) -> bool:
+) -> int:
     """Train with a bar, a log and checkpoints.
 
     Args:
@@ -237,11 +248,11 @@ def fit(
         said: what the bar says of a step, by its record.
 
     Returns:
-        True if a signal stopped it.
+        Number of the signal that stopped it; 0: none.
     """
     settings, accelerator = trainer.settings, trainer.accelerator
     if trainer.steps == settings.steps:
-        return False
+        return 0
     kept = Path(settings.out) / "checkpoints"
     log = RunLog(Path(settings.out), accelerator, step=trainer.steps)
 
@@ -264,10 +275,19 @@ def fit(
         if trainer.steps == 0:
             note_held_out()
         stopped = train(
-            trainer, until=settings.steps, stopping=lambda: request.asked, on_step=on_step
+            trainer, until=settings.steps, stopping=lambda: request.number, on_step=on_step
         )
         trainer.save(kept)
     return stopped
+
+
+def end_stopped(trainer: Trainer, number: int, console: Console) -> NoReturn:
+    """End as what a signal has killed, so that a shell does not go on to what needs the result.
+
+    The main process alone: launchers end the others, whatever they do, when one has failed.
+    """
+    console.print(f"stopped at step {trainer.steps}; the same command goes on from there")
+    raise SystemExit(128 + number)
 
 
 def progress_bar(console: Console, *, disable: bool = False) -> Progress:

@@ -65,6 +65,17 @@ def killed(script: str, argv: Sequence[str], checkpoints: Callable[[], list[Path
 
 
 @contextmanager
+def exiting(code: int) -> Iterator[None]:
+    """A command within it ends with that exit code."""
+    if not code:
+        yield
+        return
+    with pytest.raises(SystemExit) as ended:
+        yield
+    assert ended.value.code == code
+
+
+@contextmanager
 def full_disk(room: int) -> Iterator[None]:
     """Within it no file grows beyond so many bytes."""
     resource = pytest.importorskip("resource", reason="Windows has no such limits")

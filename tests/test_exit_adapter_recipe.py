@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from recipe_modules import (
     assert_full_disk_leaves_checkpoint,
+    exiting,
     imported,
     killed,
     launched,
@@ -628,8 +630,9 @@ def test_a_refused_command_leaves_the_runs_settings(
 def test_without_continuations_a_run_makes_its_folder(
     recipe: SimpleNamespace, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipe.exit_adapter, "fit", lambda *args, **kwargs: True)
-    recipe.exit_adapter.main(command_line(folder, "new/run", continuations=0))
+    monkeypatch.setattr(recipe.exit_adapter, "fit", lambda *args, **kwargs: signal.SIGTERM)
+    with exiting(128 + signal.SIGTERM):
+        recipe.exit_adapter.main(command_line(folder, "new/run", continuations=0))
     assert (folder / "new" / "run" / "settings.yaml").exists()
 
 

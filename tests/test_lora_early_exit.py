@@ -23,6 +23,7 @@ from peft import PeftModel
 from recipe_modules import (
     RECIPES,
     assert_full_disk_leaves_checkpoint,
+    exiting,
     imported,
     killed,
     launched,
@@ -495,9 +496,9 @@ def ctrl_c_acts() -> Iterator[None]:
 @pytest.mark.usefixtures("ctrl_c_acts")
 def test_the_first_signal_is_noted_and_the_second_acts(recipe: SimpleNamespace) -> None:
     with recipe.checkpoints.StopRequest() as request:
-        assert not request.asked
+        assert request.number == 0
         os.kill(os.getpid(), signal.SIGINT)
-        assert request.asked
+        assert request.number == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -507,7 +508,7 @@ def test_a_signal_in_the_last_step_stops_the_run(recipe: SimpleNamespace) -> Non
     """What comes after it is minutes of measuring."""
     accelerator = SimpleNamespace(device="cpu", reduce=lambda value, _: value)
     taken: list[Any] = []
-    for stopping in (False, True):
+    for stopping in (0, signal.SIGINT, signal.SIGTERM):
         trainer = SimpleNamespace(steps=1, accelerator=accelerator)
 
         def step(trainer: Any = trainer) -> dict[str, Any]:
@@ -518,8 +519,20 @@ def test_a_signal_in_the_last_step_stops_the_run(recipe: SimpleNamespace) -> Non
         stopped = recipe.running.train(
             trainer, until=2, stopping=lambda asked=stopping: asked, on_step=taken.append
         )
-        assert stopped is stopping
-    assert taken == [{"step": 2}] * 2
+        assert stopped == stopping
+    assert taken == [{"step": 2}] * 3
+
+
+def test_a_signal_to_one_process_stops_all(recipe: SimpleNamespace) -> None:
+    """``reduce`` adds what came to another one."""
+    accelerator = SimpleNamespace(
+        device="cpu", reduce=lambda value, _: value + torch.tensor([0.0, 1.0])
+    )
+    trainer = SimpleNamespace(steps=0, accelerator=accelerator, step=dict)
+    stopped = recipe.running.train(
+        trainer, until=2, stopping=lambda: 0, on_step=lambda record: None
+    )
+    assert stopped == signal.SIGTERM
 
 
 # Memory
@@ -703,10 +716,10 @@ def arguments(sources: SimpleNamespace, out: Path, *overrides: str) -> list[str]
     return [*given, *small.split(), *brief.split(), *overrides]
 
 
-def run(recipe: SimpleNamespace, argv: list[str]) -> str:
+def run(recipe: SimpleNamespace, argv: list[str], *, ends_with: int = 0) -> str:
     """What a run prints."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with contextlib.redirect_stdout(io.StringIO()) as printed, exiting(ends_with):
         recipe.lora_early_exit.main(argv)
     return " ".join(printed.getvalue().split())
 
@@ -727,7 +740,7 @@ def runs(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe.running, "RunLog", Interrupted)
-        first = run(recipe, arguments(sources, merged))
+        first = run(recipe, arguments(sources, merged), ends_with=128 + signal.SIGINT)
     second = run(recipe, arguments(sources, merged))
     run(recipe, arguments(sources, kept, "merge=false"))
     return SimpleNamespace(merged=merged, kept=kept, first=first, second=second)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from recipe_modules import RECIPES, environment, full_disk, imported
+from recipe_modules import RECIPES, environment, exiting, full_disk, imported
 from rich.console import Console
 from torch.nn import functional as F
 
@@ -66,11 +66,12 @@ def run(argv: list[str]) -> str:
     return done.stdout
 
 
-def in_process(recipes: SimpleNamespace, argv: list[str]) -> str:
+def in_process(recipes: SimpleNamespace, argv: list[str], *, ends_with: int = 0) -> str:
     """What the recipe prints."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
         patch.setenv("COLUMNS", "120")
-        recipes.pretrain_small.main(argv[2:])
+        with exiting(ends_with):
+            recipes.pretrain_small.main(argv[2:])
     return printed.getvalue()
 
 
@@ -89,7 +90,7 @@ def terminated(recipes: SimpleNamespace, argv: list[str], *, step: int) -> str:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainer, "step", terminating)
-            return in_process(recipes, argv)
+            return in_process(recipes, argv, ends_with=128 + signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -359,14 +360,16 @@ def test_a_tokenizer_is_kept_with_a_state_and_no_sooner(
 def test_a_run_that_ends_before_its_first_step_knows_its_text(
     recipes: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipes.pretrain_small, "train", lambda *_: True)  # as if it were stopped
+    monkeypatch.setattr(recipes.pretrain_small, "train", lambda *_: signal.SIGINT)  # as if stopped
     options = ["--smoke", f"--out={tmp_path}/run"]
     for name, count in (("text", 6), ("other", 5)):
         write_texts(tmp_path / name, count)
-    recipes.pretrain_small.main([*options, f"--text={tmp_path}/text"])
+    with exiting(128 + signal.SIGINT):
+        recipes.pretrain_small.main([*options, f"--text={tmp_path}/text"])
     with pytest.raises(SystemExit, match=r"pretrain_small: .*content of data"):
         recipes.pretrain_small.main([*options, f"--text={tmp_path}/other"])
-    recipes.pretrain_small.main([*options, f"--text={tmp_path}/text"])
+    with exiting(128 + signal.SIGINT):
+        recipes.pretrain_small.main([*options, f"--text={tmp_path}/text"])
 
 
 def test_a_run_says_that_it_has_the_tokenizer_that_it_found(
@@ -525,13 +528,15 @@ def test_a_killed_run_logs_no_step_twice(
 ) -> None:
     text, out = write_texts(tmp_path / "text", 4), tmp_path / "run"
     argv = [f"--out={out}", f"--text={text}", "--smoke", "--device=cpu", "--vocab-size=300"]
-    monkeypatch.setattr(recipes.pretrain_small, "train", lambda *_: True)  # as if it were stopped
-    recipes.pretrain_small.main(argv)
+    monkeypatch.setattr(recipes.pretrain_small, "train", lambda *_: signal.SIGINT)  # as if stopped
+    with exiting(128 + signal.SIGINT):
+        recipes.pretrain_small.main(argv)
     log = out / "log.jsonl"
     lines = [json.dumps({"step": step}) + "\n" for step in (1, 2, 3)]
     log.write_text("".join(lines) + '{"step": 4, "lo')
     monkeypatch.setattr(recipes.trainer.Trainer, "load", lambda self, _: setattr(self, "steps", 2))
-    recipes.pretrain_small.main(argv)
+    with exiting(128 + signal.SIGINT):
+        recipes.pretrain_small.main(argv)
     assert log.read_text() == "".join(lines[:2])
 
 
@@ -605,7 +610,8 @@ def test_signals_are_noted_in_training_alone(
     )
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     console, state = Console(quiet=True), tmp_path / "state.pt"
-    assert recipes.pretrain_small.train(trainer, None, state, console) == signalled
+    stopped = recipes.pretrain_small.train(trainer, None, state, console)
+    assert stopped == (signal.SIGINT if signalled else 0)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
 
 
