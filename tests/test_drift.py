@@ -276,6 +276,57 @@ def test_what_cannot_be_is_refused(make: Callable[[], object], sentence: str) ->
 
 
 @pytest.mark.parametrize(
+    ("accepted", "error"),
+    [
+        (math.nan, TypeError),
+        (math.inf, TypeError),
+        (2.0, TypeError),
+        (True, TypeError),
+        ("3", TypeError),
+        (-5, ValueError),
+        (10**400, ValueError),
+    ],
+    ids=lambda value: str(value)[:8],
+)
+@pytest.mark.parametrize("learns", [True, False])
+def test_what_nobody_accepts_is_refused_and_counts_for_nothing(
+    usual: list[list[int]], worse: list[list[int]], accepted: Any, error: type, learns: bool
+) -> None:
+    monitors = []
+    for refused in (False, True):
+        baselines = None if learns else {"": baseline_of(usual)}
+        monitor = DriftMonitor(baselines=baselines, num_reference_requests=50)
+        if refused:
+            with pytest.raises(error, match=r"^accepted must be "):
+                monitor.observe("", "a0", accepted, confidences=(0.5,), finished=True)
+            with pytest.raises(error, match=r"^accepted must be "):
+                monitor.observe("of no name", "a0", accepted)
+        feed(monitor, usual, "a")
+        feed(monitor, worse, "b")
+        monitors.append(monitor)
+    without, with_refused = monitors
+    assert without.states() == with_refused.states()
+    assert without.states()[""].num_down_alarms
+
+
+@pytest.mark.parametrize(
+    ("baselines", "got"),
+    [
+        ([], "list"),
+        ([Baseline(1.0, 1.0)], "list"),
+        ("code", "str"),
+        ({"code": Baseline(1.0, 1.0).to_dict()}, "dict for 'code'"),
+        ({"code": Baseline(1.0, 1.0), "poems": None}, "NoneType for 'poems'"),
+        ({3: Baseline(1.0, 1.0)}, "Baseline for 3"),
+    ],
+)
+def test_what_are_no_baselines_is_refused(baselines: Any, got: str) -> None:
+    said = rf"^baselines must be a mapping .* \(Baseline\.from_dict makes .*\), got {got}$"
+    with pytest.raises(TypeError, match=said):
+        DriftMonitor(baselines=baselines)
+
+
+@pytest.mark.parametrize(
     ("content", "sentence"),
     [
         ([], "a baseline must be a JSON object"),

@@ -17,6 +17,7 @@ from layerskip.telemetry.cusum import DRAFTS_PER_FALSE_ALARM, SHIFT, Cusum
 from layerskip.telemetry.drift_bucket import Alarm, DriftState, PathPoint, Watched, WatchedBucket
 
 REFERENCE_REQUESTS = 100
+MOST_ACCEPTED = 1_000_000  # tokens of a draft: what a baseline can have
 HEAVY_TAILS = 2  # times as many false alarms as of normal steps: sure tokens are seldom wrong
 
 
@@ -61,6 +62,7 @@ class DriftMonitor:
         check_integer("num_reference_requests", num_reference_requests, LEAST_REQUESTS)
         check_number("shift", shift, 0.1, 3.0)
         check_number("drafts_per_false_alarm", drafts_per_false_alarm, 1e3, 1e12)
+        _check_baselines(baselines)
         named = len(set(baselines or ()) - {OTHER})
         if named > MOST_NAMES:
             raise ValueError(f"baselines must be of at most {MOST_NAMES} buckets, got {named}")
@@ -101,7 +103,12 @@ class DriftMonitor:
             confidences: of all drafted tokens; none where they are not known.
             looked_up: whether the tokens were, rather than drafted by an early exit.
             finished: whether it was the request's last.
+
+        Raises:
+            TypeError, ValueError: no such number of tokens can be accepted; nothing is counted.
         """
+        if accepted is not None:  # one NaN in a sum would hide all shifts to come
+            check_integer("accepted", accepted, 0, MOST_ACCEPTED)
         draft = None
         if confidences and accepted is not None and not finished:
             draft = BinnedDraft.of(accepted, confidences, looked_up=looked_up)
@@ -160,6 +167,16 @@ class DriftMonitor:
             "accepted": Cusum(baseline, self._shift, 2 * rare, errors=2),
             "surprise": Cusum(surprise, self._shift, 2 * HEAVY_TAILS * rare, errors=2),
         }
+
+
+def _check_baselines(baselines: object) -> None:
+    """Raise unless they are baselines by name, or None."""
+    rule = "must be a mapping from buckets to Baseline (Baseline.from_dict makes one of a dict)"
+    if not isinstance(baselines, Mapping | None):
+        raise TypeError(f"baselines {rule}, got {type(baselines).__name__}")
+    for name, baseline in (baselines or {}).items():
+        if not isinstance(name, str) or not isinstance(baseline, Baseline):
+            raise TypeError(f"baselines {rule}, got {type(baseline).__name__} for {name!r}")
 
 
 @dataclass(frozen=True)
