@@ -4,6 +4,7 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,6 +32,15 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"it has no {error.args[0]!r}"
     return str(error)
+
+
+def by_dotted_name(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of an object and of those within it, as "sampling.seed"."""
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from by_dotted_name(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def check_writable(path: str | Path) -> Path:

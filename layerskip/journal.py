@@ -7,9 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from layerskip.files import locked
+from layerskip.files import by_dotted_name, locked
 
 VERSION = 1
+MOST_NAMED = 3  # of what differs between two measurements
 
 T = TypeVar("T")
 
@@ -23,14 +24,14 @@ class Journal:
 
     Args:
         path: of the file; None keeps nothing.
-        subject: what is measured, by name, ready for JSON.
+        subject: what is measured, by name, ready for JSON; objects are compared value by value.
 
     Raises:
         ValueError: the file is no journal, is damaged, is of another subject, or another process
             has it.
     """
 
-    def __init__(self, path: str | Path | None, subject: Mapping[str, str | int | float]) -> None:
+    def __init__(self, path: str | Path | None, subject: Mapping[str, Any]) -> None:
         self.path = None if path is None else Path(path)
         self._known: dict[str, Any] = {}
         self._unwritten: list[Mapping[str, Any]] = []
@@ -168,10 +169,16 @@ def _line(entry: Mapping[str, Any]) -> bytes:
 def _check_subject(path: Path, found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     if found.get("journal") != own["journal"]:
         raise ValueError(f"{path} is not a journal of this layerskip; give another name")
-    differing = [name for name in own if found.get(name) != own[name]]
+    before, now = dict(by_dotted_name(found)), dict(by_dotted_name(json.loads(_line(own))))
+    differing = [
+        f"{name.replace('_', ' ')} {before.get(name)}, now {value}"
+        for name, value in now.items()
+        if before.get(name) != value
+    ]
     if differing:
-        name = differing[0]
+        more = len(differing) - MOST_NAMED
+        named = "; ".join(differing[:MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
         raise ValueError(
-            f"{path} is the journal of another measurement ({name.replace('_', ' ')} "
-            f"{found.get(name)}, now {own[name]}); delete it or give another name"
+            f"{path} is the journal of another measurement ({named}); "
+            "delete it or give another name"
         )

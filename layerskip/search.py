@@ -15,7 +15,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ def search(
     subject = cost_key(lm.stack, None) | {
         "prompts": _digest([[e.prompt, e.continuation] for e in examples]),
         "vocabulary_texts": _digest(list(vocabulary_texts)),
-        "settings": repr(settings),
+        "settings": asdict(settings),
     }
     with closing(Journal(journal, subject)) as kept:
         return _Search(lm, examples, settings, vocabulary_texts, kept, on_progress).run()

@@ -56,6 +56,26 @@ def test_another_file_is_refused_and_left_alone(tmp_path, content, message):
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"seed": 4}, r"settings\.seed None, now 4"),
+        ({"sizes": (1, 3)}, r"settings\.sizes \[1, 2\], now \[1, 3\]"),
+        ({"within": {"deep": 2}}, r"settings\.within\.deep 1, now 2"),
+        ({"seed": 4, "sizes": ()}, r"settings\.seed None, now 4; settings\.sizes .*, now \[\]"),
+        ({"a": 1, "b": 2, "c": 3, "d": 4}, r"settings\.a None, now 1; .*\.c .*, now 3; and 1 more"),
+    ],
+)
+def test_values_within_settings_are_named_that_differ(tmp_path, changes, named):
+    path, settings = tmp_path / "journal", {"seed": None, "sizes": (1, 2), "within": {"deep": 1}}
+    with closing(Journal(path, {**SUBJECT, "settings": settings})) as journal:
+        journal.once("a", lambda: 1, int)
+    with closing(Journal(path, {**SUBJECT, "settings": settings})) as again:
+        assert again.once("a", lambda: 2, int) == 1
+    with pytest.raises(ValueError, match=rf"another measurement \({named}\); delete it"):
+        Journal(path, {**SUBJECT, "settings": {**settings, **changes}})
+
+
 @pytest.mark.parametrize("cut", [0, 1, 20, len(HEADER) - 1])
 def test_a_journal_that_was_killed_at_its_first_line_starts_again(tmp_path, cut):
     path = tmp_path / "journal"

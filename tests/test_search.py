@@ -41,6 +41,7 @@ EXAMPLES = [
     Example("the rain in Spain stays", " mainly in the plain, as rain in Spain does\n"),
 ]
 SETTINGS = SearchSettings(max_texts=2, max_new_tokens=16, max_draft_tokens=4, refinements=6)
+COOLER = replace(SETTINGS.sampling, temperature=0.5)
 HEAD, LAYER = 0.25, 1.0
 
 
@@ -529,8 +530,12 @@ def test_an_interrupted_search_goes_on_and_measures_nothing_twice(given, monkeyp
 @pytest.mark.parametrize(
     ("prompts", "settings", "message"),
     [
-        (EXAMPLES[:1], SETTINGS, "prompts"),
-        (EXAMPLES, replace(SETTINGS, max_new_tokens=12), "settings"),
+        (EXAMPLES[:1], SETTINGS, r"prompts \w+, now \w+"),
+        (
+            EXAMPLES,
+            replace(SETTINGS, max_new_tokens=12, sampling=COOLER),
+            r"settings\.sampling\.temperature 0\.8, now 0\.5; settings\.max new tokens 16, now 12",
+        ),
     ],
 )
 def test_a_journal_of_other_work_is_refused(given, tmp_path, prompts, settings, message):
@@ -540,7 +545,7 @@ def test_a_journal_of_other_work_is_refused(given, tmp_path, prompts, settings, 
         search.search(
             lm, EXAMPLES, settings=SETTINGS, journal=journal, on_progress=interrupted_at(1)
         )
-    with pytest.raises(ValueError, match=rf"the journal of another measurement \({message} "):
+    with pytest.raises(ValueError, match=rf"the journal of another measurement \({message}\);"):
         search.search(lm, prompts, settings=settings, journal=journal)
 
 

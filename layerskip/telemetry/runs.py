@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from layerskip.files import locked, read_json, unlock, write_json
+from layerskip.files import by_dotted_name, locked, read_json, unlock, write_json
 
 RUNS_VERSION = 1
 RUN, ROUNDS, REQUESTS, SAMPLES = "run.json", "rounds.jsonl", "requests.jsonl", "samples.jsonl"
@@ -280,15 +280,7 @@ def _settings(run: Mapping[str, Any]) -> dict[str, Any]:
     """What must not change between two starts, by dotted name, as JSON has it."""
     cost = run.get("cost") or {}  # none in a file that was changed
     kept = {k: v for k, v in run.items() if k != "version"} | {"cost": cost.get("key")}
-    return dict(_flat("", json.loads(json.dumps(kept))))
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        yield prefix, value
-        return
-    for name, inner in value.items():
-        yield from _flat(f"{prefix}.{name}" if prefix else name, inner)
+    return dict(by_dotted_name(json.loads(json.dumps(kept))))
 
 
 def whole_lines(file: BinaryIO) -> int:
