@@ -321,6 +321,25 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         JsonlSink(tmp_path / "none" / "rounds.jsonl")
 
 
+@pytest.mark.skipif(not Path("/dev/null").exists(), reason="no /dev/null")
+def test_what_is_on_no_disk_is_closed_without_a_word() -> None:
+    with JsonlSink("/dev/null") as sink:
+        sink(ROUNDS[1])
+
+
+def test_any_other_reason_why_the_disk_has_it_not_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(runs.os, "fsync", fail)
+    sink = JsonlSink(tmp_path / "rounds.jsonl")
+    with pytest.raises(ValueError, match=r"rounds\.jsonl cannot be written: Input/output error"):
+        sink.close()
+    sink._lines.close()
+
+
 def test_nothing_is_written_over_a_full_disk() -> None:
     sink = JsonlSink("/dev/full") if Path("/dev/full").exists() else pytest.skip("no /dev/full")
     with pytest.raises(ValueError, match="/dev/full cannot be written: No space left"):
