@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
@@ -29,6 +29,9 @@ from layerskip.commands import (
 )
 from layerskip.commands.signals import ended_by_sigterm
 
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
 # In the order of ``--help``. Each has ``add_parsers``, whose parsers say what to run.
 COMMANDS = (generating, comparing, facts, tuning, measuring, reporting, simulating, ab)
 
@@ -38,6 +41,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"layerskip: {message}\n")
+
+    def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
+        """Argparse's own hides that stdout takes nothing, which unbuffered it says here."""
+        if file is None or file is not sys.stdout:
+            super()._print_message(message, file)
+        else:
+            file.write(message)
 
 
 def parser() -> Parser:

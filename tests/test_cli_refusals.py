@@ -234,8 +234,11 @@ def test_an_empty_name_of_a_file_is_no_file(
     assert_refused(run(argv[0], folder, *argv[1:]), "directory")
 
 
-def run_into(stdout: int | IO[str], argv: list[str]) -> subprocess.CompletedProcess[str]:
+def run_into(
+    stdout: int | IO[str], argv: list[str], *, buffered: bool = True
+) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
+    usual = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-m", "layerskip.cli", *argv]
     return subprocess.run(
         command,
@@ -244,7 +247,7 @@ def run_into(stdout: int | IO[str], argv: list[str]) -> subprocess.CompletedProc
         text=True,
         timeout=120,
         check=False,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        env=usual if buffered else usual | {"PYTHONUNBUFFERED": "1"},
     )
 
 
@@ -271,15 +274,16 @@ def closed_pipe() -> int:
     return writing
 
 
-@pytest.mark.parametrize("argv", [["compare", "--help"], ["--version"]], ids=" ".join)
-def test_help_that_nobody_reads_ends_quietly(argv: list[str]) -> None:
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("argv", [["--help"], ["compare", "--help"], ["--version"]], ids=" ".join)
+def test_help_that_nobody_reads_ends_quietly(argv: list[str], buffered: bool) -> None:
     writing = closed_pipe()
-    done = run_into(writing, argv)
+    done = run_into(writing, argv, buffered=buffered)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
     if Path("/dev/full").exists():
         with Path("/dev/full").open("w", encoding="utf-8") as full:
-            done = run_into(full, argv)
+            done = run_into(full, argv, buffered=buffered)
         assert (done.returncode, done.stderr) == (2, "layerskip: No space left on device\n")
 
 
