@@ -107,7 +107,7 @@ def accelerator_of(settings: RunSettings) -> Accelerator:
     if made.num_processes < started:
         raise ValueError(
             f"{started} processes were started, and accelerate has joined {made.num_processes}; "
-            "start them with accelerate launch (on CPUs with --cpu)"
+            "start them with accelerate launch, on CPUs with torchrun and ACCELERATE_USE_CPU=true"
         )
     return made
 
