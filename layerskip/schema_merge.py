@@ -40,6 +40,7 @@ IN_PLACE = {
     "$dynamicRef",
     "$recursiveRef",
 }
+INNER = ("properties", "patternProperties", "additionalProperties", "prefixItems", "items")
 CONDITIONAL = ("if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas")
 DRAFT_3 = ("disallow", "divisibleBy", "extends", "required: true")
 KEYWORDS = frozenset((*ONE_SCHEMA, *LISTS, *MAPS, *COUNTS, *NUMBERS, *OTHERS, *DRAFT_3))
@@ -219,13 +220,7 @@ def merged(one: Node, other: Node) -> Node:
     places = other.places | {w: p for w, p in one.places.items() if w in words}
     words |= _properties(one, other) | _items(one, other)
     for word in other.words:
-        if word in (
-            "properties",
-            "patternProperties",
-            "additionalProperties",
-            "prefixItems",
-            "items",
-        ):
+        if word in INNER:
             continue
         if word not in words:
             words[word] = other.words[word]
@@ -260,9 +255,7 @@ def _merged(word: str, one: Node, other: Node) -> dict[str, Any]:  # noqa: C901
         listed = [p.words["enum"] for p in parts if p is not None and set(p.words) == {"enum"}]
         if len(listed) == 2:
             return {word: Node({"enum": [*listed[0], *listed[1]]}, {"enum": one.places[word]})}
-        return {
-            word: Node({"anyOf": [one.part(word), other.part(word)]}, {"anyOf": one.places[word]})
-        }
+        return {word: Node({"anyOf": parts}, {"anyOf": one.places[word]})}
     if word == "multipleOf" and isinstance(a, int) and isinstance(b, int):
         return {word: math.lcm(a, b)}
     if json_equal(a, b):
