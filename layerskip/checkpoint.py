@@ -1,7 +1,7 @@
 """Checkpoints: loading one through transformers, and the one inside the package."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,23 +103,14 @@ def load_checkpoint(
     *,
     dtype: str | torch.dtype | None,
     device: str,
-    revision: str | None,
-    cache_dir: str | Path | None,
-    token: str | None,
-    local_files_only: bool,
+    hub: Mapping[str, Any],
     check: Callable[[Any], None],
 ) -> tuple[PreTrainedModel, Any]:
     """Model and tokenizer (None if the checkpoint has none).
 
     Everything that can be refused is refused before any weight is read: ``check`` is called with
-    the config.
+    the config. ``hub`` has transformers' arguments for what is not in a folder.
     """
-    hub = {
-        "revision": revision or "main",
-        "cache_dir": cache_dir,
-        "token": token,
-        "local_files_only": local_files_only,
-    }
     where, wanted = pick_device(device), pick_dtype(dtype)
     config = load_config(folder, **hub)
     reason = refusal(config)
@@ -134,7 +125,7 @@ def load_checkpoint(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             # Else an adapter's config is looked for on the network, and in another cache.
-            adapter_kwargs={"cache_dir": cache_dir, "local_files_only": local_files_only},
+            adapter_kwargs={name: hub[name] for name in ("cache_dir", "local_files_only")},
             **hub,
         )
     except Exception as error:  # noqa: BLE001  as above

@@ -56,10 +56,12 @@ def load_parts(
         folder,
         dtype=dtype,
         device=device,
-        revision=revision,
-        cache_dir=cache_dir,
-        token=token,
-        local_files_only=local_files_only,
+        hub={
+            "revision": revision or "main",
+            "cache_dir": cache_dir,
+            "token": token,
+            "local_files_only": local_files_only,
+        },
         check=lambda config: check_plan_depth(config, exit_layer, known.plan),
     )
     if exit_layer is not None:
