@@ -1,7 +1,10 @@
 """Token ids to text, piece by piece."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from layerskip.outputs import Round
 
 from layerskip.errors import UndecodableError
 
@@ -167,24 +170,14 @@ class TextStream:
 
 
 def by_origin(
-    stream: TextStream,
-    token_ids: Sequence[int],
-    origins: Sequence[str],
-    *,
-    ended: bool,
-    eos_ids: Collection[int] = (),
+    stream: TextStream, record: "Round", eos_ids: Collection[int] = ()
 ) -> list[tuple[str, str]]:
-    """The text that each of a round's tokens makes final, with the token's origin.
-
-    Args:
-        ended: whether the text ends with them: then what was held back is the last one's, too.
-        eos_ids: ends of sequence, which are no text, whatever the tokenizer makes of them.
-    """
-    pieces = [
-        ("" if t in eos_ids else stream.push(t), origin)
-        for t, origin in zip(token_ids, origins, strict=True)
-    ]
-    return [*pieces, (stream.finish(), origins[-1])] if ended else pieces
+    """The text that each of a round's tokens makes final, with the token's origin; what was held
+    back is the last one's, where the text ends. Ends of sequence are no text, whatever the
+    tokenizer makes of them."""
+    told = zip(record.token_ids, record.origins, strict=True)
+    pieces: list[tuple[str, str]] = [("" if t in eos_ids else stream.push(t), o) for t, o in told]
+    return [*pieces, (stream.finish(), record.origins[-1])] if record.finish_reason else pieces
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -94,9 +94,10 @@ def cut_at_stop(ids: list[int], stops: tuple[str, ...]) -> str:
 @example(ENDS_INSIDE, 1)
 def test_text_by_origin_is_the_text_of_its_tokens(ids, cut):
     stream, origins = TextStream(TOKENIZER, ()), [str(i) for i in range(len(ids))]
-    first, rest = slice(0, min(cut, len(ids) - 1)), slice(min(cut, len(ids) - 1), None)
-    pieces = by_origin(stream, ids[first], origins[first], ended=False)
-    pieces += by_origin(stream, ids[rest], origins[rest], ended=True)
+    pieces, cut = [], min(cut, len(ids) - 1)
+    for part, reason in ((slice(0, cut), None), (slice(cut, None), "length")):
+        record = SimpleNamespace(token_ids=ids[part], origins=origins[part], finish_reason=reason)
+        pieces += by_origin(stream, record)
     assert "".join(text for text, _ in pieces) == decode(ids)
     assert [origin for _, origin in pieces] == [*origins, origins[-1]]  # what was held back
 

@@ -52,9 +52,7 @@ def print_round(
     console: "Console", stream: TextStream, record: "Round", eos_ids: Collection[int] = ()
 ) -> None:
     """A round's text, each token in the style of its origin; ends of sequence are none."""
-    told = record.token_ids, record.origins
-    ended = record.finish_reason is not None
-    for text, origin in by_origin(stream, *told, ended=ended, eos_ids=eos_ids):
+    for text, origin in by_origin(stream, record, eos_ids):
         print_text(console, text, STYLES[origin])
 
 

@@ -243,8 +243,7 @@ def _pieces(
             pieces.append({"text": text, "origin": origin})
 
     for record in output.rounds:
-        told, ended = (record.token_ids, record.origins), record.finish_reason is not None
-        for text, origin in by_origin(stream, *told, ended=ended, eos_ids=eos_ids):
+        for text, origin in by_origin(stream, record, eos_ids):
             add(text, origin)
     return pieces
 
