@@ -165,6 +165,11 @@ def most_draft_tokens(num_draft_tokens: NumDraftTokens) -> int:
     return MAX_AUTO_DRAFT_TOKENS if isinstance(num_draft_tokens, str) else num_draft_tokens
 
 
+def read_num_draft_tokens(text: str) -> NumDraftTokens:
+    """Of an option: "auto" or a number; ``ValueError`` of anything else."""
+    return AUTO if text.strip() == AUTO else int(text)
+
+
 def check_num_draft_tokens(value: object) -> None:
     """Raise unless ``value`` is "auto" or a number of tokens that can be drafted in a round."""
     if isinstance(value, str):

@@ -23,7 +23,7 @@ from layerskip.commands.options import (
 )
 from layerskip.commands.progress import counting
 from layerskip.commands.signals import importing
-from layerskip.params import AUTO
+from layerskip.params import read_num_draft_tokens
 
 if TYPE_CHECKING:
     from layerskip.params import NumDraftTokens
@@ -116,7 +116,7 @@ def run_measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def _arms(text: str) -> "tuple[NumDraftTokens, ...]":
     try:
-        return tuple(AUTO if arm.strip() == AUTO else int(arm) for arm in text.split(","))
+        return tuple(map(read_num_draft_tokens, text.split(",")))
     except ValueError:
         raise ValueError(
             f"--arms must be numbers of draft tokens or 'auto', as in '0,auto', got {text!r}"

@@ -12,7 +12,7 @@ from rich.style import Style
 from rich.table import Table
 
 from layerskip.commands.signals import importing
-from layerskip.params import AUTO, NumDraftTokens
+from layerskip.params import NumDraftTokens, read_num_draft_tokens
 from layerskip.text import NOT_TEXT, TextStream, by_origin
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def model_options(
 
 def _num_draft_tokens(text: str) -> NumDraftTokens:
     try:
-        return AUTO if text == AUTO else int(text)
+        return read_num_draft_tokens(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number or 'auto', got {text!r}") from None
 
