@@ -9,8 +9,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from layerskip.cost import CostTable
 from layerskip.outputs import Round
@@ -159,12 +160,13 @@ class PrometheusSink:
 
     describe = collect  # so that a registry meets names that it has already
 
+    def _family(self, kind: str, name: str, what: str, *labels: str) -> Any:
+        from prometheus_client import core
+
+        return getattr(core, f"{kind}MetricFamily")(f"{self._prefix}_{name}", what, labels=labels)
+
     def _counters(self) -> Iterator["Metric"]:
-        from prometheus_client.core import CounterMetricFamily
-
-        def family(name: str, what: str, *labels: str) -> CounterMetricFamily:
-            return CounterMetricFamily(f"{self._prefix}_{name}", what, labels=labels)
-
+        family = partial(self._family, "Counter")
         for name, what, value in (
             ("num_drafts", "Rounds that drafted.", self._num_drafts),
             ("num_draft_tokens", "Drafted tokens.", self._drafted),
@@ -185,12 +187,8 @@ class PrometheusSink:
         yield from (positions, modes)
 
     def _histogram(self) -> "Metric":
-        from prometheus_client.core import HistogramMetricFamily
-
-        name = f"{self._prefix}_accepted_per_round"
-        histogram = HistogramMetricFamily(
-            name, "Accepted tokens of rounds that drafted.", labels=["bucket"]
-        )
+        what = "Accepted tokens of rounds that drafted."
+        histogram = self._family("Histogram", "accepted_per_round", what, "bucket")
         for label, bucket in self._buckets.items():
             counts = [(str(float(edge)), sum(bucket.accepted[: edge + 1])) for edge in EDGES]
             total = sum(n * count for n, count in enumerate(bucket.accepted))
@@ -198,11 +196,7 @@ class PrometheusSink:
         return histogram
 
     def _gauges(self) -> Iterator["Metric"]:
-        from prometheus_client.core import GaugeMetricFamily
-
-        def family(name: str, what: str, *labels: str) -> GaugeMetricFamily:
-            return GaugeMetricFamily(f"{self._prefix}_{name}", what, labels=labels)
-
+        family = partial(self._family, "Gauge")
         current = family("k_current", "Tokens drafted in the last round.")
         current.add_metric([], self._current)
         error = family("draft_ece", "Expected calibration error of the draft's confidence.")
@@ -222,12 +216,9 @@ class PrometheusSink:
         yield from (current, error, c, beta, margin)
 
     def _drifts(self, drift: DriftMonitor) -> Iterator["Metric"]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        by = ("bucket", "direction")
-        name = f"{self._prefix}_drift"
-        near = GaugeMetricFamily(name, "Gathered shift of acceptance; 1 is an alarm.", labels=by)
-        alarms = CounterMetricFamily(f"{name}_alarms", "Shifts of acceptance.", labels=by)
+        by, what = ("bucket", "direction"), "Gathered shift of acceptance; 1 is an alarm."
+        near = self._family("Gauge", "drift", what, *by)
+        alarms = self._family("Counter", "drift_alarms", "Shifts of acceptance.", *by)
         for bucket, state in drift.states().items():
             for direction, gathered, count in (
                 ("down", state.down, state.num_down_alarms),
