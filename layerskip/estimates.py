@@ -122,7 +122,7 @@ class RowState:
             match_bin = bin_of_match(match_length, i)
             if match_bin != known:  # few of them are asked for, and each round asks
                 known = match_bin
-                shared = self.shared.lookup_acceptance(match_bin, stored)
+                shared = self.shared.lookup(match_bin, stored).value
                 acceptance = min(LARGEST, shared * ratio)
             survival *= acceptance
             if survival < LEAST_SURVIVAL:

@@ -232,10 +232,6 @@ class Experience:
             return self.lookups.setdefault(key, begun)
         return self.lookups[key]
 
-    def lookup_acceptance(self, match_bin: int, stored: bool) -> float:
-        """Of a looked-up token once those before it are accepted."""
-        return self.lookup(match_bin, stored).value
-
 
 def new_shares(count: int) -> list[Share]:
     """Of nothing yet."""

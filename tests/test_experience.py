@@ -136,9 +136,9 @@ def test_what_a_store_offered_says_nothing_of_a_text_s_own_look_ups():
         assert told == pytest.approx([lookup_confidence(4, stored)])
     for _ in range(20):
         state.add_lookup(4, [False], stored=True)
-    own, stored = (state.shared.lookup_acceptance(2, kind) for kind in (False, True))
-    assert own == other.shared.lookup_acceptance(2, False)
-    assert stored < 0.5 * other.shared.lookup_acceptance(2, True)
+    own, stored = (state.shared.lookup(2, kind).value for kind in (False, True))
+    assert own == other.shared.lookup(2, False).value
+    assert stored < 0.5 * other.shared.lookup(2, True).value
 
 
 def test_look_ups_that_are_never_right_are_given_up_and_come_back():
@@ -148,7 +148,7 @@ def test_look_ups_that_are_never_right_are_given_up_and_come_back():
         state = RowState(shared)
         for _ in range(100):
             state.add_lookup(LONGEST_MATCH, [False], stored=False)
-    assert shared.lookup_acceptance(bin_of_match(LONGEST_MATCH, 0), False) < 0.01
+    assert shared.lookup(bin_of_match(LONGEST_MATCH, 0), False).value < 0.01
     assert RowState(shared).lookup_survivals(LONGEST_MATCH, False, 1) == []
     for _ in range(10):
         state.add_lookup(LONGEST_MATCH, [True], stored=False)
@@ -164,7 +164,7 @@ def test_right_tokens_lengthen_a_match():
     assert told == pytest.approx(list(itertools.accumulate(wanted, operator.mul)))
     for _ in range(50):
         state.add_lookup(1, [True, False], stored=False)
-    one, two, three = (state.shared.lookup_acceptance(i, False) for i in (0, 1, 2))
+    one, two, three = (state.shared.lookup(i, False).value for i in (0, 1, 2))
     assert (one > 0.9, two < 0.1, three) == (True, True, wanted[2])
     assert lookup_confidence(LONGEST_MATCH, False, ahead=9) < lookup_confidence(FORCED_MATCH, False)
 
