@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from layerskip.ambient import Decoding
-from layerskip.blocks import ROWS, blocked, fewest_rows, multiplied, stamp, why_not
+from layerskip.blocks import NUM_WATCHED, ROWS, blocked, fewest_rows, multiplied, stamp, why_not
 from layerskip.cache import Segment
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 Projection = Callable[[Tensor], Tensor]
 EXTRA_MULTIPLE = 16  # extra columns come in as many, so that few kernels ever run
-NUM_WATCHED = 64
 COLUMN_ROUNDINGS = 16  # of the largest logit: products of other shapes add up in other orders
 
 
