@@ -28,8 +28,13 @@ def guess_for(row: Row, store: LookupStore | None, *, looks_up: bool) -> Guess:
     if not (looks_up or constraint) or left == 0 or wanted == 0:
         return NO_GUESS
     if looks_up and row.index is None:
-        vocab_size = row.spec.sampler.vocab_size
-        row.index = TokenIndex(row.context, store=store, vocab_size=vocab_size)
+        sampler = row.spec.sampler
+        # Random numbers of the seed decide over a text and judge its drafts, whose lengths guesses
+        # change: what the same seed drew before would not be independent of them.
+        may_know = sampler.verification == "coupled"
+        row.index = TokenIndex(
+            row.context, store=store if may_know else None, vocab_size=sampler.vocab_size
+        )
     most = min(left, most_draft_tokens(wanted))
     guess = row.index.guess(most) if row.index is not None else NO_GUESS
     return _governed(row, (), _until_end(guess, row.spec.eos_ids), most)
@@ -60,9 +65,10 @@ class Lookahead:
 
     def _num_worthwhile(self, found: Guess) -> int:
         """How many tokens save more than they take: few of what matched little, or of a text whose
-        look-ups have mostly been wrong."""
+        look-ups have mostly been wrong; all that a grammar forces."""
         count = len(found.tokens)
-        if self._prices is None or (state := self._row.state) is None:
+        sure = found.match_length == FORCED_MATCH
+        if self._prices is None or sure or (state := self._row.state) is None:
             return count
         survivals = state.lookup_survivals(found.match_length, found.stored, count)
         gains = itertools.accumulate(survivals)

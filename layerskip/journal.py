@@ -170,10 +170,11 @@ def _check_subject(path: Path, found: Mapping[str, Any], own: Mapping[str, Any])
     if found.get("journal") != own["journal"]:
         raise ValueError(f"{path} is not a journal of this layerskip; give another name")
     before, now = dict(by_dotted_name(found)), dict(by_dotted_name(json.loads(_line(own))))
+    missing = "nothing"  # of an object that has fewer values
     differing = [
-        f"{name.replace('_', ' ')} {before.get(name)}, now {value}"
-        for name, value in now.items()
-        if before.get(name) != value
+        f"{name.replace('_', ' ')} {before.get(name, missing)}, now {now.get(name, missing)}"
+        for name in now | before
+        if (name in before, before.get(name)) != (name in now, now.get(name))
     ]
     if differing:
         more = len(differing) - MOST_NAMED

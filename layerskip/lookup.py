@@ -127,9 +127,9 @@ class TokenIndex:
 class LookupStore:
     """Texts of earlier requests, to look up in. Requests and threads may share it.
 
-    Token-level and block verification take from it only what a draft pass confirms: straight to
-    the verify pass go tokens of the text itself. A stored text that was drawn with the same seed
-    has come of the numbers that would judge it, which gives another distribution.
+    Requests with token-level and block verification do not look into it: a text that was drawn with
+    their seed has come of the random numbers that judge their drafts, which gives another
+    distribution.
 
     Kept are the newest texts: between half of ``max_tokens`` and all of them, once so many were
     added. Of a text longer than half of them its end is kept. Where adding one is interrupted

@@ -79,12 +79,11 @@ class Speculator:
             guesses = [NO_GUESS] * len(rows)
         else:
             guesses = [guess_for(row, self.store, looks_up=self.looks_up) for row in rows]
-        offers = [_verifiable(row, guess) for row, guess in zip(rows, guesses, strict=True)]
-        if (rest := self._at_rest(rows, offers, self._by_host)) is not None:
+        if (rest := self._at_rest(rows, guesses, self._by_host)) is not None:
             return [(choice, NO_GUESS) for choice in rest]
         drafts = self.drafter is not None
         looks_back = alone and tells(rows[0], self.drafter)
-        choices = self._choices(rows, offers, self._by_host, drafts=drafts, looks_back=looks_back)
+        choices = self._choices(rows, guesses, self._by_host, drafts=drafts, looks_back=looks_back)
         return list(zip(choices, guesses, strict=True))
 
     def _look_back(self, row: Row) -> None:
@@ -498,14 +497,6 @@ def _with_more(
     found = ahead.behind(draft.tokens)
     tokens = (*draft.tokens, *found.tokens[:count])
     return replace(draft, tokens=tokens, num_looked_up=count), found
-
-
-def _verifiable(row: Row, guess: Guess) -> Guess:
-    """What may go to the verify pass straight. Token-level and block verification judge a token by
-    random numbers of its position and the seed, which have to be independent of it: the texts of a
-    store may have come of the same ones. What a draft pass checks they do not judge."""
-    free = row.spec.sampler.verification == "coupled" or not guess.stored
-    return guess if free else NO_GUESS
 
 
 def _sleeps(row: Row, beside: int) -> bool:

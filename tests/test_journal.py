@@ -62,8 +62,13 @@ def test_another_file_is_refused_and_left_alone(tmp_path, content, message):
         ({"seed": 4}, r"settings\.seed None, now 4"),
         ({"sizes": (1, 3)}, r"settings\.sizes \[1, 2\], now \[1, 3\]"),
         ({"within": {"deep": 2}}, r"settings\.within\.deep 1, now 2"),
+        ({"within": {}}, r"settings\.within\.deep 1, now nothing"),
+        ({"within": None}, r"settings\.within nothing, now None; .*\.deep 1, now nothing"),
         ({"seed": 4, "sizes": ()}, r"settings\.seed None, now 4; settings\.sizes .*, now \[\]"),
-        ({"a": 1, "b": 2, "c": 3, "d": 4}, r"settings\.a None, now 1; .*\.c .*, now 3; and 1 more"),
+        (
+            {"a": 1, "b": 2, "c": 3, "d": 4},
+            r"settings\.a nothing, now 1; .*\.c .*, now 3; and 1 more",
+        ),
     ],
 )
 def test_values_within_settings_are_named_that_differ(tmp_path, changes, named):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from toys import PLANS, VOCAB_SIZE, random_ids
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import make_toy
 
+import layerskip.guessing
 import layerskip.speculation
 from layerskip import DraftPlan, LookupStore, SamplingParams, SelfSpeculativeLM
 from layerskip.constraint import Context
@@ -32,7 +34,7 @@ from layerskip.decode import Decoder
 from layerskip.drafting import DraftRequest, EarlyExitDrafter
 from layerskip.experience import lookup_confidence
 from layerskip.guessing import Lookahead, guess_for, judged, lookahead
-from layerskip.lookup import Guess, TokenIndex
+from layerskip.lookup import FORCED_MATCH, Guess, TokenIndex
 from layerskip.pass_times import PassTimes
 from layerskip.plan import PlanFile
 from layerskip.sampling import Sampler
@@ -266,12 +268,13 @@ def test_distributions_judge_no_token_that_was_drawn_from_none(toy, verification
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
-def test_guesses_change_no_sampled_draft_either(toy, verification):
-    sampling, outs, known = SamplingParams(temperature=0.3, seed=5), [], False
+def test_guesses_change_no_sampled_draft_either(toy, verification, monkeypatch):
+    sampling, outs = SamplingParams(temperature=0.3, seed=5), []
     for _ in range(2):
-        lm = SelfSpeculativeLM(toy(), None, PLANS["exit"], num_draft_tokens=5, lookup=known)
+        lm = SelfSpeculativeLM(toy(), None, PLANS["exit"], num_draft_tokens=5, lookup=bool(outs))
         outs.append(run(lm, sampling=sampling, verification=verification))
-        known = store_of([*REPEATING, *outs[0].token_ids])
+        known = partial(TokenIndex, store=store_of([*REPEATING, *outs[0].token_ids]))
+        monkeypatch.setattr(layerskip.guessing, "TokenIndex", lambda text, k=known, **_: k(text))
     assert outs[0].token_ids == outs[1].token_ids
     assert outs[1].stats.num_draft_passes < outs[0].stats.num_draft_passes
 
@@ -324,6 +327,24 @@ def test_a_store_changes_no_distribution_where_a_seed_comes_again(indifferent, v
     due = tries / 4**3
     chi_square = sum((found[text] - due) ** 2 / due for text in product(range(4), repeat=3))
     assert chi_square < 63 + 5 * (2 * 63) ** 0.5  # 63 degrees of freedom, five deviations
+
+
+@pytest.mark.parametrize("plan", [None, "exit"])
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_nothing_is_looked_up_in_a_store_for_laws_that_its_texts_may_depend_on(
+    toy, plan, verification
+):
+    """Nor in a draft's pass, whose guesses have a say in where the draft ends; the text itself is
+    still looked up in."""
+    settings = {"sampling": SamplingParams(temperature=0.3, seed=5), "verification": verification}
+    chosen, counted, known = PLANS[plan] if plan else None, [], True
+    for _ in range(2):
+        lm = SelfSpeculativeLM(toy(), None, chosen, num_draft_tokens=4, lookup=known)
+        out = run(lm, **settings)
+        counted.append((out.token_ids, out.stats.num_draft_passes, out.stats.num_draft_tokens))
+        known = store_of([*REPEATING, *out.token_ids])
+    assert counted[0] == counted[1]
+    assert counted[0][2] > 0
 
 
 def test_wrong_guesses_are_counted_among_the_positions(toy):
@@ -506,6 +527,8 @@ def test_a_pass_takes_as_many_looked_up_tokens_as_save_more_than_they_take():
         assert len(ahead((6,), 4)) == width
         assert len(ahead((6, 7), 2)) == min(2, width)
     told = doubted
+    forced = Guess((6, 7, 5), FORCED_MATCH)  # each of them saves a pass
+    assert len(lookahead(row, forced, [0.5, 0.6, 0.7])((), 4)) == 3
     for prices, width in (((0.0, 0.1, 0.2, 0.3), 1), ((0.1, 0.2, 0.25), 1), ((0.5, 0.6, 0.7), 0)):
         assert len(lookahead(row, first, prices)((), 4)) == width
     assert len(lookahead(row, first)((6,), 4)) == 4  # nobody counts
