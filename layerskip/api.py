@@ -96,8 +96,9 @@ class SelfSpeculativeLM:
             second of proving their sizes; at most 16. 0: plain decoding. A number, up to 32: so
             many tokens a round.
         lookup: whether tokens are looked up in a row's prompt and output, to draft them or to save
-            draft passes; a ``LookupStore`` is searched, too, and gets every finished text. The host
-            does that between a round's passes. None: unless the device runs rounds by itself
+            draft passes; a ``LookupStore`` is searched, too, but for token-level and block
+            verification, and gets every finished text. The host does that between a round's passes.
+            None: unless the device runs rounds by itself
             (``rounds_choice``), as on a GPU, where rounds that the host starts may take longer than
             look-ups gain; there, too, for requests and batches whose ``num_draft_tokens`` is a
             number above 0, if there is no plan.
