@@ -96,12 +96,11 @@ class SelfSpeculativeLM:
             second of proving their sizes; at most 16. 0: plain decoding. A number, up to 32: so
             many tokens a round.
         lookup: whether tokens are looked up in a row's prompt and output, to draft them or to save
-            draft passes; a ``LookupStore`` is searched, too, but for token-level and block
-            verification, and gets every finished text. The host does that between a round's passes.
-            None: unless the device runs rounds by itself
-            (``rounds_choice``), as on a GPU, where rounds that the host starts may take longer than
-            look-ups gain; there, too, for requests and batches whose ``num_draft_tokens`` is a
-            number above 0, if there is no plan.
+            draft passes. A ``LookupStore`` gets every finished text, and is searched, too, except
+            with token-level and block verification. The host does that between a round's passes.
+            None: unless the device runs rounds by itself (``rounds_choice``), as on a GPU, where
+            rounds that the host starts may take longer than look-ups gain; there, too, for requests
+            and batches whose ``num_draft_tokens`` is a number above 0, if there is no plan.
         exact: True keeps every row's bits whatever it is decoded with, so that drafts and batches
             never change a token. False is faster where that costs (on a CPU, batches and float32:
             bench/LOG.md), and lets last bits, and now and then a token, depend on both.
