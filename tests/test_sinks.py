@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +89,9 @@ def test_memory_and_file_hold_every_round(decoded) -> None:
     memory, path, out = decoded
     assert tuple(memory.rounds) == out.rounds
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    times = [line.pop("time") for line in lines]
+    assert times == sorted(times)
+    assert abs(time.time() - times[-1]) < 60.0
     assert lines == [record.to_dict() for record in out.rounds]
     assert {line["labels"]["task"] for line in lines} == {"toy"}
 

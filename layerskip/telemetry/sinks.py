@@ -6,6 +6,7 @@ drafts nothing, and is no round here.
 """
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -43,7 +44,8 @@ class MemorySink:
 
 
 class JsonlSink(AbstractContextManager["JsonlSink"]):
-    """Appends each round to a file as a line of ``Round.to_dict()``: no text, no token ids.
+    """Appends each round to a file as a line of ``Round.to_dict()``, with the ``time`` at which it
+    was written, in seconds since 1970: no text, no token ids. ``drift.find_drift`` reads them.
 
     A killed process loses no line; one that was cut off is dropped at the next start. Threads and
     processes may share the file (on Windows, threads alone).
@@ -59,7 +61,7 @@ class JsonlSink(AbstractContextManager["JsonlSink"]):
         self._lines = JsonLines(path)
 
     def __call__(self, record: Round) -> None:
-        self._lines.append([record.to_dict()])
+        self._lines.append([{"time": round(time.time(), 3), **record.to_dict()}])
 
     def close(self) -> None:
         """Bring all lines to the disk, and let go of the file."""
