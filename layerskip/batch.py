@@ -44,7 +44,8 @@ class Batch:
 
     Threads may share one: they wait for each other's rounds, joins and removals. ``on_round`` is
     called outside of that, and where several step may hear of a later round first; a processor is
-    called within, and may wait for nothing that another thread does with the batch.
+    called within: it can neither add, step nor remove, and may wait for nothing that another thread
+    does with the batch.
 
     Attributes:
         settings: of rows that say nothing else.
@@ -68,8 +69,8 @@ class Batch:
         self._new_decoder, self._controller, self._meter = new_decoder, controller, meter
         self._rows: Decoder | None = None
         self._requests: dict[int, RowRequest] = {}
-        # Who is called back within a round may add and remove rows: a thread enters twice.
-        self._turn = threading.RLock()
+        # What a round calls, as a logits processor, is in the round's thread: it must not wait.
+        self._turn, self._in_round = threading.RLock(), threading.Lock()
         self._check_settings(settings)
         self._constraint(settings, 0)
 
@@ -124,13 +125,15 @@ class Batch:
                 contradict each other, or the tokenizer can't decode what was emitted. After
                 ``remove`` of that row the others go on.
             RuntimeError: an earlier step was interrupted (Ctrl-C) while its tokens were added to
-                the rows, which can only be taken out then.
+                the rows, which can only be taken out then; or a round called it.
             ValueError: a pass failed, and the model was moved, cast or resized since it was
                 wrapped, or given other weights.
         """
         with self._turn:
+            self._check_between_rounds("step")
             try:
-                records = self._rows.step() if self._rows is not None else []
+                with self._in_round:
+                    records = self._rows.step() if self._rows is not None else []
             except RuntimeError:
                 self._stack.shared.check()  # torch does not say what was done to the model
                 raise
@@ -155,10 +158,19 @@ class Batch:
             raise ValueError(f"the batch has no row {row}; its rows are []")
         rows = self._rows
         with self._turn:
+            self._check_between_rounds("remove")
             output = self._output(rows.row(row))
             rows.leave(row)
             del self._requests[row]
         return output
+
+    def _check_between_rounds(self, name: str) -> None:
+        """A pass may be half done, over the cache and the rows as they were when it began."""
+        if self._in_round.locked():
+            raise RuntimeError(
+                f"{name} was called by something that a round of this batch calls (a logits "
+                "processor, a signal handler, ...); call it between two steps, or in on_round"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -291,6 +303,7 @@ class Batch:
         """Add a checked request; its id."""
         spec = self._spec(request)  # first: what its grammar is found to lack changes nothing
         with self._turn:
+            self._check_between_rounds("add")
             if self._rows is None:
                 self._reserve([request], grows=True)
             assert self._rows is not None

@@ -446,6 +446,31 @@ def test_threads_wait_for_no_callback_of_another(wrap):
     assert len(added) == 1
 
 
+@pytest.mark.parametrize("seen", [3, 6], ids=["a prompt", "a decoded token"])
+@pytest.mark.parametrize("call", ["add", "step", "remove"])
+def test_what_a_round_calls_changes_no_batch_meanwhile(wrap, call, seen):
+    """A pass is half done, in a cache that another row might need to grow."""
+    lm, refused = wrap("exit"), []
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == seen and not refused:
+            refused.append(call)
+            getattr(batch, call)(*{"add": [[7] * 520], "step": [], "remove": [0]}[call])
+        return scores
+
+    settings = {"max_new_tokens": 12, "num_draft_tokens": 3}
+    batch = lm.open_batch(logits_processor=[processor], **settings)
+    row = batch.add([5, 6, 7])
+    with pytest.raises(RuntimeError, match=rf"^{call} was called by something that a round"):
+        while batch.unfinished:
+            batch.step()
+    other = batch.add([7] * 520)
+    while batch.unfinished:
+        batch.step()
+    outputs = [batch.remove(one) for one in (row, other)]
+    assert ids_of(outputs) == ids_of(lm.generate([[5, 6, 7], [7] * 520], **settings))
+
+
 def test_a_row_whose_adding_is_interrupted_is_not_in(wrap, monkeypatch):
     """Nobody was told its number; what it would decode, nobody could take out."""
     batch = wrap("exit").open_batch(max_new_tokens=4)
