@@ -6,6 +6,9 @@ masked. Accepting is ``commit``. Rejecting is doing nothing but ``sweep``, which
 finite.
 """
 
+import math
+import mmap
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +20,8 @@ SLOT_BLOCK = 512  # torch's CPU attention splits keys here: whole blocks keep a 
 MOST_RAMPS = 16  # masks of passes that come again: they differ by tile and window
 
 EVERY_LAYER = slice(None)
+# Memory that a forked process has a copy of; Windows forks none, and has no flags.
+PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
 
 
 class KVCache:
@@ -50,7 +55,7 @@ class KVCache:
         num_slots = -(-num_slots // attended_block) * attended_block
         shape = (num_layers + num_extra_layers, num_rows, num_slots, num_kv_heads, head_dim)
         # Zeros, not empty: a masked slot's value is multiplied by 0, which NaN would survive.
-        self._both = torch.zeros((2, *shape), dtype=dtype, device=device)
+        self._both = _zeros((2, *shape), dtype, device)
         self.keys, self.values = self._both.unbind(0)
         self.lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.adapter_lengths = [0] * num_rows
@@ -75,9 +80,13 @@ class KVCache:
         """Make ``num_tokens`` more slots of ``row`` permanent."""
         self.lengths[row] += num_tokens
 
-    def release(self, row: int) -> None:
-        """Empty ``row``, so that another sequence can take it."""
-        self.sweep(row, 0, self.num_slots)
+    def release(self, row: int, num_written: int | None = None) -> None:
+        """Empty ``row``, so that another sequence can take it.
+
+        Args:
+            num_written: slots behind these were never written; None: all may have been.
+        """
+        self.sweep(row, 0, self.num_slots if num_written is None else num_written)
         self.lengths[row] = self.adapter_lengths[row] = 0
 
     def sweep(self, row: int, start: int, end: int, layers: slice = EVERY_LAYER) -> None:
@@ -172,6 +181,19 @@ def causal_mask(behind: Tensor, window: int | None, dtype: torch.dtype) -> Tenso
     visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
     mask = torch.zeros(behind.shape, dtype=dtype, device=behind.device)
     return mask.masked_fill_(~visible, float("-inf"))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; a CPU's system gives each page of them when it is first written. Most never are: a
+    text may be far longer than it becomes."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    nbytes = math.prod(shape) * dtype.itemsize
+    try:  # not numpy's zeros: it asks for pages of 2 MB, whose writing takes as long (bench/LOG.md)
+        pages = mmap.mmap(-1, nbytes, **PRIVATE)
+    except (OSError, OverflowError) as error:
+        raise torch.OutOfMemoryError(f"no memory for a cache of {nbytes} bytes") from error
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _doubled(have: int, wanted: int) -> int:

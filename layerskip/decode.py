@@ -21,7 +21,7 @@ from layerskip.lookup import LookupStore
 from layerskip.model import DecoderStack
 from layerskip.outcome import NO_LOGITS, Judged, Outcome, Times, record_of
 from layerskip.outputs import Round
-from layerskip.params import most_draft_tokens
+from layerskip.params import MAX_NUM_DRAFT_TOKENS, most_draft_tokens
 from layerskip.plan import DraftPlan
 from layerskip.row import ExitStates, Row, RowSpec
 from layerskip.seats import Landing
@@ -136,8 +136,14 @@ class Decoder:
             self.rows.pop(row.id, None)
             if self.rounds is not None:
                 self.rounds.leave(row)
-            self.cache.release(row.slot_row)
+            self.cache.release(row.slot_row, self._num_written(row))
             self._left.pop()
+
+    def _num_written(self, row: Row) -> int:
+        """Slots of a row, from the first on, that may hold something."""
+        if self.rounds is not None:  # the device may be ahead of what is known of it
+            return self.cache.num_slots
+        return max(len(row.spec.prompt), row.length + MAX_NUM_DRAFT_TOKENS + 1)
 
     def give_up(self) -> None:
         """No row goes on: what is learnt from how requests end is learnt. The device, which may be
@@ -292,7 +298,7 @@ class Decoder:
         began = time.perf_counter()
         if row.weights is not None and row.weights != (now := self.stack.shared.stamp()):
             # What was restored is of other weights than the rest would be.
-            self.cache.release(row.slot_row)
+            self.cache.release(row.slot_row, self._num_written(row))
             row.weights, row.length, row.cached_tokens = now, 0, 0
         prompt = row.spec.prompt
         states: list[Tensor] | None = None if row.exit_states is None else []

@@ -458,15 +458,17 @@ def test_what_a_round_calls_changes_no_batch_meanwhile(wrap, call, seen):
             getattr(batch, call)(*{"add": [[7] * 520], "step": [], "remove": [0]}[call])
         return scores
 
+    def decode() -> None:
+        while batch.unfinished:
+            batch.step()
+
     settings = {"max_new_tokens": 12, "num_draft_tokens": 3}
     batch = lm.open_batch(logits_processor=[processor], **settings)
     row = batch.add([5, 6, 7])
     with pytest.raises(RuntimeError, match=rf"^{call} was called by something that a round"):
-        while batch.unfinished:
-            batch.step()
+        decode()
     other = batch.add([7] * 520)
-    while batch.unfinished:
-        batch.step()
+    decode()
     outputs = [batch.remove(one) for one in (row, other)]
     assert ids_of(outputs) == ids_of(lm.generate([[5, 6, 7], [7] * 520], **settings))
 
@@ -503,3 +505,34 @@ def test_a_row_that_fails_to_join_leaves_its_slots_empty(wrap, monkeypatch, erro
     assert decoder.rows.keys() == {first}
     assert decoder.cache.lengths.tolist()[1:] == [0] * (decoder.cache.num_rows - 1)
     assert decoder.cache.adapter_lengths[1:] == [0] * (decoder.cache.num_rows - 1)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3, 32])
+@pytest.mark.parametrize("plan", ["exit", "skipping", None])
+def test_a_row_that_was_taken_out_leaves_nothing_in_the_cache(wrap, plan, num_draft_tokens):
+    batch = wrap(plan).open_batch(max_new_tokens=500, num_draft_tokens=num_draft_tokens)
+    first, second = batch.add([5, 6] * 8), batch.add(random_ids(30))
+    for _ in range(6):
+        batch.step()
+    cache = batch._rows.cache
+    for row in (first, second):
+        batch.remove(row)
+        assert cache._both.any() == (row == first)
+
+
+@pytest.mark.parametrize("interrupted", ["prefill", "verify"])
+def test_an_interrupted_pass_leaves_nothing_in_the_cache(wrap, monkeypatch, interrupted):
+    lm = wrap("exit")
+    batch = lm.open_batch(max_new_tokens=40, num_draft_tokens=32)
+    row, cache = batch.add(random_ids(510)), batch._rows.cache
+    runs = lm.stack if interrupted == "prefill" else batch._rows.verifier
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            runs, interrupted, Interruption(getattr(runs, interrupted), 0, KeyboardInterrupt)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            [batch.step() for _ in range(2)]
+    assert cache._both[:, :, 0, 509].all()
+    assert cache._both[:, :, 0, 510 + 32].all() == (interrupted == "verify")
+    batch.remove(row)
+    assert not cache._both.any()

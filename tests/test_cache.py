@@ -2,8 +2,10 @@
 
 import itertools
 import math
+import mmap
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from layerskip.cache import MOST_RAMPS, SLOT_BLOCK, KVCache, Segment
 from layerskip.layout import CALL, NEVER, AttentionCall, PassLayout, PrefillLayout, attention_calls
 
 NUM_LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 6
+STATM = Path("/proc/self/statm")
 POSITIONS = torch.arange(4 * SLOT_BLOCK)[None]
 # Starts on both sides of the 128- and 512-slot borders, and of the cache's own end.
 STARTS = st.one_of(
@@ -50,6 +53,29 @@ def naive_attention(query, keys, values, position, window):
         k, v = keys[seen, head // group].double(), values[seen, head // group].double()
         out.append((k @ q / math.sqrt(len(q))).softmax(0) @ v)
     return torch.stack(out)
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="only Linux tells so how much memory is in use")
+def test_memory_is_taken_where_something_is_written():
+    """A limit of 65,536 tokens is no text of as many."""
+
+    def resident() -> int:
+        return int(STATM.read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+
+    before = resident()
+    cache = make_cache(num_rows=4, num_slots=2**16, head_dim=64)
+    cache.keys[:, 1, :100] = 1.0
+    cache.release(1, 133)
+    assert cache.nbytes == 2**29
+    assert resident() - before < 2**25
+    assert not cache.keys[:, 1].any()
+
+
+def test_what_memory_cannot_hold_is_out_of_memory():
+    """As torch says it of a GPU: who asked for more than is needed asks for less."""
+    for num_rows in (2**30, 2**45):
+        with pytest.raises(torch.OutOfMemoryError, match=r"^no memory for a cache of \d+ bytes$"):
+            make_cache(num_rows=num_rows, num_slots=2**14)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["commit", "release"]), st.integers(0, 2))))
