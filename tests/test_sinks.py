@@ -419,6 +419,20 @@ def test_the_inequality_is_in_plain_passes(registry: CollectorRegistry) -> None:
     assert margins == pytest.approx([4 - (1 + 3 * C + BETA), 1 - (1 + 3 * C + BETA)])
 
 
+@pytest.mark.parametrize(("rows", "c", "beta"), [(1, C, BETA), (8, 0.125, 3.0)])
+def test_the_inequality_is_of_as_many_rows_as_share_the_round(
+    registry: CollectorRegistry, rows: int, c: float, beta: float
+) -> None:
+    """Eight rows of four tokens are 32, which take four times as long here as eight of one."""
+    verify = Curve((1, 4, 8, 32), (0,), ((1.0, 1.5, 2.0, 8.0),))
+    cost = replace(COST, verify=verify)
+    counted(registry, [a_round(3, 3, rows=rows)] * 50, cost=cost)
+    assert value(registry, "cost_ratio_c") == pytest.approx(c)
+    assert value(registry, "verify_overhead_beta") == pytest.approx(beta)
+    margin = value(registry, "inequality_margin", bucket="")
+    assert margin == pytest.approx(4 - (1 + 3 * c + beta))
+
+
 def test_gauges_forget_what_is_long_past(registry: CollectorRegistry) -> None:
     sink = counted(registry, [a_round(3, 3)] * 1000, cost=COST)
     before = value(registry, "inequality_margin", bucket="")

@@ -19,6 +19,7 @@ from layerskip.telemetry.buckets import (
     lengths,
 )
 from layerskip.telemetry.drift import find_drift
+from layerskip.telemetry.plain_passes import in_plain_passes
 from layerskip.telemetry.records import MeasuredRun, measured_run, opened
 from layerskip.telemetry.report import (
     AcceptanceReport,
@@ -268,12 +269,8 @@ def _inequality(
     plain_bursts: Sequence[BurstCount],
 ) -> Inequality:
     """In units of a plain pass of as many rows as shared the rounds."""
-    context, rows = _mean(drafts, "context"), max(1, round(_mean(drafts, "rows")))
-    most = max(r.drafted for r in drafts)
-    plain = max(cost.verify_pass(rows, context, sequences=rows), SHORTEST)
-    verify = tuple(
-        cost.verify_pass(tokens * rows, context, sequences=rows) / plain
-        for tokens in range(1, most + 2)
+    c, verify = in_plain_passes(
+        cost, _mean(drafts, "context"), _mean(drafts, "rows"), max(r.drafted for r in drafts)
     )
     num_drafts = sum(r.count for r in drafts)
     gain = distribution(requests["gain"])
@@ -283,7 +280,7 @@ def _inequality(
     )
     clock = plain_seconds > 0.0
     return Inequality(
-        c=cost.draft_pass(rows, context, sequences=rows) / plain,
+        c=c,
         draft_passes=_mean(drafts, "passes"),
         beta=sum(r.count * verify[r.drafted] for r in drafts) / num_drafts - 1.0,
         emitted=_per_draft(drafting, "emitted"),

@@ -4,6 +4,7 @@ from layerskip.cost import CostTable
 from layerskip.experience import ToldChances
 from layerskip.outputs import Round
 from layerskip.params import MAX_NUM_DRAFT_TOKENS
+from layerskip.telemetry.plain_passes import in_plain_passes
 
 WINDOW = 500  # drafts that are looked back on
 
@@ -16,7 +17,8 @@ class Drafts:
 
     def __init__(self) -> None:
         self.accepted = [0] * (MAX_NUM_DRAFT_TOKENS + 1)
-        self._weight = self._emitted = self._drafted = self._passes = self._context = 0.0
+        self._weight = self._emitted = self._drafted = self._passes = 0.0
+        self._context = self._rows = 0.0
 
     def observe(self, record: Round) -> None:
         self.accepted[record.num_accepted_tokens] += 1
@@ -26,12 +28,13 @@ class Drafts:
         self._drafted = keep * self._drafted + record.num_draft_tokens
         self._passes = keep * self._passes + record.num_draft_passes
         self._context = keep * self._context + record.context
+        self._rows = keep * self._rows + record.rows
 
     def units(self, cost: CostTable) -> tuple[float, float]:
-        """c and beta, at the mean context and the mean number of drafted tokens."""
-        context, rows = self._context / self._weight, round(self._drafted / self._weight) + 1
-        plain = cost.verify_pass(1, context)
-        return cost.draft_pass(1, context) / plain, cost.verify_pass(rows, context) / plain - 1.0
+        """c and beta, at the mean context and the mean numbers of rows and of drafted tokens."""
+        context, rows = self._context / self._weight, self._rows / self._weight
+        c, verify = in_plain_passes(cost, context, rows, round(self._drafted / self._weight))
+        return c, verify[-1] - 1.0
 
     def margin(self, cost: CostTable) -> float:
         c, beta = self.units(cost)

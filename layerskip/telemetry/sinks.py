@@ -80,11 +80,11 @@ class PrometheusSink:
     ``_verify_seconds_total`` (wall time of the passes, shared out among the rows in them; prefills
     are left out), ``_rounds_total{mode}``, the histogram ``_accepted_per_round{bucket}`` of rounds
     that drafted, and gauges: ``_k_current``, tokens drafted in the last round; ``_draft_ece``, the
-    calibration error of the draft's confidence; and of about the last 500 drafts
-    ``_cost_ratio_c``, a draft pass in plain passes, ``_verify_overhead_beta``, what verifying
-    takes beyond one plain pass, in the same unit, and ``_inequality_margin{bucket}``,
-    ``a - (1 + d c + beta)``: drafting pays above 0. (a: tokens emitted a draft, the bonus among
-    them; d: draft passes.)
+    calibration error of the draft's confidence; and of about the last 500 drafts, in units of a
+    plain pass of as many rows as shared their rounds, ``_cost_ratio_c``, a draft pass,
+    ``_verify_overhead_beta``, what verifying takes beyond one plain pass, and
+    ``_inequality_margin{bucket}``, ``a - (1 + d c + beta)``: drafting pays above 0. (a: tokens
+    that a row emits a draft, the bonus among them; d: draft passes.)
 
     Args:
         registry: to be in; None: the library's own, which its ``start_http_server`` serves.
@@ -204,8 +204,8 @@ class PrometheusSink:
         error = family("draft_ece", "Expected calibration error of the draft's confidence.")
         if self._calibration.num_tokens:
             error.add_metric([], self._calibration.error)
-        c = family("cost_ratio_c", "A draft pass, in plain passes.")
-        beta = family("verify_overhead_beta", "Verifying, beyond one plain pass, in plain passes.")
+        c = family("cost_ratio_c", "A draft pass, in plain passes of as many rows.")
+        beta = family("verify_overhead_beta", "Verifying, beyond one such pass, in such passes.")
         margin = family(
             "inequality_margin", "a - (1 + d c + beta): drafting pays above 0.", "bucket"
         )
