@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -224,6 +225,45 @@ def test_a_line_that_was_cut_off_is_dropped_at_the_next_start(
     file.append([{"n": whole}])
     file.close()
     assert [e["n"] for e in read_lines(path)] == list(range(whole + 1))
+
+
+@pytest.mark.parametrize(
+    ("torn", "kept"), [(b'{"n": 2, "long', [1, 3, 4]), (b'{"n": 2}', [1, 2, 3, 4])]
+)
+def test_a_line_that_another_writer_died_in_takes_none_with_it(
+    tmp_path: Path, torn: bytes, kept: Sequence[int]
+) -> None:
+    path = tmp_path / "rounds.jsonl"
+    file = JsonLines(path)
+    file.append([{"n": 1}])
+    with path.open("ab") as other:
+        other.write(torn)
+    file.append([{"n": 3}])
+    file.append([{"n": 4}])
+    file.close()
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["n"] for line in lines] == kept
+
+
+def test_a_file_that_was_cut_within_a_line_loses_that_one_alone(tmp_path: Path) -> None:
+    path = tmp_path / "rounds.jsonl"
+    file = JsonLines(path)
+    file.append([{"n": 1}, {"n": 2, "long": "x" * 100}])
+    os.truncate(path, 50)
+    file.append([{"n": 3}])
+    file.close()
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["n"] for line in lines] == [1, 3]
+
+
+def test_what_became_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "rounds.jsonl"
+    file = JsonLines(path)
+    path.write_bytes(b"notes")
+    with pytest.raises(ValueError, match=r"rounds\.jsonl does not hold JSON lines, and is left"):
+        file.append([{"n": 1}])
+    file.close()
+    assert path.read_bytes() == b"notes"
 
 
 @pytest.mark.parametrize("before", [b"", b'{"n": 0}\n'])

@@ -42,16 +42,17 @@ class JsonLines:
 
     Lines go to the operating system in one write each: a killed process loses none. ``sync``
     brings them to the disk, which a loss of power leaves. A last line that was cut off is dropped
-    when the file is opened. Threads and processes may share the file: whoever changes it has it
-    locked. Windows and some network disks know no such lock: one process at a time, there.
+    when the file is opened, and before lines are added. Threads and processes may share the file:
+    whoever changes it has it locked. Windows and some network disks know no such lock: one process
+    at a time, there.
 
     Args:
         path: of the file; made if there is none.
         alone: no other process may write the file until it is closed.
 
     Raises:
-        ValueError: it cannot be written, now or later, another process has it alone, or its end is
-            no JSON line.
+        ValueError: it cannot be written, now or later, another process has it alone, or its end is,
+            or has become, no JSON line.
     """
 
     def __init__(self, path: str | Path, *, alone: bool = False) -> None:
@@ -64,16 +65,17 @@ class JsonLines:
                         f"{path} is being written by another process; wait for its end"
                     )
                 with self._to_itself():
-                    size = self._size()
-                    whole = whole_lines(self._file)
-                    if whole < size:  # without locks others may have added whole lines since
-                        self._mend(whole)
+                    self._mend()
             except OSError as error:
                 raise self._unwritable(error) from None
             opened.pop_all()
 
-    def _mend(self, whole: int) -> None:
+    def _mend(self) -> None:
         """End the last line if nothing else is missing of it; drop one that was cut off."""
+        size = self._size()
+        whole = whole_lines(self._file)
+        if whole >= size:  # without locks others may have added whole lines since
+            return
         self._file.seek(0)
         begins_well = not whole or self._file.read(1) == b"{"
         self._file.seek(whole)
@@ -94,7 +96,7 @@ class JsonLines:
             b"".join(json.dumps(e, allow_nan=False).encode() + b"\n" for e in entries)
         )
         with self._to_itself():
-            before = self._size()
+            before = self._line_start()
             end = before + len(left)
             try:
                 while left:
@@ -105,6 +107,20 @@ class JsonLines:
                 if not isinstance(error, OSError):
                     raise
                 raise self._unwritable(error) from None
+
+    def _line_start(self) -> int:
+        """The file's size. Another writer may have died within a line since this one opened it,
+        and a line that is added to such a one is lost with it."""
+        descriptor, size = self._file.fileno(), self._size()
+        try:
+            if size:
+                os.lseek(descriptor, -1, os.SEEK_END)
+                if os.read(descriptor, 1) != b"\n":
+                    self._mend()
+                    size = self._size()
+        except OSError as error:
+            raise self._unwritable(error) from None
+        return size
 
     def cut(self, size: int) -> None:
         """Drop what stands behind the first ``size`` bytes."""

@@ -47,8 +47,8 @@ class JsonlSink(AbstractContextManager["JsonlSink"]):
     """Appends each round to a file as a line of ``Round.to_dict()``, with the ``time`` at which it
     was written, in seconds since 1970: no text, no token ids. ``drift.find_drift`` reads them.
 
-    A killed process loses no line; one that was cut off is dropped at the next start. Threads and
-    processes may share the file (on Windows, threads alone).
+    A killed process loses no line; one that was cut off is dropped by whoever writes next. Threads
+    and processes may share the file (on Windows, threads alone).
 
     Args:
         path: of the file.
