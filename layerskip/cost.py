@@ -6,7 +6,7 @@ simulator. Pure numbers: nothing here runs a model.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -23,6 +23,19 @@ MOST_PLACES = 2**31 - 1  # rows or slots of any table
 # How passes are started, as the key of a table has it.
 RECORDED, BY_HOST = "recorded", "started by the host"
 OF_SAMPLING = ("sampling", "judging", "draft_sampling")
+# How a sentence names what differs; other names are said as they are.
+SAID = {
+    "fingerprint": "of another checkpoint",
+    "device": "on another device",
+    "dtype": "in another dtype",
+    "threads": "with another number of threads",
+    "draft_layers": "with other draft layers",
+    "draft_vocabulary": "with another draft vocabulary",
+    "exit_adapter": "with another exit adapter",
+    "exact": "with exact set otherwise",
+    "row_quantum": "with passes padded to another number of rows",
+    "passes": "with passes started otherwise",
+}
 
 
 @dataclass(frozen=True)
@@ -368,6 +381,23 @@ class CostTable:
             )
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"the cost table is not complete ({reason_of(error)})") from None
+
+
+def differences(
+    key: Mapping[str, Any], other: Mapping[str, Any], names: Iterable[str], whose: str = "now"
+) -> dict[str, str]:
+    """How the key of a table is said to differ from another, by the names that do.
+
+    Args:
+        names: that are looked at.
+        whose: the other's values are, as the words before them say it.
+    """
+    return {
+        name: f"{SAID.get(name, f'with another {name}')} "
+        f"({key.get(name, 'unknown')}, {whose} {other.get(name, 'unknown')})"
+        for name in names
+        if key.get(name) != other.get(name)
+    }
 
 
 def _shared_out(rows: int, sequences: int) -> tuple[tuple[int, int], ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip import __version__
-from layerskip.cost import BY_HOST, RECORDED, CostTable
+from layerskip.cost import BY_HOST, RECORDED, CostTable, differences
 from layerskip.plan import DraftPlan
 
 if TYPE_CHECKING:
@@ -33,20 +33,6 @@ NOT_OF_THE_MODEL = {
     "torch_dtype",
     "transformers_version",
     "use_cache",
-}
-
-# How a sentence names what differs; other names are said as they are.
-SAID = {
-    "fingerprint": "of another checkpoint",
-    "device": "on another device",
-    "dtype": "in another dtype",
-    "threads": "with another number of threads",
-    "draft_layers": "with other draft layers",
-    "draft_vocabulary": "with another draft vocabulary",
-    "exit_adapter": "with another exit adapter",
-    "exact": "with exact set otherwise",
-    "row_quantum": "with passes padded to another number of rows",
-    "passes": "with passes started otherwise",
 }
 
 
@@ -164,9 +150,5 @@ def mismatch(
 ) -> str | None:
     """One sentence that says what a table was measured with and is not now; None if it fits."""
     now = cost_key(stack, plan, draft_vocabulary)
-    differing = [
-        f"{SAID.get(name, f'with another {name}')} ({table.key.get(name, 'unknown')}, now {value})"
-        for name, value in now.items()
-        if table.key.get(name) != value
-    ]
-    return f"the cost table was measured {', '.join(differing)}" if differing else None
+    differing = differences(table.key, now, now)
+    return f"the cost table was measured {', '.join(differing.values())}" if differing else None

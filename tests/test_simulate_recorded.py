@@ -11,7 +11,7 @@ from layerskip.cli import main
 from layerskip.cost import Curve
 from layerskip.pass_costs import Overhead
 from layerskip.simulated_controller import Fixed
-from layerskip.telemetry.replay import replay
+from layerskip.telemetry.replay import SAME_TIMES, replay
 from layerskip.workload import Recorded, RecordedText
 
 
@@ -279,6 +279,51 @@ def test_command_over_runs(tmp_path, capsys):
     assert page.count("<table>") == 7
     assert "fixed:4" in page
     assert "http" not in page.split("<body>")[1]
+
+
+NOT_USED = "recorded seconds are not used, recorded acceptance is"
+
+
+@pytest.mark.parametrize(
+    ("changes", "differing", "end"),
+    [
+        (
+            {"device": "x", "dtype": "float32"},
+            "on another device (x, the runs' d), in another dtype (float32, the runs' bfloat16)",
+            f"{NOT_USED}.",
+        ),
+        (
+            {"draft_layers": "0,1"},
+            "with other draft layers (0,1, the runs' unknown)",
+            f"{NOT_USED}, though it is of another draft than the table's.",
+        ),
+    ],
+)
+def test_command_names_what_the_table_was_measured_with_instead(
+    tmp_path, capsys, changes, differing, end
+):
+    path, folder = tmp_path / "other.json", runs(tmp_path / "r", EXITS)
+    replace(flat(), key=KEY | changes).save(path)
+    words = ["--cost", path, "--runs", folder, "--requests", 20, "--concurrency", "1"]
+    code, out, err = run_command(capsys, *words)
+    assert code == 0
+    assert f"The cost table was measured {differing}: {end}" in (out + err).splitlines()
+
+
+@pytest.mark.parametrize("name", SAME_TIMES)
+def test_acceptance_is_of_the_draft_and_of_no_machine(tmp_path, name):
+    known = replay(runs(tmp_path / "r", EXITS), replace(flat(), key=KEY | {name: "another"}))
+    assert list(known.differing) == [name]
+    of_the_draft = {"fingerprint", "draft_layers", "exit_adapter", "draft_vocabulary"}
+    assert known.of_another_draft == (name in of_the_draft)
+
+
+def test_runs_that_do_not_tell_what_they_are_of_have_no_times(tmp_path, capsys):
+    folder = runs(tmp_path / "r", EXITS, cost=replace(flat(), key={}))
+    words = ["--cost", cost_file(tmp_path), "--runs", folder, "--requests", 20]
+    code, out, err = run_command(capsys, *words, "--concurrency", "1")
+    assert code == 0
+    assert "The runs do not tell what their passes were measured with: recorded" in out + err
 
 
 def test_a_table_without_draft_passes_prices_no_early_exit(tmp_path, capsys):

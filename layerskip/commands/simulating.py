@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from layerskip.machine_time import MachineTime
     from layerskip.pass_costs import Overhead
     from layerskip.simulate import Simulation
+    from layerskip.telemetry.replay import Replay
     from layerskip.workload import Requests
 
 CONCURRENCY = "1,2,4,8,16,32"
@@ -157,7 +158,7 @@ def _traffic(
             f"{1e6 * extra.row:.0f} us outside: so do simulated ones, the last for each row."
         )
     else:
-        said += [OTHER_MACHINE, BY_TABLE]
+        said += [_other_times(known), BY_TABLE]
     if known.passes_per_token < 1.0:
         said.append(
             f"Look-ups: {known.passes_per_token:.2f} draft passes a drafted token, as recorded; in "
@@ -172,6 +173,15 @@ def _traffic(
             "than usual."
         )
     return known.table, known.recorded, extra, known.passes_per_token, known.machine, said
+
+
+def _other_times(known: "Replay") -> str:
+    """Why recorded seconds do not count, and what recorded acceptance is of."""
+    why = "The runs do not tell what their passes were measured with"
+    if known.differing:
+        why = f"The cost table was measured {', '.join(known.differing.values())}"
+    but = ", though it is of another draft than the table's" if known.of_another_draft else ""
+    return f"{why}: recorded seconds are not used, recorded acceptance is{but}."
 
 
 def _drafts_cost_nothing(args: argparse.Namespace, table: "CostTable") -> bool:
@@ -190,10 +200,6 @@ SYNTHETIC = (
 )
 BY_TABLE = (
     "Prefill by the table alone, which is too much for a small model; no engine time beside passes."
-)
-OTHER_MACHINE = (
-    "The cost table is of another model, plan or machine than the runs: recorded seconds are not "
-    "used, recorded acceptance is."
 )
 NO_CONFIDENCE = (
     "No round says how sure its draft was, as those of an automatic arm do where the host starts "

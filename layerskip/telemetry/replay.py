@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip.cost import CostTable
+from layerskip.cost import CostTable, differences
 from layerskip.files import reason_of
 from layerskip.machine_time import MachineTime
 from layerskip.pass_costs import Overhead
@@ -31,6 +31,8 @@ SAME_TIMES = (
     "exit_adapter",
     "passes",
 )
+# Of these, what recorded acceptance depends on.
+SAME_DRAFT = ("fingerprint", "draft_layers", "draft_vocabulary", "exit_adapter")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Replay:
         machine: its pace from round to round; None if the runs are of another one, or have no round
             of one row.
         of_this_table: whether recorded times count.
+        differing: what else than the runs the table was measured with, in words, by the names in
+            its key; empty as well where the runs do not tell.
         num_requests: that were read.
         table: the cost table, its passes ending as the runs' did: in greedy sampling, or drawing.
     """
@@ -53,8 +57,14 @@ class Replay:
     passes_per_token: float
     machine: MachineTime | None
     of_this_table: bool
+    differing: Mapping[str, str]
     num_requests: int
     table: CostTable
+
+    @property
+    def of_another_draft(self) -> bool:
+        """Whether the table's draft would have had other tokens accepted."""
+        return any(name in self.differing for name in SAME_DRAFT)
 
 
 def replay(folder: str | Path, table: CostTable) -> Replay:
@@ -80,7 +90,8 @@ def _replay(folder: str | Path, table: CostTable) -> Replay:
     run = read_run(folder)
     table = table.of(greedy=(run.get("sampling") or {}).get("temperature") == 0.0)
     key = dict((run.get("cost") or {}).get("key") or {})
-    same = bool(key) and all(key.get(name) == table.key.get(name) for name in SAME_TIMES)
+    differing = differences(table.key, key, SAME_TIMES, "the runs'") if key else {}
+    same = bool(key) and not differing
     requests = {
         r["request_id"]: _Request(r) for r in read_lines(Path(folder) / REQUESTS) if _whole(r)
     }
@@ -105,6 +116,7 @@ def _replay(folder: str | Path, table: CostTable) -> Replay:
         times.passes / max(1, times.drafted),
         times.machine if same else None,
         same,
+        differing,
         len(requests),
         table,
     )
