@@ -303,6 +303,7 @@ def test_a_run_without_its_costs_is_refused_in_one_sentence(
         ("requests", 0, "new_tokens"),
         ("requests", -1, "tokens_sha256"),
         ("rounds", -1, "request_id"),
+        ("rounds", -1, "index"),
         ("samples", 0, "labels"),
     ],
 )
@@ -316,6 +317,19 @@ def test_a_line_that_lacks_a_field_is_damage(
     (folder / f"{name}.jsonl").write_text(text)
     with pytest.raises(ValueError, match=rf"{name}\.jsonl is damaged \(.*\); measure again into"):
         measure(lm, traffic, folder, settings=SETTINGS, model="toy")
+
+
+@pytest.mark.parametrize("lost", [1, 10_000])
+def test_a_folder_that_lost_the_last_request_s_rounds_is_not_complete(
+    lm, traffic, full, tmp_path, lost
+) -> None:
+    folder = shutil.copytree(full, tmp_path / "runs")
+    path, last = folder / "rounds.jsonl", lines(folder, "requests")[-1]["request_id"]
+    kept = path.read_text().splitlines(keepends=True)[:-lost]
+    path.write_text("".join(kept))
+    with pytest.raises(ValueError, match=rf"rounds\.jsonl lacks rounds of request {last}; measure"):
+        measure(lm, traffic, folder, settings=SETTINGS, model="toy")
+    assert path.read_text() == "".join(kept)
 
 
 def test_a_request_of_an_arm_that_was_not_measured_is_damage(full, tmp_path) -> None:

@@ -461,7 +461,7 @@ BROKEN = {
     "wrong type": (damage("requests.jsonl", '"new_tokens": 10', '"new_tokens": []'), "no records"),
     "rounds lost": (
         lambda folder: (folder / "rounds.jsonl").write_text(""),
-        "has not the rounds that requests.jsonl counts, for 2 requests",
+        "has not the rounds that requests.jsonl counts, for 2 requests; measure again into another",
     ),
     "twice": (
         lambda folder: (folder / "requests.jsonl").write_text(

@@ -232,7 +232,7 @@ def _load_rounds(database: "DuckDBPyConnection", folder: Path) -> None:
     if differing:
         raise ValueError(
             f"{folder}/rounds.jsonl has not the rounds that requests.jsonl counts, "
-            f"for {differing} requests"
+            f"for {differing} requests; measure again into another folder"
         )
 
 

@@ -21,7 +21,7 @@ FILES = (RUN, ROUNDS, REQUESTS, SAMPLES)
 BLOCK = 1 << 16
 # What lines must hold to be gone on from and summed up.
 Fields = Mapping[str, type | tuple[type, ...]]
-ROUND_FIELDS: Fields = {"request_id": str}
+ROUND_FIELDS: Fields = {"request_id": str, "index": int}
 SAMPLE_FIELDS: Fields = {"labels": dict, "arm": str}
 REQUEST_FIELDS: Fields = {
     "request_id": str,
@@ -319,9 +319,15 @@ def _end_of(path: Path, request: Mapping[str, Any] | None) -> int:
     request_id = request["request_id"]
     with path.open("rb") as file:
         for start, line in _backwards(file):
-            if _parsed(path, "near the end", line, ROUND_FIELDS)["request_id"] == request_id:
-                return start + len(line)
-    raise ValueError(f"{path} lacks request {request_id}; measure again into another folder")
+            entry = _parsed(path, "near the end", line, ROUND_FIELDS)
+            if entry["request_id"] != request_id:
+                continue
+            if entry["index"] != request["num_rounds"]:  # they count from the prefill's 0
+                break
+            return start + len(line)
+    raise ValueError(
+        f"{path} lacks rounds of request {request_id}; measure again into another folder"
+    )
 
 
 def _backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
