@@ -188,7 +188,7 @@ def walk(chain: Sequence[int], num_draft_tokens: int) -> list[int]:
     """Accepted tokens of each round along one text, as decoding with ``num_draft_tokens`` has
     them; rounds that the text's end would cut are left out."""
     accepted, slot = [], 0
-    while slot + num_draft_tokens <= len(chain) and slot < len(chain):
+    while slot + num_draft_tokens < len(chain):  # a draft leaves room for the token behind it
         accepted.append(min(chain[slot], num_draft_tokens))
         slot += accepted[-1] + 1
     return accepted
