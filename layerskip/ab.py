@@ -12,6 +12,7 @@ from layerskip.encoding import Prompt
 from layerskip.outputs import GenerationOutput
 from layerskip.params import (
     AUTO,
+    DEFAULT_MAX_NEW_TOKENS,
     MAX_SEED,
     NumDraftTokens,
     SamplingParams,
@@ -85,7 +86,7 @@ def ab(
     *,
     a: Arm | Policy | NumDraftTokens = 0,
     b: Arm | Policy | NumDraftTokens = AUTO,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
     sampling: SamplingParams | None = None,
     repeats: int = 1,
     seed: int = 0,

@@ -34,6 +34,7 @@ from layerskip.outputs import GenerationOutput, Round
 from layerskip.packed import open_stack
 from layerskip.params import (
     AUTO,
+    DEFAULT_MAX_NEW_TOKENS,
     NumDraftTokens,
     SamplingParams,
     Verification,
@@ -53,7 +54,6 @@ from layerskip.workbench import open_bench
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_NEW_TOKENS = 128
 WARM_DRAFTS = 7  # longer ones seldom pay
 WARM_SLOTS = 512
 PROOF_SECONDS = 0.5  # of a load; those of a small model take less

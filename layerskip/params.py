@@ -9,6 +9,7 @@ from typing import Literal
 MAX_SEED = 2**63 - 1
 MAX_NUM_DRAFT_TOKENS = 32
 MAX_AUTO_DRAFT_TOKENS = 16
+DEFAULT_MAX_NEW_TOKENS = 128
 SMALLEST = 1e-6
 LARGEST = 1e30  # scores are float32, and have to stay finite
 CUTS = ("top_k", "top_p", "min_p")

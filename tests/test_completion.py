@@ -134,3 +134,29 @@ def test_a_shell_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
         main(["completion", "tcsh"])
     assert stopped.value.code == 2
     assert "'bash', 'zsh', 'fish'" in capsys.readouterr().err
+
+
+def said(default: object) -> tuple[str, ...]:
+    """How a help text may say a default."""
+    if default is True:
+        return ("(the default",)
+    if isinstance(default, tuple):
+        return (f"(default {','.join(map(str, default))})",)
+    if isinstance(default, float):
+        return (f"(default {default})", f"(default {default:g})")
+    return (f"(default {default})", f"{default!r} (the default)")
+
+
+def test_every_default_is_said_in_its_help() -> None:
+    formatter = parser()._get_formatter()
+    silent, count = [], 0
+    for action in actions(parser()):
+        default = action.default
+        if default in (None, (), [], argparse.SUPPRESS) or default is False:
+            continue
+        count += 1
+        words = formatter._expand_help(action) if action.help else ""
+        if not any(form in words for form in said(default)):
+            silent.append((action.option_strings or action.dest, default, words))
+    assert silent == []
+    assert count > 50

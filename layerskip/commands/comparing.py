@@ -63,7 +63,9 @@ def add_parsers(commands: Any) -> None:
         help="most prompts (default 50); transformers' early exit is tuned on the first three, "
         "which are not timed where three others are left",
     )
-    comparing.add_argument("--repeats", type=int, default=3)
+    comparing.add_argument(
+        "--repeats", type=int, default=3, help="timed runs of each prompt in each mode (default 3)"
+    )
     comparing.add_argument(
         "--max-repeated",
         type=float,

@@ -13,6 +13,7 @@ from layerskip.commands.options import (
     print_round,
     print_text,
     sampling_of,
+    sampling_option,
     sampling_options,
     say,
 )
@@ -49,16 +50,20 @@ def add_parsers(commands: Any) -> None:
 
 
 def _rule_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--repetition-penalty", type=float, default=1.0)
-    command.add_argument("--presence-penalty", type=float, default=0.0)
-    command.add_argument("--frequency-penalty", type=float, default=0.0)
-    command.add_argument("--no-repeat-ngram-size", type=int, default=0)
-    command.add_argument("--min-new-tokens", type=int, default=0)
+    for name, kind, what in (
+        ("repetition_penalty", float, "of tokens in prompt or output; 1 is none"),
+        ("presence_penalty", float, "of tokens in the output"),
+        ("frequency_penalty", float, "of tokens in the output, for each time"),
+        ("no_repeat_ngram_size", int, "no run of so many tokens comes twice; 0 is off"),
+        ("min_new_tokens", int, "no end of sequence before so many"),
+    ):
+        sampling_option(command, name, kind, what)
     command.add_argument(
         "--verification",
         choices=VERIFICATIONS,
         default="coupled",
-        help="of sampled drafts; with token and block the text depends on what is drafted",
+        help="of sampled drafts; with token and block the text depends on what is drafted "
+        "(default %(default)s)",
     )
     command.add_argument(
         "--logprobs", type=int, metavar="N", help="of each token, and of the N likeliest"

@@ -12,7 +12,12 @@ from rich.style import Style
 from rich.table import Table
 
 from layerskip.commands.signals import importing
-from layerskip.params import NumDraftTokens, read_num_draft_tokens
+from layerskip.params import (
+    DEFAULT_MAX_NEW_TOKENS,
+    NumDraftTokens,
+    SamplingParams,
+    read_num_draft_tokens,
+)
 from layerskip.text import NOT_TEXT, TextStream, by_origin
 
 if TYPE_CHECKING:
@@ -20,7 +25,6 @@ if TYPE_CHECKING:
 
     from layerskip.api import SelfSpeculativeLM
     from layerskip.outputs import Round
-    from layerskip.params import SamplingParams
     from layerskip.plan import PlanFile
     from layerskip.policy import Policy
     from layerskip.prompts import Example
@@ -134,7 +138,7 @@ def model_options(
             "drives rounds)",
         )
     command.add_argument("--dtype", help="bfloat16, float16, float32; default: the checkpoint's")
-    command.add_argument("--device", default="auto", help="cpu, cuda or auto")
+    command.add_argument("--device", default="auto", help="cpu, cuda or auto (default %(default)s)")
     command.add_argument(
         "--exact",
         action=argparse.BooleanOptionalAction,
@@ -220,21 +224,39 @@ def _inputs(args: argparse.Namespace, *, is_plan: bool) -> Iterator[tuple[str, s
             yield f"a file of {what}", str(path / name)
 
 
+def sampling_option(
+    command: argparse.ArgumentParser, name: str, kind: type[int] | type[float], what: str
+) -> None:
+    """One field of ``SamplingParams``, with its default."""
+    command.add_argument(
+        f"--{name.replace('_', '-')}",
+        type=kind,
+        default=getattr(SamplingParams, name),
+        help=f"{what} (default %(default)s)",
+    )
+
+
 def sampling_options(command: argparse.ArgumentParser) -> None:
     """The target distribution, and how many tokens of it."""
-    command.add_argument("--max-new-tokens", type=int, default=128)
-    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    command.add_argument("--top-k", type=int, default=0)
-    command.add_argument("--top-p", type=float, default=1.0)
-    command.add_argument("--min-p", type=float, default=0.0)
+    command.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=DEFAULT_MAX_NEW_TOKENS,
+        help="most tokens after a prompt (default %(default)s)",
+    )
+    for name, kind, what in (
+        ("temperature", float, "0 is greedy"),
+        ("top_k", int, "how many of the likeliest tokens are kept; 0 keeps all"),
+        ("top_p", float, "probability that the tokens kept have to reach; 1 keeps all"),
+        ("min_p", float, "times the likeliest token's probability: less is dropped"),
+    ):
+        sampling_option(command, name, kind, what)
     command.add_argument("--seed", type=int)
 
 
-def sampling_of(args: argparse.Namespace) -> "SamplingParams":
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
     """What the options say of sampling."""
     from dataclasses import fields
-
-    from layerskip.params import SamplingParams
 
     options = vars(args)
     return SamplingParams(

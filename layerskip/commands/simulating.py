@@ -57,7 +57,7 @@ def add_parsers(commands: Any) -> None:
         "--new-tokens", type=int, help="of each request; default: as recorded, or 128 if invented"
     )
     command.add_argument("--prompt-tokens", type=int, help="of invented requests (default 256)")
-    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--seed", type=int, default=0, help="of all that is drawn (default 0)")
     command.add_argument("--html", metavar="FILE", help="also a page with tables and charts")
     command.add_argument("--json", action="store_true", help="one JSON document as last line")
 

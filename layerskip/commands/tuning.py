@@ -57,9 +57,11 @@ def add_parsers(commands: Any) -> None:
     )
     search.add_argument("--out", metavar="FILE", required=True, help="JSON file for the plan")
     search.add_argument("--limit", type=int, default=16, help="most prompts (default 16)")
-    search.add_argument("--max-new-tokens", type=int, default=64, help="after each prompt")
+    search.add_argument(
+        "--max-new-tokens", type=int, default=64, help="after each prompt (default 64)"
+    )
     search.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
-    search.add_argument("--seed", type=int, default=0)
+    search.add_argument("--seed", type=int, default=0, help="of sampling (default 0)")
     search.add_argument(
         "--max-draft-tokens", type=int, default=8, help="most tokens drafted a round (default 8)"
     )

@@ -20,6 +20,7 @@ from layerskip.fingerprint import device_name, digest_of
 from layerskip.outputs import GenerationOutput
 from layerskip.params import (
     AUTO,
+    DEFAULT_MAX_NEW_TOKENS,
     MAX_SEED,
     NumDraftTokens,
     SamplingParams,
@@ -55,7 +56,7 @@ class MeasureSettings:
     """
 
     arms: tuple[NumDraftTokens, ...] = (0, AUTO)
-    max_new_tokens: int = 128
+    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     samples: int = 3
