@@ -47,3 +47,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'layerskip' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Public names too that nothing has imported yet."""
+    return sorted({*globals(), *__all__})

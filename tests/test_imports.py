@@ -161,3 +161,8 @@ def test_public_names_are_real_and_others_are_not():
     assert all(getattr(layerskip, name) is not None for name in layerskip.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'Typo'"):
         _ = layerskip.Typo
+
+
+def test_public_names_are_listed_before_anything_imports_them():
+    """What a prompt completes after ``layerskip.``; a module's own names stay."""
+    assert {*layerskip.__all__, "__name__", "__file__"} <= set(dir(layerskip))
