@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -121,6 +122,13 @@ def test_every_command_and_option_is_in_every_script(scripts: dict[str, Path]) -
     for shell, file in scripts.items():
         text = file.read_text(encoding="utf-8")
         assert {name for name in options | commands if name not in text} == set(), shell
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_completion_is_described_by_a_whole_sentence(scripts: dict[str, Path], shell: str) -> None:
+    """They show the first line of a description."""
+    (shown,) = re.findall("Print what a shell reads.*", scripts[shell].read_text(encoding="utf-8"))
+    assert shown.rstrip("'\"").endswith("options and file names.")
 
 
 def test_options_that_name_files_say_so() -> None:

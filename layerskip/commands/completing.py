@@ -7,9 +7,10 @@ from typing import Any
 from rich.console import Console
 
 SHELLS = ("bash", "zsh", "fish")
+# The shells show its first line beside the command's name.
 HOW = """\
-Print what a shell reads to complete commands, options and file names. It is a static script: no
-Python starts when TAB is pressed.
+Print what a shell reads to complete commands, options and file names.
+It is a static script: no Python starts when TAB is pressed.
 
   bash  layerskip completion bash > ~/.local/share/bash-completion/completions/layerskip
         (read by the package bash-completion; without it, source the file in ~/.bashrc)
