@@ -173,9 +173,11 @@ class ABResult:
     def verdict(self) -> str:
         """The winner in a sentence, or why there is none."""
         ratio, names = self.end_to_end, {"a": f"a ({self.a})", "b": f"b ({self.b})"}
-        prompts = f"{len(self.pairs)} prompt" + "s" * (len(self.pairs) != 1)
+        one = len(self.pairs) == 1
+        prompts = f"{len(self.pairs)} prompt" + "s" * (not one)
         if ratio.low is None or ratio.high is None:
-            return f"no winner: {prompts} are too few to tell; give {LEAST_PROMPTS} or more"
+            are = "is" if one else "are"
+            return f"no winner: {prompts} {are} too few to tell; give {LEAST_PROMPTS} or more"
         interval = f"{ratio.low:.3f} to {ratio.high:.3f}"
         if ratio.faster is None:
             return (
@@ -198,7 +200,8 @@ class ABResult:
     def equality(self) -> str:
         """In a sentence, whether the arms wrote the same."""
         if not self.differences:
-            return f"the tokens of all {len(self.pairs)} prompts are equal"
+            prompts = "the prompt" if len(self.pairs) == 1 else f"all {len(self.pairs)} prompts"
+            return f"the tokens of {prompts} are equal"
         said = ", ".join(
             f"line {i + 1} (from token {at})"
             for i, at in list(self.differences.items())[:MOST_NAMED]

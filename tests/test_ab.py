@@ -110,6 +110,8 @@ def test_ratios_are_what_arithmetic_says() -> None:
     assert a.per_token_p50 == pytest.approx(0.15)
     assert a.tokens_per_second == pytest.approx(123 / 9)
     assert result.verdict == "no winner: 3 prompts are too few to tell; give 6 or more"
+    one = ABResult("0", "4", pairs[:1])
+    assert one.verdict == "no winner: 1 prompt is too few to tell; give 6 or more"
     repeated = Pair(0, tuple(Run((1,), s, s) for s in (1, 2, 9)), (Run((1,), 1, 1),) * 3)
     assert repeated.speedup(lambda run: run.seconds) == 2.0
     assert ABResult("0", "4", (repeated,)).per_token is None
@@ -152,7 +154,8 @@ def test_differing_tokens_are_said_first_and_where() -> None:
         "line 10 (from token 2); they must not: please report it"
     )
     assert ABResult("0", "4", pairs[1:2], inexact="rows depend").equality.endswith("; rows depend")
-    assert ABResult("0", "4", pairs[:1]).equality == "the tokens of all 1 prompts are equal"
+    assert ABResult("0", "4", pairs[:1]).equality == "the tokens of the prompt are equal"
+    assert ABResult("0", "4", pairs[:1] * 2).equality == "the tokens of all 2 prompts are equal"
     document = json.loads(json.dumps(result.to_dict()))
     assert (document["equal_share"], document["differences"]) == (0.25, {"5": 1, "8": 2, "9": 2})
 

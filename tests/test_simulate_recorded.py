@@ -2,14 +2,17 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from simulating import KEY, POLICIES, flat, loop_of, one_cell
 
 from layerskip.cli import main
+from layerskip.commands.simulating import crossings
 from layerskip.cost import Curve
 from layerskip.pass_costs import Overhead
+from layerskip.simulate import Crossover
 from layerskip.simulated_controller import Fixed
 from layerskip.telemetry.replay import SAME_TIMES, replay
 from layerskip.workload import Recorded, RecordedText
@@ -324,6 +327,19 @@ def test_runs_that_do_not_tell_what_they_are_of_have_no_times(tmp_path, capsys):
     code, out, err = run_command(capsys, *words, "--concurrency", "1")
     assert code == 0
     assert "The runs do not tell what their passes were measured with: recorded" in out + err
+
+
+def test_one_user_is_one():
+    found = SimpleNamespace(
+        crossovers=[Crossover("a", 1, None), Crossover("b", None, 1), Crossover("c", 1, 2)]
+    )
+    assert crossings(found) == [
+        "a is never slower than off up to 1 user.",
+        "b is slower than off from 1 user on.",
+        "c is faster than off up to 1 user and slower at 2: the crossover lies between.",
+    ]
+    (many,) = crossings(SimpleNamespace(crossovers=[Crossover("a", 8, None)]))
+    assert many == "a is never slower than off up to 8 users."
 
 
 def test_a_table_without_draft_passes_prices_no_early_exit(tmp_path, capsys):

@@ -212,15 +212,19 @@ def crossings(simulation: "Simulation") -> list[str]:
     said = []
     for crossing in simulation.crossovers:
         if crossing.off is None:
-            said.append(f"{crossing.policy} is never slower than off up to {crossing.on} users.")
+            said.append(f"{crossing.policy} is never slower than off up to {_users(crossing.on)}.")
         elif crossing.on is None:
-            said.append(f"{crossing.policy} is slower than off from {crossing.off} users on.")
+            said.append(f"{crossing.policy} is slower than off from {_users(crossing.off)} on.")
         else:
             said.append(
-                f"{crossing.policy} is faster than off up to {crossing.on} users and slower at "
+                f"{crossing.policy} is faster than off up to {_users(crossing.on)} and slower at "
                 f"{crossing.off}: the crossover lies between."
             )
     return said
+
+
+def _users(number: int | None) -> str:
+    return f"{number} user" + "s" * (number != 1)
 
 
 def _shown(simulation: "Simulation") -> Table:
