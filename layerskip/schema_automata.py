@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 
-from layerskip.schema_patterns import UNLIMITED, Item, Ranges, options_of
+from layerskip.schema_patterns import LAST, Item, Ranges, escaped_char, options_of
 
 MAX_STATES = 20_000
 MAX_PAIRS = 200_000
@@ -41,14 +41,15 @@ class _Machine:
         for item in items:
             for _ in range(item.least):
                 state = self._once(state, item)
-            if item.most == UNLIMITED or item.most - item.least >= self._longest:
+            more = item.most - item.least
+            if more >= self._longest:  # which may be infinite, as ``most`` may
                 begin = self._state()
                 self.free[state].append(begin)
                 self.free[self._once(begin, item)].append(begin)
                 state = begin
             else:
                 end = self._state()
-                for _ in range(item.most - item.least):
+                for _ in range(int(more)):
                     self.free[state].append(end)
                     state = self._once(state, item)
                 self.free[state].append(end)
@@ -135,12 +136,8 @@ def _any_but(texts: frozenset[str]) -> str:
     for text in texts:
         if text:
             tails.setdefault(text[0], set()).add(text[1:])
-    heads = "".join(_class_member(c) for c in sorted(tails))
-    anything = f"[{_class_member(chr(0))}-{_class_member(chr(0x10FFFF))}]"
+    heads = "".join(escaped_char(ord(c)) for c in sorted(tails))
+    anything = f"[{escaped_char(0)}-{escaped_char(LAST)}]"
     ways = [(f"[^{heads}]" if heads else anything) + f"{anything}*"]
-    ways += [f"[{_class_member(c)}]{_any_but(frozenset(tails[c]))}" for c in sorted(tails)]
+    ways += [f"[{escaped_char(ord(c))}]{_any_but(frozenset(tails[c]))}" for c in sorted(tails)]
     return f"(?:{'|'.join(ways)})" + ("" if "" in texts else "?")
-
-
-def _class_member(char: str) -> str:
-    return f"\\u{ord(char):04x}" if ord(char) <= 0xFFFF else char

@@ -4,12 +4,13 @@ Schemas mean ECMA-262's dialect and search for a match anywhere; validators in P
 What comes out holds in both: where they differ (``\\d``, ``\\W``, ...), by leaving characters out.
 """
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 Ranges = tuple[tuple[int, int], ...]
-LAST, UNLIMITED = 0x10FFFF, -1
+LAST = 0x10FFFF
 DIGIT: Ranges = ((0x30, 0x39),)
 WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 SPACE: Ranges = (
@@ -32,40 +33,38 @@ class Item:
     Attributes:
         chars: ranges of code points; None for a group.
         options: of a group.
-        least, most: repetitions; ``UNLIMITED`` for no end.
+        least, most: repetitions; ``most`` is infinite where there is no end.
     """
 
     chars: Ranges | None
     options: "tuple[tuple[Item, ...], ...]" = ()
     least: int = 1
-    most: int = 1
+    most: float = 1
 
     @property
-    def widths(self) -> tuple[int, int]:
+    def widths(self) -> tuple[int, float]:
         """Least and most characters."""
-        low, high = (1, 1) if self.chars is not None else _widths_of(self.options)
-        endless = self.most == UNLIMITED or high == UNLIMITED
-        return low * self.least, UNLIMITED if endless else high * self.most
+        low, high = (1, 1.0) if self.chars is not None else _widths_of(self.options)
+        endless = math.inf in (high, self.most)  # 0 times infinity is no number
+        return low * self.least, math.inf if endless else high * self.most
 
 
-def _widths(items: "tuple[Item, ...]") -> tuple[int, int]:
+def _widths(items: "tuple[Item, ...]") -> tuple[int, float]:
     widths = [item.widths for item in items]
-    endless = any(high == UNLIMITED for _, high in widths)
-    return sum(low for low, _ in widths), UNLIMITED if endless else sum(h for _, h in widths)
+    return sum(low for low, _ in widths), sum(high for _, high in widths)
 
 
-def _widths_of(options: "tuple[tuple[Item, ...], ...]") -> tuple[int, int]:
+def _widths_of(options: "tuple[tuple[Item, ...], ...]") -> tuple[int, float]:
     widths = [_widths(option) for option in options]
-    endless = any(high == UNLIMITED for _, high in widths)
-    return min(low for low, _ in widths), UNLIMITED if endless else max(h for _, h in widths)
+    return min(low for low, _ in widths), max(high for _, high in widths)
 
 
 LAST_LINE_END = Item(((10, 10),), least=0)  # "$" may stand before it
-ANYTHING = Item(((0, 0xD7FF), (0xE000, LAST)), least=0, most=UNLIMITED)
+ANYTHING = Item(((0, 0xD7FF), (0xE000, LAST)), least=0, most=math.inf)
 
 
 def string_pattern(
-    pattern: str | None, *, whole: bool = False, least: int = 0, most: int | None = None
+    pattern: str | None, *, whole: bool = False, least: int = 0, most: float = math.inf
 ) -> str:
     """An anchored expression for what stands between a JSON string's quotes.
 
@@ -81,7 +80,7 @@ def string_pattern(
         options: tuple[tuple[Item, ...], ...] = ((ANYTHING,),)
     else:
         options = _Parser(pattern).options(whole=whole)
-    if least or most is not None:
+    if least or most < math.inf:
         options = tuple(fitted for option in options for fitted in _fitted(option, least, most))
     if not options:
         raise ValueError("no text has that length")
@@ -98,13 +97,12 @@ def options_of(pattern: str, *, widest: bool) -> tuple[tuple[Item, ...], ...]:
     return _Parser(pattern, widest=widest).options(whole=False)
 
 
-def _fitted(option: tuple[Item, ...], least: int, most: int | None) -> Iterator[tuple[Item, ...]]:
+def _fitted(option: tuple[Item, ...], least: int, most: float) -> Iterator[tuple[Item, ...]]:
     """The option as far as its texts have the right length; nothing if none has."""
     low, high = _widths(option)
-    limit = UNLIMITED if most is None else most
-    if (high != UNLIMITED and high < least) or (limit != UNLIMITED and low > limit):
+    if high < least or low > most:
         return
-    if low >= least and (limit == UNLIMITED or (high != UNLIMITED and high <= limit)):
+    if low >= least and high <= most:
         yield option
         return
     free = [i for i, item in enumerate(option) if item.widths[0] != item.widths[1]]
@@ -112,10 +110,7 @@ def _fitted(option: tuple[Item, ...], least: int, most: int | None) -> Iterator[
         raise ValueError("which of its parts the length limits can't be told")
     item = option[free[0]]
     rest = low - item.least
-    new_most = item.most if limit == UNLIMITED else limit - rest
-    if item.most != UNLIMITED and limit != UNLIMITED:
-        new_most = min(item.most, limit - rest)
-    fitted = replace(item, least=max(item.least, least - rest), most=new_most)
+    fitted = replace(item, least=max(item.least, least - rest), most=min(item.most, most - rest))
     yield (*option[: free[0]], fitted, *option[free[0] + 1 :])
 
 
@@ -130,14 +125,14 @@ def _written_item(item: Item) -> str:
         text = _written_chars(item.chars)
     if (item.least, item.most) == (1, 1):
         return text
-    most = "" if item.most == UNLIMITED else str(item.most)
+    most = "" if item.most == math.inf else str(int(item.most))
     return f"{text}{{{item.least},{most}}}"
 
 
 def _written_chars(chars: Ranges) -> str:
     """Characters as they stand in JSON: some only after a backslash."""
     raw = [both for one in chars for other in RAW if (both := _common(one, other))]
-    parts = [f"[{''.join(f'{_escaped(a)}-{_escaped(b)}' for a, b in raw)}]"] if raw else []
+    parts = [f"[{''.join(f'{escaped_char(a)}-{escaped_char(b)}' for a, b in raw)}]"] if raw else []
     special = [c for c in (*range(0x20), 0x22, 0x5C) if any(a <= c <= b for a, b in chars)]
     parts += _after_backslash(special)
     if not parts:
@@ -159,7 +154,8 @@ def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int] | N
     return (low, high) if low <= high else None
 
 
-def _escaped(code: int) -> str:
+def escaped_char(code: int) -> str:
+    """A code point as a member of a set."""
     return f"\\u{code:04x}" if code <= 0xFFFF else chr(code)
 
 
@@ -217,12 +213,11 @@ class _Parser:
         if AGAIN.match(self.pattern, self.at):
             self._fail("a repetition is repeated")
         sign, low, comma, high = found[0][0], found[1], found[2], found[3]
-        if sign != "{":
-            least, most = {"*": (0, UNLIMITED), "+": (1, UNLIMITED), "?": (0, 1)}[sign]
-        else:
+        least, most = {"*": (0, math.inf), "+": (1, math.inf), "?": (0, 1)}.get(sign, (0, 0))
+        if sign == "{":
             least = int(low)
-            most = int(high) if high else UNLIMITED if comma else least
-        if most not in (UNLIMITED, max(least, most)):
+            most = int(high) if high else math.inf if comma else least
+        if most < least:
             self._fail("a repetition ends before it begins")
         return replace(item, least=least, most=most)
 

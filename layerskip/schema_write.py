@@ -60,9 +60,9 @@ class Writer:
                 form or pattern,
                 whole=form is not None,
                 least=least,
-                most=None if most is None else int(most),
+                most=math.inf if most is None else int(most),
             )
-        except ValueError as error:
+        except (OverflowError, ValueError) as error:  # of repetitions as no float counts them
             keyword = next(w for w in ("pattern", "format", "maxLength", "minLength") if w in words)
             self._refuse(keyword, node.places[keyword], str(error))
             return {"type": "string"}
