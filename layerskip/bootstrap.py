@@ -1,6 +1,7 @@
 """How sure a measured ratio is: intervals from drawing the measured prompts again."""
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
 
@@ -25,6 +26,13 @@ def bootstrap_interval(ratios: Sequence[float]) -> list[float]:
     """
     values = np.asarray(ratios, dtype=np.float64)
     return expanded_interval(lambda places: np.median(values[places], axis=1), len(values))
+
+
+def median_interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and the ends of its ``bootstrap_interval``."""
+    middle = statistics.median(ratios)
+    low, high = bootstrap_interval(ratios)
+    return middle, low, high
 
 
 def expanded_interval(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from layerskip.api import SelfSpeculativeLM
-from layerskip.bootstrap import bootstrap_interval
+from layerskip.bootstrap import median_interval
 from layerskip.calibration import KnownTexts, Text, texts_to_draft_along
 from layerskip.cost import CostTable
 from layerskip.fingerprint import cost_key, fingerprint
@@ -43,12 +43,12 @@ from layerskip.prompts import Example, checked_examples
 from layerskip.search_result import SearchResult, Tried
 from layerskip.skipping import closest_skip_sets, neighbours
 from layerskip.timing import Way, confidence_points, time_against_plain
-from layerskip.trimming import STEPS, Trimmer, Trimming
+from layerskip.trimming import CHECKED_TEXTS, STEPS, Trimmer, Trimming
 
 DEFAULT_SAMPLING = SamplingParams(temperature=0.8, seed=0)
 PAYS = 1.05  # predicted speed-up below which a plan is not worth it
 BETTER = 1.01  # times the best prediction so far that makes another plan the best: else it is noise
-LEAST_TEXTS, CHECKED_TEXTS = 2, 8  # of one, nobody can say how sure its speed is
+LEAST_TEXTS = 2  # of one, nobody can say how sure its speed is
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,6 @@ class _Search:
         return SearchResult(file, self._ranked(), said, trimming)
 
     def _trim(self, plan: DraftPlan, table: CostTable) -> Trimming:
-        settings = self.settings
         tokenizer = self.lm.tokenizer
         return Trimmer(
             self.lm,
@@ -335,10 +334,7 @@ class _Search:
             known_texts=lambda: self.known_texts,
             journal=self.journal,
             say=self._say,
-            sampling=settings.sampling,
-            max_draft_tokens=settings.max_draft_tokens,
-            cost_seconds=settings.cost_seconds,
-            checked_texts=CHECKED_TEXTS,
+            settings=self.settings,
             more_texts=[tokenizer(text)["input_ids"] for text in self.vocabulary_texts],
         ).run()
 
@@ -373,12 +369,6 @@ class _Search:
 
     def _time(self, best: Tried) -> tuple[float, float, float]:
         """Median speed-up and the ends of its 95 % interval."""
-
-        def read(entry: Sequence[float]) -> tuple[float, float, float]:
-            middle = statistics.median(entry)
-            low, high = bootstrap_interval(entry)
-            return middle, low, high
-
         return self.journal.once(
             f"speed of draft layers {ranges(best.plan.layers)}",
             lambda: time_against_plain(
@@ -388,7 +378,7 @@ class _Search:
                 self.texts[:CHECKED_TEXTS],
                 sampling=self.settings.sampling,
             ),
-            read,
+            median_interval,
         )
 
     def _off(self, verdict: str) -> SearchResult:

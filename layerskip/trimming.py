@@ -8,25 +8,28 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerskip.api import SelfSpeculativeLM
-from layerskip.bootstrap import bootstrap_interval
+from layerskip.bootstrap import median_interval
 from layerskip.calibration import KnownTexts, Text
 from layerskip.cost import CostTable, Curve
 from layerskip.journal import Journal
-from layerskip.params import SamplingParams
 from layerskip.plan import DraftPlan
 from layerskip.prediction import Counts, Found, count, predict
 from layerskip.profiling import measure_cost
 from layerskip.timing import PLAIN, Way, time_in_turn
 from layerskip.vocabulary import choose_vocabulary, coverage
 
+if TYPE_CHECKING:
+    from layerskip.search import SearchSettings
+
 COVERAGES = (0.9, 0.95, 0.97, 0.99)  # of the text that is ranked: a size is tried for each
 LEAST_TOKENS = 4  # of ranked text for each kept id
 GAIN = 1.02  # predicted speed over that with the whole head; less is noise
 DOUBT = 2.0  # standard errors that the promised coverage lies below the measured one
 STEPS = len(COVERAGES) + 2
+CHECKED_TEXTS = 8  # that a choice is timed on, at most
 
 
 @dataclass(frozen=True)
@@ -136,10 +139,7 @@ class Trimmer:
         known_texts: these texts at full depth; asked for when something is not in the journal.
         journal: keeps every measurement.
         say: told what comes next.
-        sampling: of targets and drafts.
-        max_draft_tokens: the most that a round may draft.
-        cost_seconds: for each table of costs.
-        checked_texts: the most that are decoded to time the choice.
+        settings: of the search.
         more_texts: token ids of more of the user's text, to rank by.
     """
 
@@ -150,10 +150,7 @@ class Trimmer:
     known_texts: Callable[[], KnownTexts]
     journal: Journal
     say: Callable[[str], None]
-    sampling: SamplingParams
-    max_draft_tokens: int
-    cost_seconds: float
-    checked_texts: int
+    settings: "SearchSettings"
     more_texts: Sequence[Sequence[int]] = ()
 
     def run(self) -> Trimming:
@@ -203,14 +200,14 @@ class Trimmer:
 
     def _try(self, ids: tuple[int, ...] | None) -> TriedVocabulary:
         self.say(f"draft vocabulary: {'all' if ids is None else len(ids)} ids")
-        most, context = self.max_draft_tokens, self._context()
+        most, context = self.settings.max_draft_tokens, self._context()
         counts = self.journal.once(
             self._named("acceptance", ids),
             lambda: count(self.known_texts().chains(self.plan, most, ids)[1::2], most).to_list(),
             Counts.from_list,
         )
         table = self.table if ids is None else with_head_of(self.table, self._costs(ids))
-        table = table.of(greedy=self.sampling.greedy)
+        table = table.of(greedy=self.settings.sampling.greedy)
         c = table.draft_pass(1, context) / table.verify_pass(1, context)
         best, speed = predict(table, counts.lengths, context)
         covered = (1.0, 1.0) if ids is None else measured_coverage(ids, self._held)
@@ -231,7 +228,7 @@ class Trimmer:
                 self.plan,
                 draft_vocabulary=ids,
                 head=self.lm.stack.head_over(ids).including(longest.ids),
-                seconds=self.cost_seconds,
+                seconds=self.settings.cost_seconds,
             ).to_dict()
 
         return self.journal.once(self._named("costs", ids), measure, CostTable.from_dict)
@@ -241,10 +238,8 @@ class Trimmer:
         ids = best.ids
 
         def read(entry: Sequence[Sequence[float]]) -> TriedVocabulary:
-            ratios = [plain / trimmed for plain, _, trimmed in entry]
+            measured = median_interval([plain / trimmed for plain, _, trimmed in entry])
             over_whole = statistics.median(w / trimmed for _, w, trimmed in entry)
-            low, high = bootstrap_interval(ratios)
-            measured = statistics.median(ratios), low, high
             return replace(best, measured=measured, over_whole=over_whole)
 
         return self.journal.once(
@@ -257,8 +252,8 @@ class Trimmer:
                     Way(whole.num_draft_tokens),
                     Way(best.num_draft_tokens, self.lm.stack.head_over(ids)),
                 ],
-                self._held[: self.checked_texts],
-                sampling=self.sampling,
+                self._held[:CHECKED_TEXTS],
+                sampling=self.settings.sampling,
             ),
             read,
         )

@@ -14,6 +14,7 @@ from layerskip import SamplingParams, SelfSpeculativeLM, trimming
 from layerskip.calibration import Text
 from layerskip.cost import CostTable, Curve
 from layerskip.journal import Journal
+from layerskip.search import SearchSettings
 from layerskip.trimming import Trimmer, measured_coverage, vocabularies, with_head_of
 
 PLAN = PLANS["exit"]
@@ -63,10 +64,7 @@ def trimmed(monkeypatch, lm, chains: GivenChains, *, took=(2.0, 1.1, 1.0), **cha
         known_texts=lambda: chains,
         journal=journal,
         say=said.append,
-        sampling=SamplingParams(),
-        max_draft_tokens=4,
-        cost_seconds=1.0,
-        checked_texts=8,
+        settings=SearchSettings(SamplingParams(), max_draft_tokens=4, cost_seconds=1.0),
         **changes,
     ).run()
     assert len(said) <= trimming.STEPS
