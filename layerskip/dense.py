@@ -97,12 +97,9 @@ class Projections:
 
     def settle(self) -> None:
         """See how the weights lie."""
-        self.packed = joined([linear.weight for linear in self.linears])
-        biases = [linear.bias for linear in self.linears]
-        given = [bias for bias in biases if bias is not None]
-        self.bias = joined(given) if len(given) == len(biases) else None
-        if given and self.bias is None:  # some have none, or they lie apart
-            self.packed = None
+        self.packed: Tensor | None
+        self.bias: Tensor | None
+        self.packed, self.bias = side_by_side(self.linears) or (None, None)
         self.blocks: Tensor | None = None
 
     @property
@@ -123,6 +120,16 @@ class Projections:
             return run(x, self.packed, self.bias)
         parts = [run(x, m.weight, m.bias) for m in self.linears]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def side_by_side(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None] | None:
+    """One weight and one bias over several maps of one input; None if they lie apart, or some have
+    a bias and others none."""
+    weight = joined([linear.weight for linear in linears])
+    biases = [linear.bias for linear in linears]
+    given = [bias for bias in biases if bias is not None]
+    bias = joined(given) if len(given) == len(biases) else None
+    return None if weight is None or (given and bias is None) else (weight, bias)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.admission import decoder_layers
-from layerskip.dense import fits, joined, unhooked
+from layerskip.dense import fits, side_by_side, unhooked
 from layerskip.ops.catalog import HEAD_DIMS
 from layerskip.ops.layout import FORMS
 
@@ -130,16 +130,6 @@ def kernels_lack(dtype: torch.dtype, head_dim: int) -> str | None:
     if head_dim not in HEAD_DIMS:
         return f"kernels exist for heads of {HEAD_DIMS} dimensions, not of {head_dim}"
     return None
-
-
-def side_by_side(linears: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None] | None:
-    """One weight and one bias over several maps of one input, or None if they lie apart."""
-    weight = joined([linear.weight for linear in linears])
-    biases = [linear.bias for linear in linears]
-    bias = None if biases[0] is None else joined(biases)
-    if weight is None or (biases[0] is not None and bias is None):
-        return None
-    return weight, bias
 
 
 def _qkv(attention: Any) -> tuple[nn.Linear, ...]:
