@@ -73,13 +73,10 @@ class PassSizes:
 
     def padded(self, num_tokens: int) -> int:
         """Rows of a pass of ``num_tokens``."""
-        exactness = self._stack.exactness
-        quantum = exactness.row_quantum
-        if exactness.fewest:
-            small = self.are_small
-            if small and 0 < num_tokens <= TILE:
-                return max(num_tokens, exactness.fewest)
-            quantum = quantum if small else TILE
+        fewest = self._stack.exactness.fewest
+        if fewest and 0 < num_tokens <= TILE and self.are_small:
+            return max(num_tokens, fewest)
+        quantum = self._quantum
         return -(-num_tokens // quantum) * quantum
 
     @property
