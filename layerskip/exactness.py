@@ -5,7 +5,7 @@ that wherever the probe finds that they do: passes are padded to a multiple of s
 attention sees whole blocks of slots, masked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
@@ -144,19 +144,9 @@ def small_agree(stack: "DecoderStack") -> bool:
     whole, sizes = tails(stack, TILE), range(stack.exactness.fewest, TILE)
     if "some" in whole or any(tails(stack, size) != whole for size in sizes):
         return False
-    generator, half = torch.Generator().manual_seed(0), TILE // 2
-    far = max(min(509, stack.max_positions - TILE), 0)
-    cases = [[Segment(0, 3, TILE)], [Segment(0, 5, half), Segment(1, far, half)]]
     caches = _two_caches(stack)
     return products_agree(stack, sizes) and all(
-        _prefixes_agree(
-            stack,
-            caches,
-            torch.randint(stack.vocab_size, (TILE,), generator=generator, device="cpu").tolist(),
-            segments,
-        )
-        for _ in range(NUM_DRAWS)
-        for segments in cases
+        _prefixes_agree(stack, caches, *case) for case in _cases(stack, TILE)
     )
 
 
@@ -311,25 +301,24 @@ def rows_agree(
         return False
     if not products_agree(stack, [size], product_rows):
         return False
-    generator = torch.Generator().manual_seed(0)
-    half = size // 2
+    caches = _two_caches(stack)
+    return all(
+        _segments_agree(stack, caches, *case, reference, product_rows)
+        for case in _cases(stack, size)
+    )
+
+
+def _cases(stack: "DecoderStack", size: int) -> Iterator[tuple[list[int], list[Segment]]]:
+    """Draws of so many tokens, each as one sequence and as two with different contexts."""
+    generator, half = torch.Generator().manual_seed(0), size // 2
     far = max(min(509, stack.max_positions - size), 0)
     cases = [[Segment(0, 3, size)], [Segment(0, 5, half), Segment(1, far, size - half)]]
     if stack.one_row:  # its last token ends a block: the same tokens alone attend to one more
         cases[1] = [Segment(0, stack.exactness.slot_block - size, size)]
-    caches = _two_caches(stack)
-    return all(
-        _segments_agree(
-            stack,
-            caches,
-            torch.randint(stack.vocab_size, (size,), generator=generator, device="cpu").tolist(),
-            segments,
-            reference,
-            product_rows,
-        )
-        for _ in range(NUM_DRAWS)
-        for segments in cases
-    )
+    for _ in range(NUM_DRAWS):
+        for segments in cases:
+            ids = torch.randint(stack.vocab_size, (size,), generator=generator, device="cpu")
+            yield ids.tolist(), segments
 
 
 def _segments_agree(
