@@ -17,21 +17,9 @@ from layerskip.telemetry.recorded_times import RecordedTimes
 from layerskip.telemetry.runs import REQUESTS, ROUNDS, read_lines, read_run
 from layerskip.workload import UNKNOWN, Recorded, RecordedText
 
-# What a cost table's times depend on: recorded times fit a table that agrees in these.
-SAME_TIMES = (
-    "fingerprint",
-    "device",
-    "dtype",
-    "threads",
-    "backend",
-    "exact",
-    "row_quantum",
-    "draft_layers",
-    "draft_vocabulary",
-    "exit_adapter",
-    "passes",
-)
-# Of these, what recorded acceptance depends on.
+# Recorded times fit a cost table whose key agrees in all but these.
+VERSIONS = {"torch", "transformers", "layerskip"}
+# Recorded acceptance fits one that agrees in these.
 SAME_DRAFT = ("fingerprint", "draft_layers", "draft_vocabulary", "exit_adapter")
 
 
@@ -90,7 +78,8 @@ def _replay(folder: str | Path, table: CostTable) -> Replay:
     run = read_run(folder)
     table = table.of(greedy=(run.get("sampling") or {}).get("temperature") == 0.0)
     key = dict((run.get("cost") or {}).get("key") or {})
-    differing = differences(table.key, key, SAME_TIMES, "the runs'") if key else {}
+    names = [name for name in table.key | key if name not in VERSIONS]
+    differing = differences(table.key, key, names, "the runs'") if key else {}
     same = bool(key) and not differing
     requests = {
         r["request_id"]: _Request(r) for r in read_lines(Path(folder) / REQUESTS) if _whole(r)
