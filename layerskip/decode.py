@@ -19,7 +19,7 @@ from layerskip.drafting import EarlyExitDrafter
 from layerskip.errors import RowError, UndecodableError
 from layerskip.lookup import LookupStore
 from layerskip.model import DecoderStack
-from layerskip.outcome import NO_LOGITS, Judged, Outcome, Times, record_of
+from layerskip.outcome import NO_LOGITS, Outcome, Times, record_of
 from layerskip.outputs import Round
 from layerskip.params import MAX_NUM_DRAFT_TOKENS, most_draft_tokens
 from layerskip.plan import DraftPlan
@@ -210,16 +210,15 @@ class Decoder:
         if outcome.attempt is None:
             self.speculator.began(row)
         else:
-            num_matches = outcome.judged.verdict.num_matches
-            told = row, outcome.attempt, emission.token_ids, num_matches
+            told = row, outcome.attempt, emission.token_ids, outcome.verdict.num_matches
             states = outcome.exit_states[0] if self._tells_of(outcome) else None
             self.speculator.observe(*told, states=states, by_host=outcome.landing is None)
         row.spec.sampler.forget_before(len(row.spec.prompt) + len(row.token_ids))
         if outcome.landing is not None and self.rounds is not None:
             self.rounds.settle(outcome.landing)
         if row.spec.sink is not None:
-            count, scores = len(emission.token_ids), outcome.judged.verdict.scores
-            logits = outcome.judged.logits[:count].float()
+            count, scores = len(emission.token_ids), outcome.verdict.scores
+            logits = outcome.verdict.logits[:count].float()
             row.spec.sink(logits, logits if scores is None else scores[:count])
 
     @staticmethod
@@ -268,8 +267,8 @@ class Decoder:
         return left
 
     def _landed(self, landing: Landing, attempt: Attempt, times: Times) -> Outcome:
-        judged = Judged(NO_LOGITS, Verdict(landing.tokens, None))
-        outcome = self._finished(landing.row, attempt, judged, times, landing=landing)
+        verdict = Verdict(landing.tokens, None, NO_LOGITS)
+        outcome = self._finished(landing.row, attempt, verdict, times, landing=landing)
         count, sent = len(outcome.emission.token_ids), landing.num_sent
         if count > sent or (count < sent and outcome.emission.finish_reason != "stop"):
             raise RuntimeError(
@@ -309,7 +308,7 @@ class Decoder:
         case = Case(row.spec.sampler, logits, len(prompt), context=row.context, row=row.id)
         verdict = judge(case)
         times = Times(0.0, began, time.perf_counter() - filled, 1)
-        return self._finished(row, None, Judged(logits, verdict), times, states or ())
+        return self._finished(row, None, verdict, times, states or ())
 
     def _round(self, rows: Sequence[Row]) -> list[Outcome]:
         began, sizes = time.perf_counter(), self.stack.pass_sizes
@@ -325,23 +324,21 @@ class Decoder:
             Case(r.sampler, part, r.length + 1, d.tokens, d.q, r.context, row.id)
             for part, r, d, row in zip(logits, requests, drafts, rows, strict=True)
         ]
-        judged = [
-            Judged(part, verdict) for part, verdict in zip(logits, judge_all(cases), strict=True)
-        ]
+        verdicts = judge_all(cases)
         ended = time.perf_counter()
         if sizes.num_proofs == num_proofs:  # a proof's time is no pass's
             self.speculator.observe_seconds(rows, attempts, drafted - chosen, ended - drafted)
         times = Times(drafted - began, drafted, ended - verified, len(rows))
         return [
-            self._finished(row, attempt, one, times, (after,))
-            for row, attempt, one, after in zip(rows, attempts, judged, states, strict=True)
+            self._finished(row, attempt, verdict, times, (after,))
+            for row, attempt, verdict, after in zip(rows, attempts, verdicts, states, strict=True)
         ]
 
     def _finished(
         self,
         row: Row,
         attempt: Attempt | None,
-        judged: Judged,
+        verdict: Verdict,
         times: Times,
         exit_states: Sequence[Tensor] = (),
         *,
@@ -350,13 +347,13 @@ class Decoder:
         """Emit the confirmed tokens and the one after them. All but the last are committed,
         and with them the token that was pending, or the prompt."""
         try:
-            emission = row.emission(judged.verdict.tokens)
+            emission = row.emission(verdict.tokens)
         except UndecodableError as error:
             raise RowError(str(error), row.id) from error
         record = record_of(
             row,
             attempt,
-            judged,
+            verdict,
             emission,
             times,
             ended=time.perf_counter(),
@@ -365,7 +362,7 @@ class Decoder:
         )
         missing = len(row.spec.prompt) - row.length
         committed = len(emission.token_ids) if row.rounds else missing
-        return Outcome(row, attempt, emission, judged, committed, record, exit_states, landing)
+        return Outcome(row, attempt, emission, verdict, committed, record, exit_states, landing)
 
     def _exit_layer(self, attempt: Attempt | None) -> int | None:
         if attempt is None or attempt.source != "early_exit" or self.plan is None:

@@ -18,14 +18,6 @@ NO_LOGITS = torch.empty(0, device="cpu")
 
 
 @dataclass(frozen=True)
-class Judged:
-    """One row's verify rows, ``(num_draft_tokens + 1, vocab)``, and what follows from them."""
-
-    logits: Tensor
-    verdict: Verdict
-
-
-@dataclass(frozen=True)
 class Times:
     """Of a round's phases, which all its rows share.
 
@@ -53,7 +45,7 @@ class Outcome:
     row: Row
     attempt: Attempt | None
     emission: Emission
-    judged: Judged
+    verdict: Verdict
     num_committed: int
     record: Round
     exit_states: Sequence[Tensor] = ()
@@ -63,7 +55,7 @@ class Outcome:
 def record_of(
     row: Row,
     attempt: Attempt | None,
-    judged: Judged,
+    verdict: Verdict,
     emission: Emission,
     times: Times,
     *,
@@ -82,7 +74,7 @@ def record_of(
     draft = attempt.draft if attempt is not None else NO_DRAFT
     source = attempt.source if attempt is not None else "none"
     stopper = attempt.stopper if attempt is not None else None
-    num_matches, drafted = judged.verdict.num_matches, len(draft.tokens)
+    num_matches, drafted = verdict.num_matches, len(draft.tokens)
     count, missing = len(emission.token_ids), len(row.spec.prompt) - row.length
     left = drafted + 1 - len(draft.shared)  # for verify to run through the shared layers
     after: Origin = "recovered" if num_matches < drafted else "bonus" if drafted else "plain"
@@ -101,7 +93,7 @@ def record_of(
         finish_reason=emission.finish_reason,
         logprobs=()
         if top is None
-        else token_logprobs(judged.logits[:count], emission.token_ids, top),
+        else token_logprobs(verdict.logits[:count], emission.token_ids, top),
         drafter=source,
         num_draft_passes=draft.num_passes,
         num_lookup_tokens=drafted if source == "lookup" else draft.num_looked_up,

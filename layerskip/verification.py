@@ -7,7 +7,7 @@ target's distribution exactly; block accepts at least as many tokens in expectat
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,11 +26,13 @@ class Verdict:
         tokens: confirmed drafted tokens, then the recovered or bonus one.
         scores: ``(rows, vocab)`` float32 that they were chosen by, rows of rejected tokens last;
             None if only the argmax of the logits was asked for.
+        logits: of the full model, likewise.
         is_cut: whether the last of ``tokens`` was drafted, too: nothing may follow it.
     """
 
     tokens: list[int]
     scores: Tensor | None
+    logits: Tensor
     is_cut: bool = False
 
     @property
@@ -96,7 +98,7 @@ def _at_once(cases: Sequence[Case]) -> list[Verdict]:
     for case, count in zip(cases, counts, strict=True):
         at = slice(start, start + count)
         tokens = targets[at][: count_matches(case.draft, targets[at]) + 1]
-        verdict = Verdict(tokens, None if argmax else scores[at])
+        verdict = Verdict(tokens, None if argmax else scores[at], case.logits)
         verdicts.append(_checked(verdict, largest[at][: len(tokens)], case))
         start += count
     return verdicts
@@ -127,7 +129,7 @@ def judge(case: Case) -> Verdict:
         largest = logits[list(range(len(tokens))), tokens]
     else:
         largest = scores[: len(tokens)].amax(-1)
-    return _checked(Verdict(tokens, scores), largest.tolist(), case)
+    return _checked(Verdict(tokens, scores, logits), largest.tolist(), case)
 
 
 def _draw(
@@ -159,7 +161,7 @@ def _checked(verdict: Verdict, largest: Sequence[float], case: Case) -> Verdict:
     if bad is None:
         return verdict
     if bad:
-        return Verdict(verdict.tokens[:bad], verdict.scores, is_cut=True)
+        return replace(verdict, tokens=verdict.tokens[:bad], is_cut=True)
     message = (
         f"the scores at position {case.position} are NaN, infinite or rule out every token; "
         + (
