@@ -39,9 +39,8 @@ def errors_of(
         out = lm.generate(ids, max_new_tokens=options.tokens, sampling=sampling)
         outputs.append(out.token_ids)
         if len(outputs) in {*STEPS, len(prompts)}:
-            error = lm.controller.calibration_error(kind)
-            chance = lm.controller.calibration_error_by_chance(kind)
-            by_prompts[len(outputs)] = {"error": error, "by_chance": chance}
+            told = lm.controller.told(kind)
+            by_prompts[len(outputs)] = {"error": told.error, "by_chance": told.error_by_chance}
     return {"repeated": repeated_share(outputs), "by_prompts": by_prompts}
 
 

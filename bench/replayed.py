@@ -292,6 +292,7 @@ def judged(
         reached["{:g}/{:g}".format(*wrong)] = fixed[best] / seconds
     once = Controller(believed(cost, *WRONG[0]), known.acceptance, known.calibration)
     Decoder(cost, once).run(stream[: len(texts)], rows)
+    told = once.told(texts[0].kind)
     short = [beginning(texts, cost, known, rows, seed) for seed in range(STREAMS)]
     return {
         "texts": len(texts),
@@ -299,8 +300,8 @@ def judged(
         "speedup": plain / fixed[best],
         "automatic_to_best_fixed": reached,
         "short_streams": {"mean": statistics.fmean(short), "worst": min(short)},
-        "calibration_error": once.calibration_error(texts[0].kind),
-        "calibration_error_by_chance": once.calibration_error_by_chance(texts[0].kind),
+        "calibration_error": told.error,
+        "calibration_error_by_chance": told.error_by_chance,
     }
 
 

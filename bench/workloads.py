@@ -259,7 +259,7 @@ class Workload:
         costs = [cost.of(greedy=self.sampling.greedy) for cost in self.tables]
         spent, base = (total([r.after_first for r in of]) for of in (runs, plain))
         kind = "greedy" if self.sampling.greedy else "coupled"
-        told = mode.lm.controller
+        told = mode.lm.controller.told(kind)
         learns = mode.num_draft_tokens == "auto" and mode.lm.plan is not None
         return {
             "acceptance_rate": stats.acceptance_rate,
@@ -271,10 +271,8 @@ class Workload:
             **typical_prediction(rounds, stats, costs, context),
             "measured_speedup": base.wall / spent.wall,
             "measured_cpu_speedup": base.cpu / spent.cpu,
-            "calibration_error": told.calibration_error(kind) if learns else None,
-            "calibration_error_by_chance": told.calibration_error_by_chance(kind)
-            if learns
-            else None,
+            "calibration_error": told.error if learns else None,
+            "calibration_error_by_chance": told.error_by_chance if learns else None,
         }
 
     def _against_best(

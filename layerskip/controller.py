@@ -28,7 +28,7 @@ from layerskip.asks import (
 )
 from layerskip.cost import CostTable
 from layerskip.estimates import FIRST_LOOK, LAST_LOOK, RowState
-from layerskip.experience import Calibration, Experience
+from layerskip.experience import Calibration, Experience, ToldChances
 from layerskip.pace import LOOKING, Pace, Split, affordable
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_times import CONTEXT_STEP, SHORTEST, PassTimes
@@ -101,15 +101,10 @@ class Controller:
         begun = Experience(self._prior, calibration=Calibration(known))
         return self._experiences.setdefault(kind, begun)
 
-    def calibration_error(self, kind: str) -> float:
-        """Expected calibration error of the draft's confidence, for requests of ``kind``."""
+    def told(self, kind: str) -> ToldChances:
+        """The chances that drafted tokens of requests of ``kind`` were given."""
         known = self._experiences.get(kind)
-        return known.calibration.told.error if known is not None else 0.0
-
-    def calibration_error_by_chance(self, kind: str) -> float:
-        """What it would be, about, if all chances were right: so few tokens tell no less."""
-        known = self._experiences.get(kind)
-        return known.calibration.told.error_by_chance if known is not None else 0.0
+        return known.calibration.told if known is not None else ToldChances()
 
     def guesses(self, rows: int, context: int) -> int:
         """Looked-up tokens that each row may bring into a draft pass for nothing: of several rows a

@@ -411,9 +411,9 @@ def test_kinds_of_requests_learn_apart():
     for _ in range(50):
         controller.row("greedy").add_draft([False], [0.5])
     assert controller.row("greedy").acceptance(0) < 0.2 < controller.row("coupled").acceptance(0)
-    assert controller.calibration_error("greedy") > 0.0 == controller.calibration_error("block")
-    by_chance = controller.calibration_error_by_chance
-    assert by_chance("greedy") > 0.0 == by_chance("block")
+    greedy, block = controller.told("greedy"), controller.told("block")
+    assert greedy.error > 0.0 == block.error
+    assert greedy.error_by_chance > 0.0 == block.error_by_chance
 
 
 def test_tokens_that_are_drawn_cost_more_than_the_likeliest():

@@ -79,7 +79,7 @@ def test_the_calibration_error_is_of_the_chances_that_were_told():
     controller.observe_draft(
         state, choice, CONTEXT, [True, False], [0.9, 0.9], [0.75, 0.65], num_passes=2
     )
-    assert controller.calibration_error("greedy") == pytest.approx((0.25 + 0.65) / 2)
+    assert controller.told("greedy").error == pytest.approx((0.25 + 0.65) / 2)
 
 
 def test_calibration_error_is_the_gap_between_told_and_true():
