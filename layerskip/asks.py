@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from layerskip.ending import Ending
 from layerskip.estimates import RowState
 from layerskip.experience import lookup_confidence
-from layerskip.lookup import FORCED_MATCH
+from layerskip.lookup import FORCED_MATCH, NO_GUESS, Guess
 from layerskip.pace import NO_OFFER, Pace, Split, bet, offer, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
@@ -36,9 +36,7 @@ class Ask:
         state: of its request.
         context: committed slots.
         room: most tokens that the row takes.
-        num_guessed: tokens that a look-up offers.
-        match_length: of the look-up.
-        stored: whether it is from a store.
+        guess: what a look-up offers.
         left: tokens that the row may still emit; only how they differ from its neighbours' counts.
         looks_back: whether its plain rounds tell what drafts would come to.
     """
@@ -46,21 +44,19 @@ class Ask:
     state: RowState
     context: int
     room: int
-    num_guessed: int = 0
-    match_length: int = 0
-    stored: bool = False
+    guess: Guess = NO_GUESS
     left: int = 1
     looks_back: bool = False
-
-    @property
-    def confidence(self) -> float:
-        """What speaks for the first looked-up token; 0 of none."""
-        return lookup_confidence(self.match_length, self.stored) if self.num_guessed else 0.0
 
     @property
     def most(self) -> int:
         """Tokens that the controller lets a row draft."""
         return min(self.room, MAX_AUTO_DRAFT_TOKENS)
+
+
+def speaks_for(guess: Guess) -> float:
+    """The confidence in its first token; 0 of none."""
+    return lookup_confidence(guess.match_length, guess.stored) if guess.tokens else 0.0
 
 
 def weighed(
@@ -116,12 +112,12 @@ def offered(ask: Ask, pace: Pace, line: Sequence[float], may_lose: float) -> tup
     no offer where there are drafts: those that were taken were right too seldom to be worth it.
     What a grammar forces is right: it may take what it takes.
     """
-    if not ask.num_guessed or (line and ask.match_length < LEAST_MATCH):
+    guess, most = ask.guess, min(len(ask.guess.tokens), ask.most)
+    if not guess.tokens or (line and guess.match_length < LEAST_MATCH):
         return NO_OFFER
-    most = min(ask.num_guessed, ask.most)
-    if ask.match_length < FORCED_MATCH:
+    if guess.match_length < FORCED_MATCH:
         most = min(most, bisect_right(pace.lookup_risks, may_lose))
-    return offer(pace, line, ask.state.lookup_survivals(ask.match_length, ask.stored, most))
+    return offer(pace, line, ask.state.lookup_survivals(guess.match_length, guess.stored, most))
 
 
 def put_to_rest(asks: Sequence[Ask], pace: Pace, left: float, *, drafts: bool) -> None:
@@ -141,7 +137,7 @@ def put_to_rest(asks: Sequence[Ask], pace: Pace, left: float, *, drafts: bool) -
         rested = min(AWAKE_ONE_IN, *(a.state.num_rests for a in asks))
         one_in = min(AWAKE_ONE_IN, 2**rested)
     # What did not pay for one does not for its neighbours, who would ask in turn.
-    declined = max(a.confidence for a in asks)
+    declined = max(speaks_for(a.guess) for a in asks)
     for a in asks:
         a.state.rest_for(
             MOST_AT_REST,

@@ -7,8 +7,7 @@ from layerskip.controller import Controller
 from layerskip.drafting import Draft
 from layerskip.estimates import RowState
 from layerskip.experience import lookup_confidence
-from layerskip.guessing import NO_GUESS
-from layerskip.lookup import Guess
+from layerskip.lookup import NO_GUESS, Guess
 from layerskip.outputs import Drafter, StopReason
 from layerskip.pass_times import PassTimes
 from layerskip.row import Row

@@ -24,6 +24,7 @@ from layerskip.asks import (
     may_probe,
     offered,
     put_to_rest,
+    speaks_for,
     weighed,
 )
 from layerskip.cost import CostTable
@@ -194,7 +195,7 @@ class Controller:
             drafts: whether there is an early exit.
             fixed: numbers of draft tokens of the round's other rows.
         """
-        confidences = (a.confidence for a in asks)
+        confidences = (speaks_for(a.guess) for a in asks)
         rest = self.at_rest([a.state for a in asks], confidences, beside=len(fixed))
         if rest is not None:
             return rest
@@ -213,7 +214,7 @@ class Controller:
         lines = [a.state.survivals(most, least) for a, most in zip(asks, mosts, strict=True)]
         resting = not any(a.state.last for a in asks)
         found, may_lose = Split([0] * len(asks), [0] * len(asks), 0.0), 0.0
-        if any(lines) or any(a.num_guessed for a in asks):
+        if any(lines) or any(a.guess.tokens for a in asks):
             may_lose = loss_allowed(asks, pace)
             found = weighed(asks, pace, lines, fixed, may_lose, resting=resting)
         idle = resting and not any(found.drafted)

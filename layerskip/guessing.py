@@ -3,11 +3,9 @@
 import itertools
 from collections.abc import Sequence
 
-from layerskip.lookup import FORCED_MATCH, Guess, LookupStore, TokenIndex
+from layerskip.lookup import FORCED_MATCH, NO_GUESS, Guess, LookupStore, TokenIndex
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS, MAX_NUM_DRAFT_TOKENS, most_draft_tokens
 from layerskip.row import Row
-
-NO_GUESS = Guess()
 
 
 def room(row: Row) -> int:

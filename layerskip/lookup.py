@@ -40,6 +40,9 @@ class Guess:
     stored: bool = False
 
 
+NO_GUESS = Guess()
+
+
 class TokenIndex:
     """One request's text, prompt and output so far, ready to be looked up.
 

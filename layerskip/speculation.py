@@ -7,17 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from layerskip.asks import Ask
+from layerskip.asks import Ask, speaks_for
 from layerskip.attempt import Attempt, expected_seconds, learn, num_tokens
 from layerskip.cache import KVCache
 from layerskip.constraint import NO_CONTEXT
 from layerskip.controller import Controller
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
-from layerskip.experience import lookup_confidence
-from layerskip.guessing import NO_GUESS, Lookahead, guess_for, judged, lookahead, room
+from layerskip.guessing import Lookahead, guess_for, judged, lookahead, room
 from layerskip.hindsight import look_back, remember, tells
-from layerskip.lookup import FORCED_MATCH, Guess, LookupStore
+from layerskip.lookup import FORCED_MATCH, NO_GUESS, Guess, LookupStore
 from layerskip.params import AUTO, most_draft_tokens
 from layerskip.row import Row
 from layerskip.seats import Landing, Shape
@@ -179,8 +178,7 @@ class Speculator:
         if controller is None or len(states) < len(rows):
             return None
         # Not in a list: where the first row drafts, no other's is asked for.
-        found = (lookup_confidence(g.match_length, g.stored) if g.tokens else 0.0 for g in guesses)
-        return controller.at_rest(states, found)
+        return controller.at_rest(states, map(speaks_for, guesses))
 
     @property
     def _by_host(self) -> Controller | None:
@@ -207,13 +205,11 @@ class Speculator:
                 row.state,
                 context=row.length,
                 room=room(row),
-                num_guessed=len(g.tokens),
-                match_length=g.match_length,
-                stored=g.stored,
+                guess=guess,
                 left=row.spec.max_new_tokens - len(row.token_ids),
                 looks_back=looks_back,
             )
-            for row, g in zip(rows, guesses, strict=True)
+            for row, guess in zip(rows, guesses, strict=True)
             if row.state is not None
         ]
         if not asks:

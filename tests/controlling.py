@@ -9,9 +9,14 @@ from layerskip.asks import Ask
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.estimates import MOST_SEEN, RowState
+from layerskip.lookup import Guess
 from layerskip.stopping import Choice, Stopper
 
 CONTEXT = 100
+
+
+def guessed(count: int, match_length: int) -> Guess:
+    return Guess((0,) * count, match_length)
 
 
 def table(
@@ -261,8 +266,7 @@ class Paper:
                 r.state,
                 CONTEXT,
                 room,
-                min(r.guessed, room),
-                r.match_length,
+                guessed(min(r.guessed, room), r.match_length),
                 left=room + 1,
                 looks_back=self.looks_back and len(going) == 1,
             )

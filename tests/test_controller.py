@@ -5,7 +5,7 @@ from random import Random
 from unittest import mock
 
 import pytest
-from controlling import CONTEXT, COSTS, Paper, Request, against_plain, paper, steady, table
+from controlling import CONTEXT, COSTS, Paper, Request, against_plain, guessed, paper, steady, table
 
 import layerskip.controller
 from layerskip.asks import Ask
@@ -215,13 +215,13 @@ def test_nothing_is_drafted_where_there_is_no_room_or_no_drafter():
 def test_a_long_match_goes_straight_to_verify_and_a_poor_one_to_the_draft():
     controller = Controller(table(slope=0.2), follows_clock=False)
     state = controller.row("greedy")
-    good = controller.choose([Ask(state, 0, 16, 10, 20)], drafts=True)[0]
+    good = controller.choose([Ask(state, 0, 16, guessed(10, 20))], drafts=True)[0]
     assert (good.source, good.num_draft_tokens) == ("lookup", 7)  # as many rows as cost nothing
-    poor = controller.choose([Ask(state, 0, 16, 10, 1)], drafts=True)[0]
+    poor = controller.choose([Ask(state, 0, 16, guessed(10, 1))], drafts=True)[0]
     assert poor.source == "early_exit"
     for _ in range(40):
         state.add_lookup(20, [False], stored=False)
-    again = controller.choose([Ask(state, 0, 16, 10, 20)], drafts=True)[0]
+    again = controller.choose([Ask(state, 0, 16, guessed(10, 20))], drafts=True)[0]
     assert again.source == "early_exit"
 
 
@@ -230,7 +230,7 @@ def test_what_one_token_matched_goes_straight_to_verify_only_where_nothing_draft
     state = controller.row("greedy")
     for _ in range(40):
         state.add_lookup(1, [True] * 8, stored=False)
-    one, two = (Ask(state, 0, 16, 8, match_length) for match_length in (1, 2))
+    one, two = (Ask(state, 0, 16, guessed(8, match_length)) for match_length in (1, 2))
     sources = [
         controller.choose([ask], drafts=drafts)[0].source
         for ask, drafts in ((one, True), (two, True), (one, False))
@@ -242,7 +242,9 @@ def test_what_one_token_matched_goes_straight_to_verify_only_where_nothing_draft
 def test_a_pass_grows_for_look_ups_only_if_all_rows_gain(guessing, looks_up):
     """Eight rows fill a quantum; a token more, and the pass takes as long as one of sixteen."""
     controller = Controller(table(quantum=8, slope=0.05), follows_clock=False)
-    asks = [Ask(controller.row("greedy"), CONTEXT, 16, 2 * (i < guessing), 4) for i in range(8)]
+    asks = [
+        Ask(controller.row("greedy"), CONTEXT, 16, guessed(2 * (i < guessing), 4)) for i in range(8)
+    ]
     choices = controller.choose(asks, drafts=False)
     assert [c.source == "lookup" for c in choices] == [looks_up] * 8
     alone = controller.choose(asks[:1], drafts=False)
@@ -279,7 +281,7 @@ def test_a_row_whose_neighbours_draft_looks_up_only_what_is_more_than_its_draft(
     for state in states:
         state.stake = 100.0
     first, *others = [Ask(state, CONTEXT, 16) for state in states]
-    first = replace(first, num_guessed=num_guessed, match_length=match_length)
+    first = replace(first, guess=guessed(num_guessed, match_length))
     (alone,) = controller.choose([first], drafts=True)
     assert alone.source == "lookup"
     choices = controller.choose([first, *others], drafts=True)
@@ -289,7 +291,7 @@ def test_a_row_whose_neighbours_draft_looks_up_only_what_is_more_than_its_draft(
 def test_all_rows_look_up_where_that_is_quicker_than_to_draft():
     """As many tokens as drafts give, and no draft pass."""
     controller = Controller(table(0.3, slope=0.01), (0.85,), follows_clock=False)
-    asks = [Ask(controller.row("greedy"), CONTEXT, 16, 6, 20) for _ in range(4)]
+    asks = [Ask(controller.row("greedy"), CONTEXT, 16, guessed(6, 20)) for _ in range(4)]
     for ask in asks:
         ask.state.stake = 100.0
     choices = controller.choose(asks, drafts=True)
@@ -302,7 +304,7 @@ def test_looked_up_tokens_are_drawn_and_drafted_ones_only_judged():
     counts = []
     for drawing in (cost, replace(cost, sampling=0.001)):
         controller = Controller(drawing, (0.2,), follows_clock=False)
-        ask = Ask(controller.row("coupled"), CONTEXT, 16, 10, 4)
+        ask = Ask(controller.row("coupled"), CONTEXT, 16, guessed(10, 4))
         counts.append(controller.choose([ask], drafts=True)[0].num_draft_tokens)
     assert 0 < counts[0] < counts[1]
 
@@ -356,11 +358,11 @@ def test_a_row_that_goes_on_drafting_is_decided_in_few_steps_as_in_many(monkeypa
             if turn % 50 == 0:  # a text that gets worse, or better
                 share = luck.uniform(0.3, 0.8)
             match = luck.randrange(1, 40)
-            guessed = luck.choice((0, 0, 4, 12))
-            ask = Ask(state, CONTEXT, luck.randrange(1, 20), guessed, match)
+            count = luck.choice((0, 0, 4, 12))
+            ask = Ask(state, CONTEXT, luck.randrange(1, 20), guessed(count, match))
             (choice,) = controller.choose([ask], drafts=True, fixed=fixed)
             chosen.setdefault(few, []).append((choice, state.last, state.probing))
-            state.add_lookup(match, [luck.random() < match / 40] * (guessed > 0), stored=False)
+            state.add_lookup(match, [luck.random() < match / 40] * (count > 0), stored=False)
             if choice.source != "early_exit":
                 controller.observe_plain(state, choice, CONTEXT)
                 continue

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from controlling import CONTEXT, table
+from controlling import CONTEXT, guessed, table
 
-from layerskip.asks import AWAKE_ONE_IN, MOST_AT_REST, Ask
+from layerskip.asks import AWAKE_ONE_IN, MOST_AT_REST, Ask, speaks_for
 from layerskip.controller import Controller
 from layerskip.estimates import RowState
 from layerskip.experience import lookup_confidence
@@ -39,7 +39,7 @@ def test_a_few_rounds_at_rest_are_not_thought_about(monkeypatch):
 def test_a_row_at_rest_takes_what_is_looked_up():
     controller, state = resting_row()
     state.shared.credit = 1.01 * LOOKING  # its passes take nothing more here
-    ask = Ask(state, CONTEXT, 30, num_guessed=4, match_length=20)
+    ask = Ask(state, CONTEXT, 30, guessed(4, 20))
     assert controller.choose([ask], drafts=True)[0].source == "lookup"
 
 
@@ -76,7 +76,7 @@ def looking_up(num_rows: int, *, slope: float) -> tuple[Controller, list[RowStat
 
 
 def asked(states: Sequence[RowState], match_length: int) -> list[Ask]:
-    return [Ask(s, CONTEXT, 30, 4 * (match_length > 0), match_length) for s in states]
+    return [Ask(s, CONTEXT, 30, guessed(4 * (match_length > 0), match_length)) for s in states]
 
 
 def test_what_was_declined_is_not_weighed_again_but_more_is():
@@ -87,13 +87,13 @@ def test_what_was_declined_is_not_weighed_again_but_more_is():
     short, longer, long = (asked(states, length) for length in (1, 4, 20))
     controller.choose(longer, drafts=False)
     for asks in (short, longer, asked(states, 0)):
-        confidences = [a.confidence for a in asks]
+        confidences = [speaks_for(a.guess) for a in asks]
         assert controller.at_rest(states, confidences) is not None
-    assert controller.at_rest(states, [a.confidence for a in long]) is None
+    assert controller.at_rest(states, [speaks_for(a.guess) for a in long]) is None
     assert {c.source for c in controller.choose(long, drafts=False)} == {"lookup"}
     # What is declined after that is weighed first.
     controller.choose(short, drafts=False)
-    assert controller.at_rest(states, [a.confidence for a in longer]) is None
+    assert controller.at_rest(states, [speaks_for(a.guess) for a in longer]) is None
 
 
 def test_rows_that_only_look_up_await_no_credit():
@@ -138,7 +138,7 @@ def test_a_row_that_drafts_rests_no_more():
 def test_what_is_looked_up_ends_no_rest():
     controller, state = resting_row()
     state.shared.credit = 1.01 * LOOKING  # its passes take nothing more here
-    ask = Ask(state, CONTEXT, 30, num_guessed=4, match_length=20)
+    ask = Ask(state, CONTEXT, 30, guessed(4, 20))
     assert controller.choose([ask], drafts=True)[0].source == "lookup"
     assert state.rests(1)
 

@@ -4,13 +4,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from controlling import CONTEXT, COSTS, Request, against_plain, paper, plain_rate, steady, table
+from controlling import (
+    CONTEXT,
+    COSTS,
+    Request,
+    against_plain,
+    guessed,
+    paper,
+    plain_rate,
+    steady,
+    table,
+)
 
 from layerskip.asks import Ask
 from layerskip.controller import Controller
 from layerskip.cost import Curve
 from layerskip.estimates import RowState
-from layerskip.lookup import FORCED_MATCH, LONGEST_MATCH
+from layerskip.lookup import FORCED_MATCH, LONGEST_MATCH, NO_GUESS
 from layerskip.pace import LOOKING
 from layerskip.stopping import Choice
 
@@ -174,7 +184,7 @@ def test_a_look_up_takes_what_its_request_may_lose_unless_a_grammar_forces_it(ma
     controller = Controller(table(quantum=1, slope=0.05), follows_clock=False)
     state = controller.row("greedy", 16)
     state.stake = 0.2
-    ask = Ask(state, CONTEXT, 9, 9, match_length)
+    ask = Ask(state, CONTEXT, 9, guessed(9, match_length))
     (choice,) = controller.choose([ask], drafts=False)
     assert (choice.source, choice.num_draft_tokens) == ("lookup", taken)
     state.stake, state.shared.credit = -1.0, 0.06 + LOOKING  # what rounds earned pays
@@ -303,10 +313,10 @@ def test_a_row_that_has_no_room_for_a_draft_has_nothing_in_advance():
 def test_nothing_is_had_in_advance_where_something_is_looked_up():
     """A probe would take its place. It is had in the next round without."""
     controller = Controller(table(0.2, slope=0.0), (0.01,), follows_clock=False)
-    ask = Ask(controller.row("greedy", 40), CONTEXT, 30, num_guessed=6, match_length=20)
+    ask = Ask(controller.row("greedy", 40), CONTEXT, 30, guessed(6, 20))
     assert controller.choose([ask], drafts=True)[0].source == "lookup"
     assert ask.state.shared.credit == 0.0
-    found = controller.choose([replace(ask, num_guessed=0)], drafts=True)[0]
+    found = controller.choose([replace(ask, guess=NO_GUESS)], drafts=True)[0]
     assert (found.source, ask.state.probing) == ("early_exit", True)
     assert ask.state.shared.credit == pytest.approx(0.4)
 
