@@ -1,8 +1,9 @@
 """A report's tables: its figures written for people."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from layerskip.policy import Policy, Rule
 from layerskip.telemetry.buckets import Bucket
@@ -12,6 +13,8 @@ from layerskip.telemetry.report import (
     BucketReport,
     Distribution,
     Estimate,
+    Inequality,
+    Paired,
     Position,
 )
 
@@ -19,6 +22,8 @@ MAX_ROWS = 500
 UNKNOWN = "\N{EN DASH}"
 QUANTILES = (10, 50, 90, 99)
 LATE = (50, 90, 99)
+T = TypeVar("T")
+Columns = Sequence[tuple[str, Callable[[T], str]]]  # names, and what stands below them
 
 
 @dataclass(frozen=True)
@@ -124,69 +129,36 @@ def reason_table(report: AcceptanceReport) -> Table:
 
 def inequality_table(report: AcceptanceReport) -> Table:
     """The parts of the inequality; costs in plain passes."""
-    rows = []
-    for bucket in _with_total(report):
-        if (found := bucket.inequality) is not None:
-            values = (
-                found.c,
-                found.draft_passes,
-                found.alpha,
-                found.beta,
-                found.threshold,
-                found.margin,
-                found.margin_without_bonus,
-                found.predicted_speed,
-                found.gain.at(10),
-                found.gain.at(50),
-                found.clock_alpha,
-                found.clock_beta,
-            )
-            cells = (number(v) for v in values)
-            rows.append((bucket.bucket.name, interval(found.emitted), *cells))
-    columns = (
-        "bucket",
-        "emitted a round (95 % interval)",
-        "c",
-        "draft passes",
-        "alpha",
-        "beta",
-        "1 + alpha + beta",
-        "margin, bonus counted",
-        "margin, bonus not counted",
-        "predicted speed",
-        "gain, p10",
-        "gain, p50",
-        "alpha by the clock",
-        "beta by the clock",
+    columns: Columns[Inequality] = (
+        ("emitted a round (95 % interval)", lambda i: interval(i.emitted)),
+        ("c", lambda i: number(i.c)),
+        ("draft passes", lambda i: number(i.draft_passes)),
+        ("alpha", lambda i: number(i.alpha)),
+        ("beta", lambda i: number(i.beta)),
+        ("1 + alpha + beta", lambda i: number(i.threshold)),
+        ("margin, bonus counted", lambda i: number(i.margin)),
+        ("margin, bonus not counted", lambda i: number(i.margin_without_bonus)),
+        ("predicted speed", lambda i: number(i.predicted_speed)),
+        ("gain, p10", lambda i: number(i.gain.at(10))),
+        ("gain, p50", lambda i: number(i.gain.at(50))),
+        ("alpha by the clock", lambda i: number(i.clock_alpha)),
+        ("beta by the clock", lambda i: number(i.clock_beta)),
     )
-    return _by_bucket("The inequality, in plain passes", columns, rows, report)
+    return _table_of("The inequality, in plain passes", columns, report, lambda b: b.inequality)
 
 
 def ratio_table(report: AcceptanceReport) -> Table:
     """Time with drafting over time without, on the same prompts."""
-    rows = []
-    for bucket in _with_total(report):
-        if (pair := bucket.paired) is not None:
-            ratios = (
-                pair.end_to_end,
-                pair.ttft,
-                pair.p90,
-                pair.slowest_decile,
-                pair.worst_decile,
-            )
-            counts = (f"{pair.num_prompts}", f"{pair.num_identical}")
-            rows.append((bucket.bucket.name, *counts, *(interval(r) for r in ratios)))
-    columns = (
-        "bucket",
-        "prompts",
-        "same tokens",
-        "last token, median",
-        "first token, median",
-        "last token, p90",
-        "slowest tenth",
-        "tenth that gained least",
+    columns: Columns[Paired] = (
+        ("prompts", lambda p: f"{p.num_prompts}"),
+        ("same tokens", lambda p: f"{p.num_identical}"),
+        ("last token, median", lambda p: interval(p.end_to_end)),
+        ("first token, median", lambda p: interval(p.ttft)),
+        ("last token, p90", lambda p: interval(p.p90)),
+        ("slowest tenth", lambda p: interval(p.slowest_decile)),
+        ("tenth that gained least", lambda p: interval(p.worst_decile)),
     )
-    return _by_bucket("Time on / off (95 % interval)", columns, rows, report)
+    return _table_of("Time on / off (95 % interval)", columns, report, lambda b: b.paired)
 
 
 def latency_table(report: AcceptanceReport) -> Table:
@@ -275,6 +247,22 @@ def largest(buckets: Sequence[BucketReport], most: int) -> list[BucketReport]:
 
 def _with_total(report: AcceptanceReport) -> list[BucketReport]:
     return [report.total, *largest(report.buckets, MAX_ROWS)]
+
+
+def _table_of(
+    caption: str,
+    columns: Columns[T],
+    report: AcceptanceReport,
+    part: Callable[[BucketReport], T | None],
+) -> Table:
+    """Of one part of the buckets that have it."""
+    names, cells = zip(*columns, strict=True)
+    rows = [
+        (b.bucket.name, *(cell(found) for cell in cells))
+        for b in _with_total(report)
+        if (found := part(b)) is not None
+    ]
+    return _by_bucket(caption, ("bucket", *names), rows, report)
 
 
 def _by_bucket(
