@@ -229,7 +229,7 @@ class Decoder:
             ]
             for row, choice in zip(going, self.controller.choose(asks, drafts=True), strict=True):
                 row.choice = choice
-                row.stopper = Stopper(row.state, choice, shares=len(going) > 1)
+                row.stopper = Stopper(row.state, choice, alone=len(going) == 1)
         for row in going:
             row.drafted = 0
 

@@ -262,7 +262,7 @@ class Speculator:
         # A looked-up token behind a draft has no distribution that it was drawn from.
         compared = sampler.verification == "coupled"
         if ahead is None or not alone or not compared:
-            return Stopper(state, choice, shares=not alone)
+            return Stopper(state, choice, alone=alone)
 
         def behind(draft: Sequence[int], most: int) -> Sequence[float]:
             found = ahead.behind(draft)

@@ -70,12 +70,14 @@ class Stopper:
     """Whether a growing draft goes on; one for each row and round.
 
     Args:
-        shares: whether other rows decode beside it.
+        alone: whether no other row decodes beside it.
         behind: asked for what is looked up behind the tokens so far, at most so many: the chance
             that the first, the first two, ... of it are accepted once those are. None: nothing is.
         drawing: seconds that judging a looked-up token takes beside a drafted one.
 
     Attributes:
+        greedy: whether the row takes the likeliest token.
+        rate: tokens a second that the round expects.
         chances: of acceptance, of each token so far.
         survival: the chance that one more token is accepted.
         gain: tokens that one more is expected to add, less what verifying it costs.
@@ -87,11 +89,12 @@ class Stopper:
         state: RowState,
         choice: Choice,
         *,
-        shares: bool = False,
+        alone: bool = True,
         behind: Callable[[Sequence[int], int], Sequence[float]] | None = None,
         drawing: float = 0.0,
     ) -> None:
-        self._state, self._choice, self._shares = state, choice, shares
+        self._state, self._choice, self.alone = state, choice, alone
+        self.greedy, self.rate = state.greedy, choice.rate
         self._behind, self._drawing = behind, drawing
         self._reached = 1.0
         self.chances: list[float] = []
@@ -116,8 +119,8 @@ class Stopper:
             return False  # there is no other
         more = choice.verify_seconds[done] if done < len(choice.verify_seconds) else 0.0
         self.survival = self._reached * self._state.acceptance(done)
-        self.gain = self.survival - choice.rate * more
-        if not self._shares and not self._pays(done, ahead, draft):
+        self.gain = self.survival - self.rate * more
+        if self.alone and not self._pays(done, ahead, draft):
             self.stop(alone=False)
         return not self.stopped
 
@@ -125,7 +128,7 @@ class Stopper:
         """Whether another token is worth its passes, beside what is looked up in its place."""
         if ahead:
             return self._gains(done, self.gain)
-        gain = self.gain - self._choice.rate * self._choice.draft_seconds
+        gain = self.gain - self.rate * self._choice.draft_seconds
         if not self._gains(done, gain):
             return False
         instead = self._gain_behind(self._looked_up(draft, 1))[0]
@@ -136,13 +139,13 @@ class Stopper:
         passes take: the next one may cost the verify pass a whole tile, and those after it nothing
         there."""
         choice, survival = self._choice, self.survival
-        price = choice.rate * choice.draft_seconds
+        price = self.rate * choice.draft_seconds
         for i in range(done + 1, choice.num_draft_tokens):
             if gain > 0.0 or survival <= price:
                 break
             more = choice.verify_seconds[i] if i < len(choice.verify_seconds) else 0.0
             survival *= self._state.acceptance(i)
-            gain += survival - price - choice.rate * more
+            gain += survival - price - self.rate * more
         return gain > 0.0
 
     def num_behind(self, draft: Sequence[int]) -> int:
@@ -174,7 +177,7 @@ class Stopper:
         steps = self._choice.verify_seconds[len(self.chances) :]
         for n, (acceptance, more) in enumerate(zip(acceptances, steps, strict=False), 1):
             gain += RELIED_ON * self._reached * acceptance
-            gain -= self._choice.rate * (more + self._drawing)
+            gain -= self.rate * (more + self._drawing)
             if gain > best:
                 best, count = gain, n
         return best, count
@@ -194,21 +197,6 @@ class Stopper:
             alone: of the rows that might, some draft another token.
         """
         self.stopped = "confidence" if alone or self.gain <= 0.0 else "cost"
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other row decodes beside it."""
-        return not self._shares
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the row takes the likeliest token."""
-        return self._state.greedy
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second that the round expects."""
-        return self._choice.rate
 
 
 def another(pace: Pace, stoppers: Sequence[Stopper], verified: int, others: int) -> list[bool]:

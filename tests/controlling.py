@@ -180,9 +180,9 @@ class Paper:
         if self.looks_back and len(going) == 1:
             self._look_back(going[0])
         choices = self._choices(going)
-        shares = len(going) > 1
+        alone = len(going) == 1
         drafts = [
-            Growing(r, c, Stopper(r.state, c, shares=shares), self._looked_up(r))
+            Growing(r, c, Stopper(r.state, c, alone=alone), self._looked_up(r))
             for r, c in zip(going, choices, strict=True)
         ]
         cost = self.controller.cost

@@ -356,8 +356,8 @@ class Real:
         ]
         choices = dict(zip(going, self.controller.choose(asks, drafts=True), strict=True))
         self.choices = choices
-        shares = len(going) > 1
-        self.stoppers = {i: Stopper(self.states[i], c, shares=shares) for i, c in choices.items()}
+        alone = len(going) == 1
+        self.stoppers = {i: Stopper(self.states[i], c, alone=alone) for i, c in choices.items()}
         asking = [i for i in going if choices[i].num_draft_tokens]
         while asking:
             if drafted.any():

@@ -138,15 +138,15 @@ def test_rows_share_a_draft_pass_or_none_of_them_goes_on():
     controller = Controller(table(0.4, slope=0.0), follows_clock=False)
     choice = Choice("early_exit", 8, rate=2.0, draft_seconds=0.4)
 
-    def stopper(*, shares: bool) -> Stopper:
-        return Stopper(RowState(Experience((0.8,))), choice, shares=shares)
+    def stopper(*, alone: bool) -> Stopper:
+        return Stopper(RowState(Experience((0.8,))), choice, alone=alone)
 
-    alone = stopper(shares=False)
+    alone = stopper(alone=True)
     assert not alone.goes_on(0.9)
     assert 0.0 < alone.gain < 2.0 * 0.4
     assert alone.stopped == "cost"
     assert controller.going_on([alone], CONTEXT) == [False]
-    together = [stopper(shares=True) for _ in range(4)]
+    together = [stopper(alone=False) for _ in range(4)]
     assert all(s.goes_on(0.9) for s in together)
     assert controller.going_on(together, CONTEXT, rows=4, verified=8) == [True] * 4
     assert not any(s.stopped for s in together)
@@ -163,7 +163,7 @@ def padded(*, tile: int) -> CostTable:
 
 def beside_others(choice: Choice, *confidences: float) -> list[Stopper]:
     """Rows of one round, each with a token that was drafted with such a confidence."""
-    made = [Stopper(RowState(Experience((0.6,))), choice, shares=True) for _ in confidences]
+    made = [Stopper(RowState(Experience((0.6,))), choice, alone=False) for _ in confidences]
     assert all(s.goes_on(c) for s, c in zip(made, confidences, strict=True))
     return made
 
