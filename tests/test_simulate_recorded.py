@@ -10,11 +10,11 @@ from simulating import KEY, POLICIES, flat, loop_of, one_cell
 
 from layerskip.cli import main
 from layerskip.commands.simulating import crossings
-from layerskip.cost import Curve
+from layerskip.cost import SAID, Curve
 from layerskip.pass_costs import Overhead
 from layerskip.simulate import Crossover
 from layerskip.simulated_controller import Fixed
-from layerskip.telemetry.replay import SAME_TIMES, replay
+from layerskip.telemetry.replay import VERSIONS, replay
 from layerskip.workload import Recorded, RecordedText
 
 
@@ -313,12 +313,18 @@ def test_command_names_what_the_table_was_measured_with_instead(
     assert f"The cost table was measured {differing}: {end}" in (out + err).splitlines()
 
 
-@pytest.mark.parametrize("name", SAME_TIMES)
+@pytest.mark.parametrize("name", sorted(SAID.keys() | {"backend"}))
 def test_acceptance_is_of_the_draft_and_of_no_machine(tmp_path, name):
     known = replay(runs(tmp_path / "r", EXITS), replace(flat(), key=KEY | {name: "another"}))
     assert list(known.differing) == [name]
     of_the_draft = {"fingerprint", "draft_layers", "exit_adapter", "draft_vocabulary"}
     assert known.of_another_draft == (name in of_the_draft)
+
+
+def test_times_of_other_versions_count(tmp_path):
+    key = KEY | dict.fromkeys(VERSIONS, "another")
+    known = replay(runs(tmp_path / "r", EXITS), replace(flat(), key=key))
+    assert known.of_this_table
 
 
 def test_runs_that_do_not_tell_what_they_are_of_have_no_times(tmp_path, capsys):

@@ -78,7 +78,7 @@ def _replay(folder: str | Path, table: CostTable) -> Replay:
     run = read_run(folder)
     table = table.of(greedy=(run.get("sampling") or {}).get("temperature") == 0.0)
     key = dict((run.get("cost") or {}).get("key") or {})
-    names = [name for name in table.key | key if name not in VERSIONS]
+    names = [name for name in {**table.key, **key} if name not in VERSIONS]
     differing = differences(table.key, key, names, "the runs'") if key else {}
     same = bool(key) and not differing
     requests = {
