@@ -6,6 +6,7 @@ What comes out holds in both: where they differ (``\\d``, ``\\W``, ...), by leav
 
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -159,6 +160,11 @@ def escaped_char(code: int) -> str:
     return f"\\u{code:04x}" if code <= 0xFFFF else chr(code)
 
 
+def _count(digits: str) -> float:
+    """Of repetitions; no text is so long that what no float counts is not without end."""
+    return int(digits) if len(digits) <= sys.float_info.dig else math.inf
+
+
 class _Parser:
     """ECMA-262 expressions, without what can't be expressed: look-around, references, \\b, \\p.
 
@@ -216,7 +222,7 @@ class _Parser:
         least, most = {"*": (0, math.inf), "+": (1, math.inf), "?": (0, 1)}.get(sign, (0, 0))
         if sign == "{":
             least = int(low)
-            most = int(high) if high else math.inf if comma else least
+            most = _count(high or low) if high or not comma else math.inf
         if most < least:
             self._fail("a repetition ends before it begins")
         return replace(item, least=least, most=most)

@@ -62,7 +62,7 @@ class Writer:
                 least=least,
                 most=math.inf if most is None else int(most),
             )
-        except (OverflowError, ValueError) as error:  # of repetitions as no float counts them
+        except ValueError as error:
             keyword = next(w for w in ("pattern", "format", "maxLength", "minLength") if w in words)
             self._refuse(keyword, node.places[keyword], str(error))
             return {"type": "string"}

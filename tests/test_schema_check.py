@@ -353,3 +353,10 @@ def test_rewrites_take_away_nothing_that_they_should_not(backend, schema, text, 
 def test_patterns_that_can_t_be_expressed_are_refused(pattern):
     with pytest.raises(ValueError, match="in "):
         string_pattern(pattern)
+
+
+def test_a_repetition_that_no_text_reaches_is_one_without_end():
+    far = "1" + "0" * 400
+    assert string_pattern(f"^a{{2,{far}}}$", most=3) == string_pattern("^a{2,}$", most=3)
+    with pytest.raises(ValueError, match="no text has that length"):
+        string_pattern(f"^a{{{far}}}$", most=3)
