@@ -81,7 +81,7 @@ class Costs:
 
 @torch.inference_mode()
 def measure(stack: DecoderStack, plan: DraftPlan, sizes: Sequence[int], turns: int) -> Costs:
-    cache = stack.new_cache(num_rows=1, num_slots=CONTEXT + 8)
+    cache = stack.new_cache(num_rows=1, num_slots=CONTEXT + 8).written()
 
     def run(layers: Sequence[int], count: int = 1) -> Tensor:
         hidden = stack.embed([5] * count)

@@ -48,7 +48,7 @@ def make_pass(family: str, changes: dict[str, int]) -> Callable[[int], float]:
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(50)  # else every token asks for the same experts
     stack = DecoderStack(model)
-    cache = stack.new_cache(num_rows=1, num_slots=128)
+    cache = stack.new_cache(num_rows=1, num_slots=128).written()
     text = torch.randint(331, (100,), generator=torch.Generator().manual_seed(1)).tolist()
     stack.prefill(text, cache, 0)
 

@@ -1,6 +1,7 @@
 """``SelfSpeculativeLM``: the Python API."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -169,7 +170,7 @@ class SelfSpeculativeLM:
         self._looks_up = lookup is not False and (lookup is not None or self._bench is None)
         self._looks_up_for_numbers = lookup is None and self.plan is None  # else nothing drafts
         self._controller: Controller | None = None
-        self._lock = threading.Lock()
+        self._lock, self._process = threading.Lock(), os.getpid()
 
     @classmethod
     def from_pretrained(
@@ -553,6 +554,7 @@ class SelfSpeculativeLM:
             grammar=as_grammar(grammar),
             labels={} if labels is None else labels,
         )
+        self._warn_of_fork()
         if on_round is not None and not callable(on_round):
             raise TypeError(f"on_round must be callable with a Round, got {on_round!r}")
         new_decoder = partial(
@@ -576,6 +578,17 @@ class SelfSpeculativeLM:
             policy=self.policy,
             on_round=on_round,
         )
+
+    def _warn_of_fork(self) -> None:
+        """Log it, before the first pass, where that may hang: OpenMP's threads do not survive."""
+        if os.getpid() == self._process:
+            return
+        self._process = os.getpid()
+        if self.stack.device.type == "cpu" and torch.get_num_threads() > 1:
+            logger.warning(
+                "the model was wrapped before this process was forked: if decoding hangs, call "
+                "torch.set_num_threads(1) first, or wrap it in the child"
+            )
 
     def custom_generate(
         self,

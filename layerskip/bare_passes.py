@@ -188,8 +188,8 @@ class Passes:
         self.drafts_in_a_row, self.led_in = DRAFTS_IN_A_ROW, True
         self.last_draft: Timing = (0.0, 0.0)
         self._ran = "", 0  # the last pass: its kind, its context
-        self.cache = stack.new_cache(num_rows=1, num_slots=sum(largest))
-        self.many = stack.new_cache(num_rows=NUM_SEQUENCES, num_slots=NUM_SEQUENCES)
+        self.cache = stack.new_cache(num_rows=1, num_slots=sum(largest)).written()
+        self.many = stack.new_cache(num_rows=NUM_SEQUENCES, num_slots=NUM_SEQUENCES).written()
         self.samplers = {
             kind: Sampler(SamplingParams(temperature=temperature), 0, stack.vocab_size)
             for kind, temperature in zip(KINDS, (1.0, 0.0), strict=True)

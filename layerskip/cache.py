@@ -76,6 +76,12 @@ class KVCache:
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
+    def written(self) -> "KVCache":
+        """The same with memory for all of it, to time passes over: what was never written is read
+        from one page of zeros, far faster than what a text has filled."""
+        self._both.zero_()
+        return self
+
     def commit(self, row: int, num_tokens: int) -> None:
         """Make ``num_tokens`` more slots of ``row`` permanent."""
         self.lengths[row] += num_tokens
@@ -125,9 +131,11 @@ class KVCache:
             larger = None
         if larger is None:  # out of there: the error holds what the first try has got
             larger = self._resized(*asked)
-        held = slice(0, max(0, int(self.lengths.max())))
-        larger.keys[:, : self.num_rows, held] = self.keys[:, :, held]
-        larger.values[:, : self.num_rows, held] = self.values[:, :, held]
+        # Each row's own: zeros behind a short one would be written, and take memory.
+        for row, length in enumerate(self.lengths.tolist()):
+            held = slice(0, max(0, length))
+            larger.keys[:, row, held] = self.keys[:, row, held]
+            larger.values[:, row, held] = self.values[:, row, held]
         larger.lengths[: self.num_rows] = self.lengths
         larger.adapter_lengths[: self.num_rows] = self.adapter_lengths
         return larger
@@ -186,9 +194,9 @@ def causal_mask(behind: Tensor, window: int | None, dtype: torch.dtype) -> Tenso
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; a CPU's system gives each page of them when it is first written. Most never are: a
     text may be far longer than it becomes."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not nbytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
     try:  # not numpy's zeros: it asks for pages of 2 MB, whose writing takes as long (bench/LOG.md)
         pages = mmap.mmap(-1, nbytes, **PRIVATE)
     except (OSError, OverflowError) as error:

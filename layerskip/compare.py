@@ -179,7 +179,7 @@ class Comparison:
         """
         stack, plan = self.lm.stack, self.lm.plan
         rows = round(stats.num_draft_tokens / max(1, stats.num_rounds)) + 1
-        cache = stack.new_cache(num_rows=1, num_slots=context + rows)
+        cache = stack.new_cache(num_rows=1, num_slots=context + rows).written()
         everything = tuple(range(stack.num_layers))
         draft_layers = stack.draft_layers(plan) if plan is not None else everything
         head = self.lm.draft_head

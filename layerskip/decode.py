@@ -69,6 +69,7 @@ class Decoder:
             weakref.finalize(self, bench.give_back, self.rounds).atexit = False
         self.rows: dict[int, Row] = {}
         self._left: list[Row] = []  # rows that leave
+        self._prefilled: dict[int, Outcome] = {}  # by row, not applied yet
         self._next_id, self._applying = 0, False
 
     def join(self, spec: RowSpec, *, cached: CachedText | None = None) -> Row:
@@ -106,6 +107,7 @@ class Decoder:
         return row
 
     def _grow(self, *, num_rows: int, num_slots: int) -> None:
+        self._prefilled.clear()  # a larger cache has what is committed alone
         if self._bench is None or self.rounds is None:
             self.cache = self.cache.grown(num_rows=num_rows, num_slots=num_slots)
             return
@@ -134,6 +136,7 @@ class Decoder:
         while self._left:
             row = self._left[-1]
             self.rows.pop(row.id, None)
+            self._prefilled.pop(row.id, None)
             if self.rounds is not None:
                 self.rounds.leave(row)
             self.cache.release(row.slot_row, self._num_written(row))
@@ -182,7 +185,10 @@ class Decoder:
         going = [row for row in self.rows.values() if row.finish_reason is None]
         new = [row for row in going if not row.token_ids]
         decoding = [row for row in going if row.token_ids]
-        outcomes = [self._prefill(row) for row in new]
+        for row in new:
+            if row.id not in self._prefilled:  # else another row made that step fail
+                self._prefilled[row.id] = self._prefill(row)
+        outcomes = [self._prefilled[row.id] for row in new]
         if decoding and self.rounds is not None:
             # A prefill's token is known when this step ends: its row joins the round after that.
             outcomes += self._land(decoding, ahead=not new)
@@ -208,6 +214,7 @@ class Decoder:
         row.stream, row.finish_reason = emission.stream, emission.finish_reason
         row.rounds.append(outcome.record)
         if outcome.attempt is None:
+            del self._prefilled[row.id]
             self.speculator.began(row)
         else:
             told = row, outcome.attempt, emission.token_ids, outcome.verdict.num_matches

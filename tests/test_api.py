@@ -1,4 +1,5 @@
 import inspect
+import os
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ from toys import MAX_POSITIONS, PLANS, VOCAB_SIZE, make_model, random_ids, witho
 
 from layerskip import DraftPlan, GenerationOutput, Round, SamplingParams, SelfSpeculativeLM
 from layerskip.batch import MAX_ROWS
+from layerskip.errors import RowError
 from layerskip.loading import eos_ids_of
-from layerskip.params import MAX_SEED
+from layerskip.params import MAX_NUM_DRAFT_TOKENS, MAX_SEED
 
 SAMPLED = SamplingParams(temperature=0.8, seed=5)
 TEXT = "the tea 😀"
@@ -509,15 +511,21 @@ def test_a_row_that_fails_to_join_leaves_its_slots_empty(wrap, monkeypatch, erro
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 3, 32])
 @pytest.mark.parametrize("plan", ["exit", "skipping", None])
-def test_a_row_that_was_taken_out_leaves_nothing_in_the_cache(wrap, plan, num_draft_tokens):
+def test_a_row_that_was_taken_out_leaves_nothing_in_the_cache(
+    wrap, monkeypatch, plan, num_draft_tokens
+):
     batch = wrap(plan).open_batch(max_new_tokens=500, num_draft_tokens=num_draft_tokens)
     first, second = batch.add([5, 6] * 8), batch.add(random_ids(30))
     for _ in range(6):
         batch.step()
-    cache = batch._rows.cache
+    cache, ends = batch._rows.cache, []
+    sweep = cache.sweep
+    monkeypatch.setattr(cache, "sweep", lambda *place: (ends.append(place[2]), sweep(*place)))
     for row in (first, second):
+        written = batch._rows.row(row).length + MAX_NUM_DRAFT_TOKENS + 1
         batch.remove(row)
         assert cache._both.any() == (row == first)
+        assert ends.pop() == written < cache.num_slots  # no memory is touched for what is not
 
 
 @pytest.mark.parametrize("interrupted", ["prefill", "verify"])
@@ -536,3 +544,48 @@ def test_an_interrupted_pass_leaves_nothing_in_the_cache(wrap, monkeypatch, inte
     assert cache._both[:, :, 0, 510 + 32].all() == (interrupted == "verify")
     batch.remove(row)
     assert not cache._both.any()
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_row_that_fails_costs_the_others_no_second_prefill(wrap, monkeypatch, grows):
+    """Unless a row that joins then makes the cache larger: it takes what is committed alone."""
+    lm, prefilled = wrap("exit"), []
+
+    def counted(ids, *arguments, **settings):
+        prefilled.append(tuple(ids[:2]))
+        return prefill(ids, *arguments, **settings)
+
+    def nothing_follows_8(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores * float("nan") if ids[0, 0] == 8 else scores
+
+    prefill = lm.stack.prefill
+    monkeypatch.setattr(lm.stack, "prefill", counted)
+    batch = lm.open_batch(max_new_tokens=9, logits_processor=[nothing_follows_8])
+    prompts = [[5, 6, 7], [8, 9], [5, 7], [8, 8], [6, 7, 8]]
+    rows = [batch.add(prompt) for prompt in prompts]
+    for _ in range(2):
+        with pytest.raises(RowError) as failed:
+            batch.step()
+        rows.remove(failed.value.row)
+        batch.remove(failed.value.row)
+    if grows:
+        rows.append(batch.add([7] * 520))
+    while batch.unfinished:
+        batch.step()
+    outputs = [batch.remove(row) for row in rows]
+    assert prefilled.count((5, 6)) == prefilled.count((5, 7)) == 1 + grows
+    good = [prompts[0], prompts[2], prompts[4], *[[7] * 520] * grows]
+    assert ids_of(outputs) == ids_of(lm.generate(good, max_new_tokens=9))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_fork_that_may_hang_is_told_of_once(toy, monkeypatch, caplog, num_threads):
+    lm = SelfSpeculativeLM(toy("llama"), num_draft_tokens=0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    lm.generate([5], max_new_tokens=1)
+    assert not caplog.messages
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    for _ in range(2):
+        lm.generate([5], max_new_tokens=1)
+    told = [message for message in caplog.messages if "before this process was forked" in message]
+    assert len(told) == num_threads - 1

@@ -12,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from layerskip.bare_passes import Passes
 from layerskip.cache import MOST_RAMPS, SLOT_BLOCK, KVCache, Segment
 from layerskip.layout import CALL, NEVER, AttentionCall, PassLayout, PrefillLayout, attention_calls
+from layerskip.model import DecoderStack
 
 NUM_LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 6
 STATM = Path("/proc/self/statm")
@@ -23,6 +25,11 @@ STARTS = st.one_of(
     st.integers(0, 20), st.sampled_from([119, 120, 127, 128, 500, 505, 511, 512, 631])
 )
 WINDOWS = st.sampled_from([None, 1, 7, 200])
+
+
+def resident() -> int:
+    """Bytes of memory in use."""
+    return int(STATM.read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
 
 
 def make_cache(num_rows: int = 1, num_slots: int = 1, **settings) -> KVCache:
@@ -56,12 +63,25 @@ def naive_attention(query, keys, values, position, window):
 
 
 @pytest.mark.skipif(not STATM.exists(), reason="only Linux tells so how much memory is in use")
+def test_passes_are_timed_over_memory_that_is_there(wrap, monkeypatch):
+    """Else all their reads are of one page of zeros, which is always at hand."""
+    made, new_cache = [], DecoderStack.new_cache
+
+    def large(stack: DecoderStack, *, num_rows: int, num_slots: int) -> KVCache:
+        made.append(new_cache(stack, num_rows=num_rows, num_slots=num_slots + 2**16))
+        return made[-1]
+
+    lm = wrap("exit")
+    monkeypatch.setattr(DecoderStack, "new_cache", large)
+    before = resident()
+    passes = Passes(lm.stack, lm.plan, None, (512, 16))
+    assert [passes.cache, passes.many] == made
+    assert resident() - before > 0.9 * sum(cache.nbytes for cache in made)
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="only Linux tells so how much memory is in use")
 def test_memory_is_taken_where_something_is_written():
     """A limit of 65,536 tokens is no text of as many."""
-
-    def resident() -> int:
-        return int(STATM.read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
-
     before = resident()
     cache = make_cache(num_rows=4, num_slots=2**16, head_dim=64)
     cache.keys[:, 1, :100] = 1.0
@@ -69,6 +89,24 @@ def test_memory_is_taken_where_something_is_written():
     assert cache.nbytes == 2**29
     assert resident() - before < 2**25
     assert not cache.keys[:, 1].any()
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="only Linux tells so how much memory is in use")
+def test_a_larger_cache_takes_memory_for_what_each_row_holds():
+    cache = make_cache(num_rows=8, num_slots=2**13, head_dim=64)
+    for row, length in enumerate([8000, 5]):
+        cache.keys[:, row, :length] = cache.values[:, row, :length] = row + 1.0
+        cache.commit(row, length)
+    before = resident()
+    larger = cache.grown(num_rows=64, num_slots=1)
+    assert resident() - before < 2**25
+    assert larger.nbytes == 2**30
+    for row in range(8):
+        assert torch.equal(larger._both[:, :, row], cache._both[:, :, row])
+
+
+def test_a_cache_of_nothing_is_one():
+    assert make_cache(num_rows=0).nbytes == 0
 
 
 def test_what_memory_cannot_hold_is_out_of_memory():
@@ -109,11 +147,11 @@ def test_growing_keeps_what_was_held(rows, slots, more_rows, more_slots):
     expected = [10 + row for row in range(rows)] + [0] * (larger.num_rows - rows)
     assert larger.lengths.tolist() == expected
     assert larger.adapter_lengths[:rows] == cache.adapter_lengths
-    held = min(9 + rows, cache.num_slots)
     for old, new in ((cache.keys, larger.keys), (cache.values, larger.values)):
-        assert torch.equal(new[:, :rows, :held], old[:, :, :held])
+        for row in range(rows):
+            assert torch.equal(new[:, row, : 10 + row], old[:, row, : 10 + row])
+            assert torch.count_nonzero(new[:, row, 10 + row :]) == 0
         assert torch.count_nonzero(new[:, rows:]) == 0  # a NaN there would survive any mask
-        assert torch.count_nonzero(new[:, :, held:]) == 0
 
 
 @pytest.mark.parametrize("longer", [0, 7])
