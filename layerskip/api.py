@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ from layerskip.params import (
 from layerskip.plan import DraftPlan, PlanFile
 from layerskip.policy import Policy
 from layerskip.profiling import fitting_cost, measure_cost, warn_of_another_checkpoint
-from layerskip.request import RowSettings, as_grammar, seeded, stops_of
+from layerskip.request import GenerateArguments, RowSettings, as_grammar, seeded, stops_of
 from layerskip.sampling import Processor
 from layerskip.text import stop_ids
 from layerskip.vocabulary import CoverageMeter
@@ -385,6 +385,34 @@ class SelfSpeculativeLM:
             num_rows=num_rows,
             num_slots=num_slots + most_draft_tokens(wanted),
         )
+
+    # A text is a sequence of texts, too: what takes one text comes first.
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompts: Prompt | None = None,
+        *,
+        num_return_sequences: Literal[1] = 1,
+        **arguments: Unpack[GenerateArguments],
+    ) -> GenerationOutput: ...
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompts: Prompt | None = None,
+        *,
+        num_return_sequences: int,
+        **arguments: Unpack[GenerateArguments],
+    ) -> GenerationOutput | list[GenerationOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_return_sequences: int = 1,
+        **arguments: Unpack[GenerateArguments],
+    ) -> list[GenerationOutput]: ...
 
     def generate(
         self,

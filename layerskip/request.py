@@ -3,12 +3,14 @@
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
 from layerskip.cache import CachedText
+from layerskip.encoding import Message
 from layerskip.grammar import Grammar
+from layerskip.outputs import Round
 from layerskip.params import (
     MAX_NUM_DRAFT_TOKENS,
     NumDraftTokens,
@@ -24,6 +26,26 @@ from layerskip.params import (
 from layerskip.sampling import Processor
 
 MAX_LOGPROBS = 100
+
+
+class GenerateArguments(TypedDict, total=False):
+    """What ``SelfSpeculativeLM.generate`` takes beside its prompts, for type checkers: what comes
+    back is of the type that prompts and ``num_return_sequences`` say."""
+
+    messages: Sequence[Message] | None
+    max_new_tokens: int
+    sampling: SamplingParams | None
+    num_draft_tokens: NumDraftTokens | None
+    verification: Verification
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    logits_processor: Sequence[Processor]
+    logprobs: int | None
+    cache: CachedText | None
+    return_cache: bool
+    grammar: Any
+    labels: Mapping[str, str] | None
+    on_round: Callable[[Round], None] | None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Thread
 from types import SimpleNamespace
+from typing import get_overloads
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from layerskip.batch import MAX_ROWS
 from layerskip.errors import RowError
 from layerskip.loading import eos_ids_of
 from layerskip.params import MAX_NUM_DRAFT_TOKENS, MAX_SEED
+from layerskip.request import GenerateArguments
 
 SAMPLED = SamplingParams(temperature=0.8, seed=5)
 TEXT = "the tea 😀"
@@ -589,3 +591,14 @@ def test_a_fork_that_may_hang_is_told_of_once(toy, monkeypatch, caplog, num_thre
         lm.generate([5], max_new_tokens=1)
     told = [message for message in caplog.messages if "before this process was forked" in message]
     assert len(told) == num_threads - 1
+
+
+def test_type_checkers_know_every_argument_of_generate():
+    """``tests/typed_use.py`` has what they make of them, which `make lint` looks at."""
+    described = set(GenerateArguments.__annotations__)
+    named = set(inspect.signature(SelfSpeculativeLM.generate).parameters)
+    assert named - described == {"self", "prompts", "num_return_sequences"}
+    assert described <= named
+    for one in get_overloads(SelfSpeculativeLM.generate):
+        assert {"prompts", "num_return_sequences", "arguments"} < set(one.__annotations__)
+    assert len(get_overloads(SelfSpeculativeLM.generate)) == 3
