@@ -139,7 +139,7 @@ class LookupStore:
     (Ctrl-C), the newer half is dropped with it.
 
     Args:
-        max_tokens: bound of the tokens kept, 2 at least.
+        max_tokens: bound of the tokens kept, 2 at least; they take some 140 bytes each.
 
     Raises:
         TypeError: ``max_tokens`` is not an int.

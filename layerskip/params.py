@@ -96,6 +96,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the likeliest token is taken, with no chance in it."""
         return self.temperature == 0.0
 
     @property
