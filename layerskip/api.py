@@ -47,7 +47,7 @@ from layerskip.params import (
 from layerskip.plan import DraftPlan, PlanFile
 from layerskip.policy import Policy
 from layerskip.profiling import fitting_cost, measure_cost, warn_of_another_checkpoint
-from layerskip.request import GenerateArguments, RowSettings, as_grammar, seeded, stops_of
+from layerskip.request import GenerateArguments, RowSettings, Several, as_grammar, seeded, stops_of
 from layerskip.sampling import Processor
 from layerskip.text import stop_ids
 from layerskip.vocabulary import CoverageMeter
@@ -288,6 +288,7 @@ class SelfSpeculativeLM:
         first asked for. On a GPU passes are measured as the host starts them, too, for requests
         that need it, and rounds of one sequence are recorded, half a second each at most: a first
         text would wait longer for them than it takes."""
+        self._warn_of_fork()
         with self._lock:
             if self._controller is None:
                 self.stack.pass_sizes.prove_ahead(PROOF_SECONDS)
@@ -370,6 +371,7 @@ class SelfSpeculativeLM:
         Raises:
             TypeError, ValueError: a number is not one that a request may have.
         """
+        self._warn_of_fork()
         check_integer("num_rows", num_rows, 1)
         most = self.stack.max_positions
         num_slots = min(WARM_SLOTS, most) if num_slots is None else num_slots
@@ -386,9 +388,8 @@ class SelfSpeculativeLM:
             num_slots=num_slots + most_draft_tokens(wanted),
         )
 
-    # A text is a sequence of texts, too: what takes one text comes first.
     @overload
-    def generate(  # type: ignore[overload-overlap]
+    def generate(
         self,
         prompts: Prompt | None = None,
         *,
@@ -397,7 +398,7 @@ class SelfSpeculativeLM:
     ) -> GenerationOutput: ...
 
     @overload
-    def generate(  # type: ignore[overload-overlap]
+    def generate(
         self,
         prompts: Prompt | None = None,
         *,
@@ -408,13 +409,13 @@ class SelfSpeculativeLM:
     @overload
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Several[Prompt],
         *,
         num_return_sequences: int = 1,
         **arguments: Unpack[GenerateArguments],
     ) -> list[GenerationOutput]: ...
 
-    def generate(
+    def generate(  # type: ignore[misc]  # Several is Sequence, but for text
         self,
         prompts: Prompt | Sequence[Prompt] | None = None,
         *,

@@ -8,6 +8,7 @@ committed. ``k = 0`` is plain decoding through the same code.
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -69,7 +70,8 @@ class Decoder:
             weakref.finalize(self, bench.give_back, self.rounds).atexit = False
         self.rows: dict[int, Row] = {}
         self._left: list[Row] = []  # rows that leave
-        self._prefilled: dict[int, Outcome] = {}  # by row, not applied yet
+        # By row, not applied yet: the weights' stamp, and what they gave.
+        self._prefilled: dict[int, tuple[object, Outcome]] = {}
         self._next_id, self._applying = 0, False
 
     def join(self, spec: RowSpec, *, cached: CachedText | None = None) -> Row:
@@ -185,10 +187,8 @@ class Decoder:
         going = [row for row in self.rows.values() if row.finish_reason is None]
         new = [row for row in going if not row.token_ids]
         decoding = [row for row in going if row.token_ids]
-        for row in new:
-            if row.id not in self._prefilled:  # else another row made that step fail
-                self._prefilled[row.id] = self._prefill(row)
-        outcomes = [self._prefilled[row.id] for row in new]
+        weights = self.stack.shared.stamp() if new else None
+        outcomes = [self._prefilled_by(weights, row) for row in new]
         if decoding and self.rounds is not None:
             # A prefill's token is known when this step ends: its row joins the round after that.
             outcomes += self._land(decoding, ahead=not new)
@@ -299,6 +299,18 @@ class Decoder:
         if seen < outcome.num_committed:
             # Copied: a view would keep all rows of the pass, spare ones too.
             kept.decoded += [s[seen : outcome.num_committed].clone() for s in outcome.exit_states]
+
+    def _prefilled_by(self, weights: object, row: Row) -> Outcome:
+        """A row's prefill by the weights of this stamp; that of an earlier step, if another row
+        made that one fail."""
+        then, outcome = self._prefilled.get(row.id, (None, None))
+        if outcome is None or then != weights:
+            outcome = self._prefill(row)
+        else:
+            elapsed = time.perf_counter() - row.joined
+            outcome = replace(outcome, record=replace(outcome.record, elapsed_seconds=elapsed))
+        self._prefilled[row.id] = weights, outcome
+        return outcome
 
     def _prefill(self, row: Row) -> Outcome:
         began = time.perf_counter()

@@ -1,9 +1,9 @@
 """What is asked of a row: the arguments of ``generate``, checked."""
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict, TypeVar
 
 from torch import Tensor
 
@@ -26,6 +26,16 @@ from layerskip.params import (
 from layerskip.sampling import Processor
 
 MAX_LOGPROBS = 100
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Several(Protocol[T_co]):
+    """A sequence that is no text, which is a sequence of texts, too: ``in`` takes any value."""
+
+    def __contains__(self, value: object, /) -> bool: ...
+    def __getitem__(self, i: int, /) -> T_co: ...
+    def __iter__(self) -> Iterator[T_co]: ...
+    def __len__(self) -> int: ...
 
 
 class GenerateArguments(TypedDict, total=False):

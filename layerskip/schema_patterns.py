@@ -162,7 +162,7 @@ def escaped_char(code: int) -> str:
 
 def _count(digits: str) -> float:
     """Of repetitions; no text is so long that what no float counts is not without end."""
-    return int(digits) if len(digits) <= sys.float_info.dig else math.inf
+    return int(digits) if len(digits.lstrip("0")) <= sys.float_info.dig else math.inf
 
 
 class _Parser:

@@ -1,5 +1,6 @@
 import inspect
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -548,6 +549,10 @@ def test_an_interrupted_pass_leaves_nothing_in_the_cache(wrap, monkeypatch, inte
     assert not cache._both.any()
 
 
+def nothing_follows_8(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores * float("nan") if ids[0, 0] == 8 else scores
+
+
 @pytest.mark.parametrize("grows", [False, True])
 def test_a_row_that_fails_costs_the_others_no_second_prefill(wrap, monkeypatch, grows):
     """Unless a row that joins then makes the cache larger: it takes what is committed alone."""
@@ -556,9 +561,6 @@ def test_a_row_that_fails_costs_the_others_no_second_prefill(wrap, monkeypatch, 
     def counted(ids, *arguments, **settings):
         prefilled.append(tuple(ids[:2]))
         return prefill(ids, *arguments, **settings)
-
-    def nothing_follows_8(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores * float("nan") if ids[0, 0] == 8 else scores
 
     prefill = lm.stack.prefill
     monkeypatch.setattr(lm.stack, "prefill", counted)
@@ -580,6 +582,31 @@ def test_a_row_that_fails_costs_the_others_no_second_prefill(wrap, monkeypatch, 
     assert ids_of(outputs) == ids_of(lm.generate(good, max_new_tokens=9))
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_kept_prefill_is_of_the_weights_that_are_decoded_with(changes):
+    """And the time that it took ends when it is given out."""
+    model = make_model("llama")
+    lm = SelfSpeculativeLM(model, num_draft_tokens=0)
+    settings = {"max_new_tokens": 8, "return_cache": True}
+    batch = lm.open_batch(logits_processor=[nothing_follows_8], **settings)
+    row, bad = batch.add([5, 6, 7] * 5), batch.add([8, 9])
+    with pytest.raises(RowError):
+        batch.step()
+    batch.remove(bad)
+    time.sleep(0.1)
+    if changes:
+        with torch.no_grad():
+            [weight.mul_(1.1) for weight in model.parameters()]
+    (record,) = batch.step()
+    assert record.elapsed_seconds > 0.1
+    while batch.unfinished:
+        batch.step()
+    out, alone = batch.remove(row), lm.generate([5, 6, 7] * 5, **settings)
+    assert out.token_ids == alone.token_ids
+    assert torch.equal(out.cache.keys, alone.cache.keys)
+    lm.generate([5, 6, 7] * 6, cache=out.cache, **settings)
+
+
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_a_fork_that_may_hang_is_told_of_once(toy, monkeypatch, caplog, num_threads):
     lm = SelfSpeculativeLM(toy("llama"), num_draft_tokens=0)
@@ -591,6 +618,15 @@ def test_a_fork_that_may_hang_is_told_of_once(toy, monkeypatch, caplog, num_thre
         lm.generate([5], max_new_tokens=1)
     told = [message for message in caplog.messages if "before this process was forked" in message]
     assert len(told) == num_threads - 1
+
+
+@pytest.mark.parametrize("asked", [lambda lm: lm.controller, lambda lm: lm.warm_up(num_rows=2)])
+def test_a_fork_is_told_of_before_any_pass(toy, monkeypatch, caplog, asked):
+    lm = SelfSpeculativeLM(toy("llama"), plan=PLANS["exit"])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    asked(lm)
+    assert "before this process was forked" in caplog.messages[0]
 
 
 def test_type_checkers_know_every_argument_of_generate():

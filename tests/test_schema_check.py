@@ -360,3 +360,5 @@ def test_a_repetition_that_no_text_reaches_is_one_without_end():
     assert string_pattern(f"^a{{2,{far}}}$", most=3) == string_pattern("^a{2,}$", most=3)
     with pytest.raises(ValueError, match="no text has that length"):
         string_pattern(f"^a{{{far}}}$", most=3)
+    assert string_pattern(f"^a{{2,{3:0>19}}}$") == string_pattern("^a{2,3}$")
+    assert string_pattern(f"^a{{2,{3:0>19}}}$") == string_pattern("^a{2,3}$")
