@@ -134,7 +134,7 @@ class Batch:
             try:
                 with self._in_round:
                     records = self._rows.step() if self._rows is not None else []
-            except RuntimeError:
+            except (RuntimeError, IndexError):  # an id may be gone
                 self._stack.shared.check()  # torch does not say what was done to the model
                 raise
             if self._meter is not None:

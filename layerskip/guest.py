@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from layerskip.draft_head import Projection
+from layerskip.errors import UnsupportedModelError
 from layerskip.layout import Layout
 
 NAME = "layerskip"
@@ -40,6 +41,11 @@ class Lesson:
 
     def append(self, key: Tensor, value: Tensor, layer: int) -> None:
         _, self.num_kv_heads, self.head_dim = key.shape
+        if value.shape != key.shape:  # one cache holds both
+            raise UnsupportedModelError(
+                f"keys and values differ in shape in layer {layer}: {self.head_dim} and "
+                f"{value.shape[-1]} channels a head; layerskip supports equal ones"
+            )
         self._seen = key, value
 
     def seen(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -575,6 +575,25 @@ def test_modules_and_settings_that_change_later_are_not_seen(plain_text):
     assert decode(lm) == plain_text
 
 
+def test_keys_and_values_of_unequal_width_are_refused_in_a_sentence():
+    """StableLM's rotary part of one channel comes back as two: its keys are wider than its values.
+
+    Widths: 4 channels a head, of which ``partial_rotary_factor`` turns one.
+    """
+    config = transformers.StableLmConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        partial_rotary_factor=0.25,
+    )
+    model = transformers.StableLmForCausalLM(config).eval()
+    with pytest.raises(UnsupportedModelError, match="in layer 0: 5 and 4 channels a head"):
+        SelfSpeculativeLM(model, None)
+
+
 @pytest.mark.parametrize("change", ["cast", "half cast", "resized"])
 def test_a_model_cast_or_resized_later_has_to_be_wrapped_again(change):
     model = make_model()
@@ -591,20 +610,24 @@ def test_a_model_cast_or_resized_later_has_to_be_wrapped_again(change):
         check_exact(model, again, "float32" if change == "resized" else "bfloat16")
 
 
-def test_a_model_cast_during_a_batch_takes_no_rows_and_says_why():
+@pytest.mark.parametrize("change", ["cast", "shrunk"])
+def test_a_model_cast_or_shrunk_during_a_batch_takes_no_rows_and_says_why(change):
     model = make_model()
     lm = SelfSpeculativeLM(model, None, PLANS["exit"], num_draft_tokens=4)
     expected = lm.generate(PROMPTS[0], max_new_tokens=COUNT).token_ids
     batch = lm.open_batch(max_new_tokens=COUNT)
     row = batch.add(PROMPTS[0])
     batch.step()
-    model.half()
+    if change == "cast":
+        model.half()
+    else:
+        model.resize_token_embeddings(1, mean_resizing=False)
     message = "the model was moved, cast or resized after it was wrapped; wrap it again"
     with pytest.raises(ValueError, match=message):
         batch.add(PROMPTS[1])
     with pytest.raises(ValueError, match=message) as caught:
         batch.step()
-    assert isinstance(caught.value.__context__, RuntimeError)  # torch's own
+    assert isinstance(caught.value.__context__, RuntimeError | IndexError)  # torch's own
     assert batch.unfinished == [row]
     early = batch.remove(row).token_ids
     assert early == expected[: len(early)]
