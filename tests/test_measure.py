@@ -466,11 +466,11 @@ def test_totals_are_sums_over_requests(full) -> None:
         sum(r[name] for r in own)
         for name in ("num_draft_tokens", "num_accepted_tokens", "num_rounds", "decode_seconds")
     )
-    assert totals.requests == len(own) == 2
+    assert totals.num_requests == len(own) == 2
     assert totals.acceptance_rate == accepted / drafted
     assert totals.mean_accepted_length == 1 + accepted / rounds
     assert totals.tokens_per_second == pytest.approx((20 - 2) / seconds)
-    assert found.tasks["rhyme"]["0"].acceptance_rate is None
+    assert found.to_dict()["tasks"]["rhyme"]["0"]["acceptance_rate"] is None
 
 
 def test_unequal_texts_are_counted(full, tmp_path) -> None:

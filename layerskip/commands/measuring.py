@@ -149,14 +149,14 @@ def _table(summary: "Summary") -> Table:
     shown = new_table(columns, left=("task", "arm"), wrapped=("task",))
     for task, arms in summary.tasks.items():
         for arm, totals in arms.items():
-            rate, speed = totals.acceptance_rate, totals.tokens_per_second
+            drafted, took = totals.num_draft_tokens, totals.decode_seconds
             shown.add_row(
                 cell(task or "(none)"),
                 arm,
-                str(totals.requests),
-                "-" if rate is None else f"{rate:.0%}",
-                "-" if rate is None else f"{totals.mean_accepted_length:.2f}",
-                "-" if speed is None else f"{speed:.0f}",
+                str(totals.num_requests),
+                f"{totals.acceptance_rate:.0%}" if drafted else "-",
+                f"{totals.mean_accepted_length:.2f}" if drafted else "-",
+                f"{totals.tokens_per_second:.0f}" if took else "-",
             )
     return shown
 

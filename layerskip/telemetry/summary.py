@@ -1,59 +1,28 @@
 """A runs folder in short: what each task drafted, accepted and took, by arm."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from layerskip.outputs import DecodeStats
 from layerskip.policy import task_of
 from layerskip.telemetry.buckets import counted_as
 from layerskip.telemetry.runs import REQUEST_FIELDS, REQUESTS, damaged, read_lines, read_run
 
+SUMMED = ("new_tokens", "num_rounds", "num_draft_tokens", "num_accepted_tokens", "decode_seconds")
 
-@dataclass
-class Totals:
-    """Sums over the requests of one task in one arm."""
 
-    requests: int = 0
-    new_tokens: int = 0
-    num_rounds: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    decode_seconds: float = 0.0
-
-    def add(self, request: Mapping[str, Any]) -> None:
-        self.requests += 1
-        self.new_tokens += request["new_tokens"]
-        self.num_rounds += request["num_rounds"]
-        self.num_draft_tokens += request["num_draft_tokens"]
-        self.num_accepted_tokens += request["num_accepted_tokens"]
-        self.decode_seconds += request["decode_seconds"]
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Accepted / drafted; None if nothing was drafted."""
-        drafted = self.num_draft_tokens
-        return self.num_accepted_tokens / drafted if drafted else None
-
-    @property
-    def mean_accepted_length(self) -> float:
-        """1 + accepted / rounds."""
-        return 1.0 + self.num_accepted_tokens / max(1, self.num_rounds)
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens after each request's first, over the time after it; None without any."""
-        later = self.new_tokens - self.requests
-        return later / self.decode_seconds if self.decode_seconds else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return asdict(self) | {
-            "acceptance_rate": self.acceptance_rate,
-            "mean_accepted_length": self.mean_accepted_length,
-            "tokens_per_second": self.tokens_per_second,
-        }
+def _figures(totals: DecodeStats) -> dict[str, Any]:
+    """Ready for JSON; None where nothing was drafted, and where no time was taken."""
+    figures = totals.to_dict()
+    if not totals.num_draft_tokens:
+        figures["acceptance_rate"] = None
+    if not totals.decode_seconds:
+        figures["tokens_per_second"] = None
+    shown = (*SUMMED, "acceptance_rate", "mean_accepted_length", "tokens_per_second")
+    return {"requests": totals.num_requests} | {name: figures[name] for name in shown}
 
 
 @dataclass(frozen=True)
@@ -68,12 +37,12 @@ class Summary:
 
     prompts: int
     equal: int
-    tasks: Mapping[str, Mapping[str, Totals]]
+    tasks: Mapping[str, Mapping[str, DecodeStats]]
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
         tasks = {
-            task: {arm: totals.to_dict() for arm, totals in arms.items()}
+            task: {arm: _figures(totals) for arm, totals in arms.items()}
             for task, arms in self.tasks.items()
         }
         return {"prompts": self.prompts, "equal": self.equal, "tasks": tasks}
@@ -86,7 +55,7 @@ def summarize(folder: str | Path) -> Summary:
         ValueError: the folder is no runs folder, or is damaged.
     """
     run = read_run(folder)
-    tasks: dict[str, dict[str, Totals]] = {}
+    tasks: dict[str, dict[str, DecodeStats]] = {}
     prompts = equal = 0
     path = Path(folder) / REQUESTS
     lines = read_lines(path, REQUEST_FIELDS)
@@ -97,8 +66,9 @@ def summarize(folder: str | Path) -> Summary:
             equal += len({r["tokens_sha256"] for r in requests}) == 1
         for request in requests:
             task = counted_as(task_of(request["labels"], run.get("label")), tasks)
-            arms = tasks.setdefault(task, {arm: Totals() for arm in run["arms"]})
+            arms = tasks.setdefault(task, dict.fromkeys(run["arms"], DecodeStats(num_requests=0)))
             if request["arm"] not in arms:
                 raise damaged(path, f"an arm {request['arm']!r}")
-            arms[request["arm"]].add(request)
+            one = DecodeStats(**{name: request[name] for name in SUMMED})
+            arms[request["arm"]] = DecodeStats.merge((arms[request["arm"]], one))
     return Summary(prompts, equal, tasks)
