@@ -94,6 +94,26 @@ def toy_lab(bench: SimpleNamespace, folder: Path) -> Iterator[Any]:
         )
 
 
+def lab_fixtures(*names: str) -> tuple[Any, Any, Any]:
+    """For a file of tests: these modules, a toy's checkpoint, and a lab that measures it."""
+
+    @pytest.fixture(scope="module")
+    def bench() -> Iterator[SimpleNamespace]:
+        with bench_modules(*names) as modules:
+            yield modules
+
+    @pytest.fixture(scope="module")
+    def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+        return toy_checkpoint(tmp_path_factory.mktemp("toy"), tokenizer)
+
+    @pytest.fixture(scope="module")
+    def lab(bench: SimpleNamespace, folder: Path) -> Iterator[Any]:
+        with toy_lab(bench, folder) as lab:
+            yield lab
+
+    return bench, folder, lab
+
+
 def run(script: ModuleType, arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The script, as the command line starts it."""
     monkeypatch.setattr(sys, "argv", ["script", *arguments])

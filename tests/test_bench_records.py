@@ -4,7 +4,6 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from contextlib import closing, redirect_stdout
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -14,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from benching import REPO, TEXTS, bench_modules, toy_checkpoint, toy_lab
+from benching import REPO, TEXTS, lab_fixtures
 from toys import PLANS, make_model
 
 from layerskip.cli import main
 from layerskip.journal import Journal
 from layerskip.plan import PlanFile
 
-MODULES = (
+bench, folder, lab = lab_fixtures(
     "drift",
     "exactness_table",
     "lab",
@@ -36,23 +35,6 @@ MODULES = (
 )
 TRAFFIC = "--prompts traffic.jsonl --label category"
 DRIFT = "0.8 0 --arms auto,4 --label category"
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[SimpleNamespace]:
-    with bench_modules(*MODULES) as modules:
-        yield modules
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    return toy_checkpoint(tmp_path_factory.mktemp("toy"), tokenizer)
-
-
-@pytest.fixture(scope="module")
-def lab(bench: SimpleNamespace, folder: Path) -> Iterator[Any]:
-    with toy_lab(bench, folder) as lab:
-        yield lab
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,18 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from benching import (
-    BENCH,
-    COST,
-    REPO,
-    TEXTS,
-    TOLD,
-    bench_modules,
-    refuse,
-    suite_options,
-    toy_checkpoint,
-    toy_lab,
-)
+from benching import BENCH, COST, REPO, TEXTS, TOLD, lab_fixtures, refuse, suite_options
 from toys import PLANS, random_ids
 
 from layerskip import SamplingParams, SelfSpeculativeLM
@@ -34,24 +22,9 @@ from layerskip.journal import Journal
 from layerskip.plan import PlanFile
 from layerskip.prompts import Example
 
-MODULES = ("cells", "exactness_table", "lab", "measuring", "modes", "paired", "tasks")
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[SimpleNamespace]:
-    with bench_modules(*MODULES) as modules:
-        yield modules
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    return toy_checkpoint(tmp_path_factory.mktemp("toy"), tokenizer)
-
-
-@pytest.fixture(scope="module")
-def lab(bench: SimpleNamespace, folder: Path) -> Iterator[Any]:
-    with toy_lab(bench, folder) as lab:
-        yield lab
+bench, folder, lab = lab_fixtures(
+    "cells", "exactness_table", "lab", "measuring", "modes", "paired", "tasks"
+)
 
 
 def test_a_cell_s_table_is_measured_over_the_plan_s_draft_vocabulary(

@@ -5,18 +5,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benching import BENCH, REPO, bench_modules, refuse, suite_options, toy_checkpoint, toy_lab
+from benching import BENCH, REPO, lab_fixtures, refuse, suite_options
 
 from layerskip.journal import Journal
 
-MODULES = (
+bench, folder, lab = lab_fixtures(
     "cells",
     "figures",
     "goals",
@@ -36,23 +35,6 @@ FIGURES = {
     "cpu_speedup_vs_hf", "identical_to_own_plain", "identical_to_our_plain", "kv_cache_bytes",
     "peak_memory_bytes", "settings", "seconds_per_token",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[SimpleNamespace]:
-    with bench_modules(*MODULES) as modules:
-        yield modules
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    return toy_checkpoint(tmp_path_factory.mktemp("toy"), tokenizer)
-
-
-@pytest.fixture(scope="module")
-def lab(bench: SimpleNamespace, folder: Path) -> Iterator[Any]:
-    with toy_lab(bench, folder) as lab:
-        yield lab
 
 
 @pytest.fixture(scope="module")
