@@ -24,6 +24,7 @@ from layerskip.dense import windows_of
 from layerskip.draft_head import Projection
 from layerskip.families import position_limit
 from layerskip.layout import Layout, PrefillLayout
+from layerskip.ops import definitions
 from layerskip.packing import LayerWeights
 
 Attend = Callable[[LayerWeights, Tensor, Tensor, Tensor], Tensor]
@@ -43,25 +44,16 @@ class TorchProducts:
         x: Tensor,
         weight: Tensor,
         *,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
         norm_weight: Tensor | None = None,
         eps: float = 1e-6,
+        **added: Any,
     ) -> Tensor:
-        out = F.linear(self._normed(x, norm_weight, eps), weight, bias)
-        return out if residual is None else residual + out
+        return definitions.linear(self._normed(x, norm_weight, eps), weight, **added)
 
     def swiglu(
-        self,
-        x: Tensor,
-        gate_weight: Tensor,
-        up_weight: Tensor,
-        *,
-        norm_weight: Tensor | None = None,
-        eps: float = 1e-6,
+        self, x: Tensor, gate: Tensor, up: Tensor, *, norm_weight: Tensor | None, eps: float
     ) -> Tensor:
-        x = self._normed(x, norm_weight, eps)
-        return F.silu(F.linear(x, gate_weight)) * F.linear(x, up_weight)
+        return definitions.swiglu(self._normed(x, norm_weight, eps), gate, up)
 
     def _normed(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return x if weight is None else self._ops.rms_norm(x, weight, eps=eps)
