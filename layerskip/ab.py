@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from layerskip.ab_result import SIDES, ABResult, Pair, Run, Side
 from layerskip.encoding import Prompt
-from layerskip.outputs import GenerationOutput
 from layerskip.params import (
     AUTO,
     DEFAULT_MAX_NEW_TOKENS,
@@ -201,7 +200,6 @@ def _decoder(
             num_draft_tokens=arm.num_draft_tokens,
             labels=task.labels,
         )
-        assert isinstance(output, GenerationOutput)
         times = [record.elapsed_seconds for record in output.rounds]
         return Run(output.token_ids, times[0], times[-1])
 

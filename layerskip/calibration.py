@@ -21,7 +21,6 @@ from layerskip.ambient import Decoding
 from layerskip.api import SelfSpeculativeLM
 from layerskip.cache import Segment
 from layerskip.model import DecoderStack
-from layerskip.outputs import GenerationOutput
 from layerskip.params import SamplingParams, following_seed
 from layerskip.plan import DraftPlan
 from layerskip.prompts import Example
@@ -87,7 +86,6 @@ def texts_to_draft_along(
         else:
             own = replace(sampling, seed=seed)
             out = lm.generate(prompt, max_new_tokens=room, sampling=own, num_draft_tokens=0)
-            assert isinstance(out, GenerationOutput)
             ids = [*prompt, *out.token_ids]
         # The first token after a prompt comes from the prefill and is never drafted.
         text = Text(tuple(ids[: len(prompt) + room]), len(prompt), seed)

@@ -26,7 +26,7 @@ from layerskip.hf_modes import (
     settings_to_try,
 )
 from layerskip.model import Head
-from layerskip.outputs import DecodeStats, GenerationOutput
+from layerskip.outputs import DecodeStats
 from layerskip.params import SamplingParams, check_bare, check_integer
 from layerskip.prompts import Example, checked_examples
 
@@ -120,7 +120,6 @@ class Comparison:
             num_draft_tokens=num_draft_tokens,
         )
         seconds = time.perf_counter() - began
-        assert isinstance(out, GenerationOutput)
         stats = out.stats
         positions, cache = stats.positions_through_first_layer, stats.kv_cache_bytes
         return ModeRun(out.token_ids, seconds, stats, positions, cache)
