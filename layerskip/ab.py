@@ -21,7 +21,7 @@ from layerskip.params import (
     following_seed,
 )
 from layerskip.policy import Policy
-from layerskip.telemetry.traffic import Traffic
+from layerskip.telemetry.traffic import Request, Traffic
 
 if TYPE_CHECKING:
     from layerskip.api import SelfSpeculativeLM
@@ -68,15 +68,6 @@ class Arm:
                 f"an arm must be 0, a number of draft tokens, 'auto' or a policy file, got {text!r}"
             )
         return cls(Path(text).name, AUTO, Policy.load(text))
-
-
-@dataclass(frozen=True)
-class Task:
-    """A request, ready to decode: where it stood, its token ids and its labels."""
-
-    index: int
-    token_ids: tuple[int, ...]
-    labels: Mapping[str, str]
 
 
 def ab(
@@ -132,8 +123,8 @@ def ab(
 
 
 def run_in_turn(
-    tasks: Sequence[Task],
-    decoders: Mapping[Side, Callable[[Task], Run]],
+    tasks: Sequence[Request],
+    decoders: Mapping[Side, Callable[[Request], Run]],
     repeats: int,
     seed: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -171,8 +162,8 @@ def _order(index: int, repeats: int, seed: int) -> Iterator[Side]:
 
 def _tasks(
     lm: "SelfSpeculativeLM", traffic: Traffic, max_new_tokens: int
-) -> tuple[list[Task], dict[int, str]]:
-    """Requests that fit, and of the others, why not."""
+) -> tuple[list[Request], dict[int, str]]:
+    """Requests that fit, with their token ids; and of the others, why not."""
     tasks, left_out = [], dict[int, str]()
     for request in traffic:
         try:
@@ -180,7 +171,7 @@ def _tasks(
         except (ValueError, TypeError) as error:
             left_out[request.index] = str(error)
             continue
-        tasks.append(Task(request.index, tuple(ids), request.labels))
+        tasks.append(replace(request, prompt=tuple(ids), messages=None))
     if not tasks:
         raise ValueError(f"no prompt could be decoded: {next(iter(left_out.values()))}")
     return tasks, left_out
@@ -188,13 +179,13 @@ def _tasks(
 
 def _decoder(
     lm: "SelfSpeculativeLM", arm: Arm, sampling: SamplingParams, max_new_tokens: int, seed: int
-) -> Callable[[Task], Run]:
+) -> Callable[[Request], Run]:
     following = copy(lm)  # which shares all that it holds
     following.policy = arm.policy
 
-    def decode(task: Task) -> Run:
+    def decode(task: Request) -> Run:
         output = following.generate(
-            task.token_ids,
+            task.prompt,
             max_new_tokens=max_new_tokens,
             sampling=replace(sampling, seed=following_seed(seed, task.index)),
             num_draft_tokens=arm.num_draft_tokens,

@@ -13,13 +13,13 @@ import pytest
 from toys import MAX_POSITIONS, PLANS, make_model, random_ids
 
 from layerskip import Policy, Rule, SamplingParams, SelfSpeculativeLM
-from layerskip.ab import Arm, Task, ab, run_in_turn
+from layerskip.ab import Arm, ab, run_in_turn
 from layerskip.ab_result import ABResult, Pair, Run, Speedup
 from layerskip.bootstrap import LEAST_PROMPTS
 from layerskip.cli import main
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
-from layerskip.telemetry.traffic import Traffic
+from layerskip.telemetry.traffic import Request, Traffic
 
 PLAIN, DRAFT = (Curve((1, 8), (0,), ((s, s),)) for s in (1.0, 0.001))
 COST = CostTable(DRAFT, DRAFT, PLAIN, 0.0, 1, {"threads": 1})
@@ -36,8 +36,8 @@ class Clock:
         self.random = random.Random(seed)
         self.phase, self.calls = 0.0, list[tuple[str, int]]()
 
-    def decoder(self, name: str, pace: float = 1.0) -> Callable[[Task], Run]:
-        def decode(task: Task) -> Run:
+    def decoder(self, name: str, pace: float = 1.0) -> Callable[[Request], Run]:
+        def decode(task: Request) -> Run:
             self.calls.append((name, task.index))
             self.phase += 0.3
             noise = math.exp(self.random.gauss(0.2 * math.sin(self.phase), 0.05))
@@ -50,8 +50,8 @@ class Clock:
         return decode
 
 
-def tasks(count: int) -> list[Task]:
-    return [Task(i, (1, 2), {}) for i in range(count)]
+def tasks(count: int) -> list[Request]:
+    return [Request(i, (1, 2)) for i in range(count)]
 
 
 def pretended(
@@ -164,10 +164,10 @@ def test_differing_tokens_are_said_first_and_where() -> None:
 def test_an_interrupt_gives_the_pairs_so_far(calls: int) -> None:
     clock, left = Clock(1), iter(range(calls))
 
-    def interrupted(name: str) -> Callable[[Task], Run]:
+    def interrupted(name: str) -> Callable[[Request], Run]:
         decode = clock.decoder(name)
 
-        def run(task: Task) -> Run:
+        def run(task: Request) -> Run:
             if next(left, None) is None:
                 raise KeyboardInterrupt
             return decode(task)
