@@ -15,7 +15,6 @@ or an end. What is said of rounds (rows, drafted tokens, prefills) is of all of 
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -203,13 +202,9 @@ def simulate(
             policy: Automatic | Fixed = Fixed(drafted[name])
             if name == "auto":
                 policy = Automatic(costs, stream, loop.shape, seed)
-            loop.run(policy, partial(_report, on_progress, len(cells) * num_requests, total))
+            loop.run(policy, lambda done: on_progress(len(cells) * num_requests + done, total))
             cells.append(loop.cell(name))
     return Simulation(tuple(cells), _crossovers(cells), num_requests, seed)
-
-
-def _report(on_progress: Callable[[int, int], None], before: int, total: int, done: int) -> None:
-    on_progress(before + done, total)
 
 
 def most_drafted(policy: str) -> int:
