@@ -242,7 +242,7 @@ class DenseModel:
     softcap = sinks = None
     probed = (0,)
 
-    def __init__(self, model: Any, *, exact: bool = True) -> None:
+    def __init__(self, model: Any, *, exact: bool) -> None:
         self._body, self._lm_head = model.model, model.lm_head
         self._layers = [DenseLayer(layer, i) for i, layer in enumerate(self._body.layers)]
         first = self._layers[0]

@@ -28,7 +28,7 @@ class DeviceRound:
     """
 
     def __init__(
-        self, stack: PackedStack, plan: DraftPlan | None, vocab_ids: Tensor | None = None
+        self, stack: PackedStack, plan: DraftPlan | None, vocab_ids: Tensor | None
     ) -> None:
         self.stack, self._vocab_ids = stack, vocab_ids
         depth = plan.shared_depth if plan is not None else 0

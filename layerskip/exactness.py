@@ -286,9 +286,7 @@ def _middles(block: int) -> range:
     return range(block // 2 - 1, SLOTS_OF_PROBE, block)
 
 
-def rows_agree(
-    stack: "DecoderStack", size: int, reference: int, product_rows: int = MAX_PASS_ROWS
-) -> bool:
+def rows_agree(stack: "DecoderStack", size: int, reference: int, product_rows: int) -> bool:
     """Whether a pass of ``size`` tokens gives the bits of passes of ``reference`` tokens.
 
     One layer of each kind and the head, on several draws of tokens, as one sequence and as two

@@ -287,7 +287,7 @@ class AdaptedHead:
         head: nn.Linear,
         finish: Finish,
         at_once: int | None,
-        part: DraftHead | None = None,
+        part: DraftHead | None,
     ) -> None:
         self._adapter, self._head, self._finish = adapter, head, finish
         self._at_once, self.part = at_once, part

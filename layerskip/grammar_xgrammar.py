@@ -164,7 +164,7 @@ class XGrammarMatcher:
         forces: whether forced text is looked for.
     """
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary, *, forces: bool = True) -> None:
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, *, forces: bool) -> None:
         self._matcher, self._vocabulary, self._forces = matcher, vocabulary, forces
         words = -(-(len(vocabulary.text) + 1) // 32)
         self._row = torch.zeros(1, words, dtype=torch.int32, device="cpu")

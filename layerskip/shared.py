@@ -42,7 +42,7 @@ class SharedWeights:
         may_move: whether decoding finds weights whose values lie elsewhere by now.
     """
 
-    def __init__(self, owner: nn.Module, twin: nn.Module, *, may_move: bool = True) -> None:
+    def __init__(self, owner: nn.Module, twin: nn.Module, *, may_move: bool) -> None:
         self._weights = list(_weights(twin))
         self._fixed = None if may_move else _addresses(self._weights)
         self._kinds = _kinds(self._weights)

@@ -42,10 +42,10 @@ class Speculator:
         self,
         drafter: EarlyExitDrafter | None,
         *,
-        looks_up: bool = False,
-        store: LookupStore | None = None,
-        free_rows: int = 1,
-        head: DraftHead | None = None,
+        looks_up: bool,
+        store: LookupStore | None,
+        free_rows: int,
+        head: DraftHead | None,
     ) -> None:
         self.drafter = drafter
         self.controller: Controller | None = None

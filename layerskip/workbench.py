@@ -20,7 +20,7 @@ KEPT = 2  # of those that nobody decodes with
 
 
 def open_bench(
-    stack: DecoderStack, plan: DraftPlan | None, head: DraftHead | None = None
+    stack: DecoderStack, plan: DraftPlan | None, head: DraftHead | None
 ) -> "tuple[Workbench | None, str]":
     """What lets a stack's device run rounds by itself, or None; and one sentence for ``info``.
 
@@ -130,7 +130,7 @@ class Workbench:
         return make()
 
     def _over(
-        self, cache: KVCache, recordings: Recordings | None = None, seats: Seats | None = None
+        self, cache: KVCache, recordings: Recordings | None, seats: Seats | None = None
     ) -> Rounds:
         if recordings is None:
             recordings = Recordings(self._make_recorder())

@@ -47,7 +47,7 @@ STYLES = {
 }
 
 
-def print_text(console: "Console", text: str, style: str = "") -> None:
+def print_text(console: "Console", text: str, style: str) -> None:
     """Text as it is. As a string rich would take it for markup, wrap it and expand its tabs."""
     console.print(Segments([Segment(text, Style.parse(style))]), end="", soft_wrap=True)
 

@@ -143,8 +143,8 @@ def row_chart(
     rows: Sequence[Row],
     axis: Axis,
     *,
-    legend: Sequence[str] = (),
-    line_at: float | None = None,
+    legend: Sequence[str],
+    line_at: float | None,
 ) -> Chart:
     """Rows one under the other, each with its label above its spans and marks.
 

@@ -108,7 +108,7 @@ class _Open:
 class WatchedBucket:
     """A bucket that learns its baseline, then is watched."""
 
-    def __init__(self, name: str, *, labelled: bool = False) -> None:
+    def __init__(self, name: str, *, labelled: bool) -> None:
         self.name, self.labelled = name, labelled
         self._open: dict[str, _Open] = {}
         self._alarms: dict[Direction, int] = {"down": 0, "up": 0}

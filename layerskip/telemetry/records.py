@@ -73,7 +73,7 @@ class MeasuredRun:
         return self.content.get("label")
 
 
-def measured_run(folder: str | Path, arm: str | None = None) -> MeasuredRun:
+def measured_run(folder: str | Path, arm: str | None) -> MeasuredRun:
     """A runs folder that ``layerskip measure`` wrote.
 
     Args:
