@@ -104,10 +104,12 @@ class GraphRecorder:
     def _warm_up(self, function: Function) -> None:
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            for _ in range(WARM_UPS):
-                function()
-        here.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(WARM_UPS):
+                    function()
+        finally:  # what the caller does next comes after what was started, if it was interrupted
+            here.wait_stream(self._stream)
         torch.cuda.synchronize()
 
     def _capture(self, function: Function) -> Graph:

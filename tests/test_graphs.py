@@ -298,6 +298,24 @@ def test_a_capture_that_fails_costs_no_stream_and_no_later_one(cuda):
     assert [graph.num_bytes for graph in kept] == [100, 100, 0]
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_what_a_warm_up_started_is_waited_for_if_it_ends_early(cuda, monkeypatch, error):
+    """Else the caller would go on beside it: a round that was started would still be running."""
+    recorder, here, waits, calls = GraphRecorder(torch.device("cuda")), cuda.here, [], []
+    monkeypatch.setattr(Stream, "wait_stream", lambda *streams: waits.append(streams))
+
+    def function():
+        calls.append(cuda.here)
+        if len(calls) == 2:
+            raise error
+
+    with pytest.raises((KeyboardInterrupt, RecordingError)):
+        recorder.record(function)
+    side = calls[0]
+    assert side is not here
+    assert waits == [(side, here), (here, side)]
+
+
 def test_threads_capture_one_after_another(cuda):
     recorders = [GraphRecorder(torch.device("cuda")) for _ in range(2)]
 
