@@ -11,16 +11,17 @@ Roundings are those of the operations. In bf16 they are not all where transforme
 tables stay in float32, and OLMo 2's norm rounds before its weight as the others do.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from layerskip.cache import KVCache
-from layerskip.dense import windows_of
+from layerskip.dense import unhooked, windows_of
 from layerskip.draft_head import Projection
 from layerskip.families import position_limit
 from layerskip.layout import Layout, PrefillLayout
@@ -78,6 +79,7 @@ class PackedModel:
         self.ops, self._torch = ops, TorchProducts(ops)
         config = model.config
         self._body = model.model
+        self._embedding = _embedding_of(self._body.embed_tokens)
         self.windows = windows_of(model)
         self.layers = [
             LayerWeights.of(layer, i, window)
@@ -103,7 +105,7 @@ class PackedModel:
 
     def embed(self, ids: Tensor) -> Tensor:
         """``(tokens,)`` int64 -> ``(tokens, width)``."""
-        hidden = self._body.embed_tokens(ids)
+        hidden = self._embedding(ids)
         return hidden if self.embedding_scale == 1.0 else hidden * self.embedding_scale
 
     def layer(self, index: int, hidden: Tensor, products: Any, attend: Attend) -> Tensor:
@@ -227,6 +229,14 @@ def prompt_attention(q: Tensor, layout: PrefillLayout, w: LayerWeights) -> Tenso
         enable_gqa=q.shape[1] != keys.shape[1],
     )
     return out[0].transpose(0, 1)
+
+
+def _embedding_of(module: Any) -> Callable[[Tensor], Tensor]:
+    """What embeds as a module does. A plain one's weight is held where it is, as recorded rounds
+    know its address: the module's may be moved while they run."""
+    if type(module) is nn.Embedding and module.max_norm is None and unhooked(module):
+        return functools.partial(F.embedding, weight=module.weight.detach())
+    return cast(nn.Module, module)
 
 
 def _rope_tables(body: Any, num_positions: int) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,15 @@
 
 import copy
 import functools
+import gc
 import itertools
 import types
 
 import pytest
 import torch
 from snapshots import hf_text
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import VOCAB_SIZE, random_ids
@@ -23,6 +26,7 @@ from layerskip.ops import registry
 from layerskip.ops.build import KernelBuildError
 from layerskip.ops.kernels import KernelOps
 from layerskip.packed import SLOT_BLOCK, Noise, PackedStack, open_stack, why_general
+from layerskip.packed_forward import _embedding_of
 from layerskip.packing import FAMILIES, kernels_lack
 from layerskip.row import RowSpec
 from layerskip.sampling import Sampler
@@ -320,6 +324,51 @@ def test_weights_that_lie_elsewhere_are_refused():
     model.double().half()  # as to another device and back
     with pytest.raises(ValueError, match="moved, cast or resized after it was wrapped; wrap it"):
         stack.new_cache(num_rows=1, num_slots=8)
+
+
+@torch.inference_mode()
+def test_a_model_that_is_moved_leaves_recorded_rounds_what_they_read():
+    """Graphs know addresses: what lies there must not be given to anybody else."""
+    with torch.inference_mode(mode=False):
+        model = make_toy("llama", tie_word_embeddings=False)
+        pack_model(model)
+        stack = PackedStack(model)
+    expected = stack.embed([1, 2, 3])
+    refs = {n: StorageWeakRef(p.untyped_storage()) for n, p in model.named_parameters()}
+    with torch.inference_mode(mode=False):
+        model.double()
+    gc.collect()
+    assert [name for name, ref in refs.items() if ref.expired()] == []
+    assert torch.equal(stack.embed([1, 2, 3]), expected)
+
+
+class Doubled(nn.Embedding):
+    def forward(self, ids):
+        return 2 * super().forward(ids)
+
+
+def hooked_embedding():
+    embedding = nn.Embedding(9, 4)
+    embedding.register_forward_hook(lambda _, __, out: 2 * out)
+    return embedding
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.Embedding(9, 4, padding_idx=1),
+        lambda: nn.Embedding(9, 4, max_norm=0.1),
+        lambda: Doubled(9, 4),
+        hooked_embedding,
+    ],
+)
+@torch.no_grad()
+def test_an_embedding_that_does_more_than_look_up_does_it(build):
+    embedding, ids = build(), torch.tensor([1, 0, 8, 1])
+    embed = _embedding_of(embedding)
+    assert torch.equal(embed(ids), embedding(ids))
+    embedding.weight.mul_(3)
+    assert torch.equal(embed(ids), embedding(ids))
 
 
 def test_a_guest_keeps_its_weights_and_the_general_stack():
