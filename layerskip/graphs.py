@@ -98,8 +98,7 @@ class GraphRecorder:
                 return self._capture(function)
         except RuntimeError as error:  # out of memory is one, too
             self._sharing.clear()  # torch may hold their pool for one that is still being captured
-            reason = str(error).strip().partition("\n")[0]
-            raise RecordingError(f"CUDA could not capture a round: {reason}") from error
+            raise RecordingError(f"CUDA could not capture a round: {_first_line(error)}") from error
 
     def _warm_up(self, function: Function) -> None:
         here = torch.cuda.current_stream()
@@ -219,6 +218,7 @@ class Recordings:
         self._kept: dict[Hashable, Recording] = {}
         self._unrecorded: set[Hashable] = set()
         self._asked: Counter[Hashable] = Counter()
+        self._ran: set[Hashable] = set()
         self.num_bytes = 0
         self.reason = self._warned = ""
 
@@ -260,13 +260,16 @@ class Recordings:
         return self.num_bytes > self._limit
 
     def prepare(self, key: Hashable, function: Function) -> None:
-        """Record ``function`` under ``key`` unless that was tried."""
+        """Record ``function`` under ``key`` unless that was tried. What a dear one makes at its
+        first use, no capture may: if it has not run yet, it does before."""
         if key in self:
             return
         if self.full:
             self._give_up(key, self.reason)
             return
         try:
+            if self.dear and key not in self._ran:
+                self._try_out(key, function)
             recording = self._recorder.record(function)
         except RecordingError as error:
             self._give_up(key, str(error))
@@ -286,19 +289,33 @@ class Recordings:
             self._kept[key].replay()
         else:
             function()
+            self._ran.add(key)
 
     def clear(self) -> None:
         """Drop all recordings: the memory that they know is not in use any more."""
         self._kept.clear()
         self._unrecorded.clear()
         self._asked.clear()
+        self._ran.clear()
         self.num_bytes, self.reason = 0, ""
+
+    def _try_out(self, key: Hashable, function: Function) -> None:
+        """Run what nothing depends on yet: if there is no memory for it, others go on."""
+        try:
+            function()
+        except RuntimeError as error:
+            raise RecordingError(f"a round could not run: {_first_line(error)}") from error
+        self._ran.add(key)
 
     def _give_up(self, key: Hashable, reason: str) -> None:
         self._unrecorded.add(key)
         if reason != self._warned:  # not again for every memory that they are tried over
             logger.warning("this runs without a graph: %s", reason)
         self.reason = self._warned = reason
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def taped(function: Function) -> Tape:

@@ -89,7 +89,6 @@ class RecordedPasses(Passes):
             self.stack.choose(hidden, None, vocab_ids)
 
         if shape not in self._recordings:
-            function()  # what is made at first use
             self._recordings.prepare(shape, function)
             if self._recordings.reason:
                 raise RecordingError(self._recordings.reason)

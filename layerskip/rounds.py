@@ -136,7 +136,7 @@ class Rounds:
             if self.recordings.full or time.perf_counter() - began > seconds:
                 break
             if shape not in self.recordings:
-                self._record(shape, has_run=False)
+                self._record(shape)
         return len(self.recordings)
 
     def has_room(self, num_rows: int, num_slots: int) -> bool:
@@ -291,7 +291,7 @@ class Rounds:
         due = self.recordings.due(shape, waits=waits)
         if due and (instead is None or not self.recordings.dear or self._allowance.affords):
             began = time.perf_counter()
-            self._record(shape, has_run=instead is None)
+            self._record(shape)
             if instead is not None:
                 self._allowance.spend(time.perf_counter() - began)
         return shape if instead is None or self.recordings.has(shape) else instead
@@ -326,13 +326,11 @@ class Rounds:
                 self.seats.most[at].fill_(choice.num_draft_tokens)
                 self._most[at] = choice.num_draft_tokens
 
-    def _record(self, shape: Shape, *, has_run: bool) -> None:
+    def _record(self, shape: Shape) -> None:
         """While no row takes part: a round of none changes nothing, however often it runs."""
         left = self.seats.num_left.clone()
         self.seats.num_left.zero_()
         try:
-            if not has_run:  # kernels are loaded where they first run, which no capture may do
-                self._round(shape)()
             self.recordings.prepare(shape, self._round(shape))
         finally:
             self.seats.num_left.copy_(left)

@@ -140,6 +140,37 @@ def test_what_comes_up_again_is_recorded():
     assert not recordings.due("a"), "over other memory it is counted anew"
 
 
+def test_what_is_dear_has_run_before_it_is_recorded():
+    """No matter how often it was asked for: something else may have run in its place."""
+    ran = []
+
+    class Recorder(Sized):
+        def record(self, function):
+            ran.append("recorded")
+            return super().record(function)
+
+    recordings = Recordings(Recorder(10, patience=2))
+    assert [recordings.due("a") for _ in range(3)] == [False, False, True]
+    recordings.prepare("a", lambda: ran.append("a"))
+    assert ran == ["a", "recorded"]
+    recordings.run("b", lambda: ran.append("b"))
+    recordings.prepare("b", lambda: ran.append("b"))
+    assert ran[2:] == ["b", "recorded"]
+
+
+def test_what_has_no_memory_to_run_is_not_recorded(caplog):
+    def function():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512 MiB.\nGPU 0 has")
+
+    recorder = Sized(10, patience=2)
+    recordings = Recordings(recorder)
+    recordings.prepare("a", function)
+    assert ("a" in recordings, recordings.has("a"), recorder.made) == (True, False, 0)
+    reason = "a round could not run: CUDA out of memory. Tried to allocate 512 MiB."
+    assert recordings.reason == reason
+    assert caplog.messages == [f"this runs without a graph: {reason}"]
+
+
 def test_what_cannot_be_recorded_is_not_tried_again():
     recordings = Recordings(Sized(10, unfit=(print,)))
     assert recordings.due("u")

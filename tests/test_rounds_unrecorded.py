@@ -5,7 +5,18 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from device_rounds import EXIT, PROMPTS, Scripted, decode, decoder_of, finish, spec
+import torch
+from device_rounds import (
+    EXIT,
+    PROMPTS,
+    SAMPLED,
+    Scripted,
+    assert_same,
+    decode,
+    decoder_of,
+    finish,
+    spec,
+)
 from toys import random_ids
 
 from layerskip.controller import Controller
@@ -101,6 +112,54 @@ def test_where_nothing_is_recorded_texts_decode_plainly_until_that_is(stack, row
     finish(decoder)
     assert ran[:3] == [(5, False)] * 2 + [(5, True)]
     assert max(count for count, _ in told_of(row)) == 5
+
+
+def test_a_round_that_finds_no_memory_leaves_texts_to_the_recorded_one(stack, monkeypatch):
+    """It was to be recorded in the place of a plain one, which runs on: tokens are the same, drawn
+    by the same noise, and what is in the cache."""
+    call = DeviceRound.__call__
+
+    def calling(function, shape, *others):
+        call(function, shape, *others)  # as far as it may come
+        if shape.num_draft_tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512 MiB.")
+
+    monkeypatch.setattr(DeviceRound, "__call__", calling)
+    bench = Workbench(stack, EXIT, lambda: RepeatingRecorder(2))
+    decoder = decoder_of(stack, bench, controller=Scripted(3), num_slots=128)
+    ran = runs_of(decoder, monkeypatch)
+    given = [spec(p, SAMPLED, k="auto", limit=60) for p in PROMPTS[:2]]
+    rows = decode(decoder, *given)
+    assert {count for count, _ in ran} == {0}
+    assert decoder.rounds.recordings.num_tried > len(decoder.rounds.recordings)
+    slow = decoder_of(stack, controller=Scripted(0), num_slots=128)
+    assert_same(decoder, slow, rows, decode(slow, *given))
+
+
+def test_a_round_runs_before_it_is_recorded_however_often_it_was_asked_for(stack, monkeypatch):
+    """Here a plain one runs in its place, and then a request asks for it by number."""
+    done, call = [], DeviceRound.__call__
+
+    def calling(function, shape, *others):
+        done.append(shape)
+        call(function, shape, *others)
+
+    class Recorder(RepeatingRecorder):
+        def record(self, function):
+            before = Counter(done)
+            recording = super().record(function)
+            (shape,) = (Counter(done) - before).keys()
+            recorded.append((shape.num_draft_tokens, before[shape] > 0))
+            return recording
+
+    recorded = []
+    monkeypatch.setattr(DeviceRound, "__call__", calling)
+    bench = Workbench(stack, EXIT, lambda: Recorder(2))
+    decoder = decoder_of(stack, bench, controller=Scripted(3), num_slots=128)
+    (row,) = decode(decoder, spec(PROMPTS[0], k="auto", limit=12))
+    decoder.leave(row.id)
+    decode(decoder, spec(PROMPTS[1], k=3, limit=20))
+    assert recorded == [(0, True), (3, True)]
 
 
 def test_drafts_are_the_host_s_where_nothing_can_be_recorded(stack, monkeypatch):
