@@ -30,6 +30,9 @@ PATIENCE = 2
 # Of the time of rounds, what recordings of drafts may take while others can run in their place; and
 # what may be saved up, so that a long run without any is not followed by a long wait.
 RECORDING_SHARE, MOST_SAVED = 0.05, 0.2
+# A capture may fail for what others do at that moment: it is made once more, when what it is of has
+# come up so many times more.
+TRIED_AGAIN_AFTER = 64
 LIMIT_BYTES = 1 << 30
 # A capture begins by waiting for the device and freeing what torch's cache holds, which spoils one
 # that another thread has under way, over any model: torch allows one at a time in a process.
@@ -211,19 +214,20 @@ class Recordings:
     Attributes:
         reason: why a function can't be recorded; "" if none was refused.
         num_bytes: kept now; above the limit by what the one took that was refused for it.
+        num_tried: recordings that were made or refused.
     """
 
     def __init__(self, recorder: Recorder, *, limit_bytes: int = LIMIT_BYTES) -> None:
         self._recorder, self._limit = recorder, limit_bytes
         self._kept: dict[Hashable, Recording] = {}
-        self._unrecorded: set[Hashable] = set()
+        self._unrecorded: dict[Hashable, bool] = {}  # and whether that is tried once more
         self._asked: Counter[Hashable] = Counter()
         self._ran: set[Hashable] = set()
-        self.num_bytes = 0
+        self.num_bytes = self.num_tried = 0
         self.reason = self._warned = ""
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether ``key`` runs as it always will: nothing is left to record."""
+        """Whether ``key`` runs as it will, for long at least: a recording was made, or refused."""
         return key in self._kept or key in self._unrecorded
 
     def has(self, key: Hashable) -> bool:
@@ -236,18 +240,13 @@ class Recordings:
         Args:
             waits: so many times as patiently, where something else can run in its place.
         """
-        if key in self:
+        if self._is_settled(key):
             return False
         self._asked[key] += 1
         return self._asked[key] > waits * self._recorder.patience
 
     def __len__(self) -> int:
         return len(self._kept)
-
-    @property
-    def num_tried(self) -> int:
-        """Keys for which nothing is left to record."""
-        return len(self._kept) + len(self._unrecorded)
 
     @property
     def dear(self) -> bool:
@@ -260,10 +259,11 @@ class Recordings:
         return self.num_bytes > self._limit
 
     def prepare(self, key: Hashable, function: Function) -> None:
-        """Record ``function`` under ``key`` unless that was tried. What a dear one makes at its
-        first use, no capture may: if it has not run yet, it does before."""
-        if key in self:
+        """Record ``function`` under ``key`` unless that was tried, or failed twice. What a dear one
+        makes at its first use, no capture may: if it has not run yet, it does before."""
+        if self._is_settled(key):
             return
+        self.num_tried += 1
         if self.full:
             self._give_up(key, self.reason)
             return
@@ -272,11 +272,14 @@ class Recordings:
                 self._try_out(key, function)
             recording = self._recorder.record(function)
         except RecordingError as error:
-            self._give_up(key, str(error))
+            self._give_up(key, str(error), again=key not in self._unrecorded)
             return
         taken = self.num_bytes + recording.num_bytes
         if taken <= self._limit:
             self._kept[key], self.num_bytes = recording, taken
+            self._unrecorded.pop(key, None)
+            if not self._unrecorded:
+                self.reason = ""
             return
         those = "a recorded round keeps"
         if self._kept:  # with them it keeps what it took; alone it goes, and that with it
@@ -307,8 +310,14 @@ class Recordings:
             raise RecordingError(f"a round could not run: {_first_line(error)}") from error
         self._ran.add(key)
 
-    def _give_up(self, key: Hashable, reason: str) -> None:
-        self._unrecorded.add(key)
+    def _is_settled(self, key: Hashable) -> bool:
+        """Whether nothing is left to record."""
+        return key in self._kept or not self._unrecorded.get(key, True)
+
+    def _give_up(self, key: Hashable, reason: str, *, again: bool = False) -> None:
+        self._unrecorded[key] = again
+        if again:
+            self._asked[key] -= TRIED_AGAIN_AFTER
         if reason != self._warned:  # not again for every memory that they are tried over
             logger.warning("this runs without a graph: %s", reason)
         self.reason = self._warned = reason

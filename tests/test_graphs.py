@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from layerskip.graphs import (
+    TRIED_AGAIN_AFTER,
     GraphRecorder,
     HostWorkError,
     RecordingError,
@@ -176,6 +177,31 @@ def test_what_cannot_be_recorded_is_not_tried_again():
     assert recordings.due("u")
     recordings.prepare("u", print)
     assert not recordings.due("u")
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+def test_a_recording_that_failed_is_tried_once_more_and_later(fails, caplog):
+    class Failing(Sized):
+        def record(self, function):
+            times.append(len(asked))
+            if len(times) <= fails:
+                raise RecordingError("spoilt")
+            return super().record(function)
+
+    times, asked = [], []
+    recordings = Recordings(Failing(10, patience=2))
+    for _ in range(300):
+        asked.append("a")
+        if recordings.due("a"):
+            tried = recordings.num_tried
+            recordings.prepare("a", lambda: None)
+            assert recordings.num_tried == tried + 1, "as rounds are told not to learn of it"
+        recordings.run("a", lambda: None)
+        assert ("a" in recordings) == (len(times) > 0)
+    assert times == [3, 3 + TRIED_AGAIN_AFTER]
+    assert recordings.has("a") == (fails < 2)
+    assert recordings.reason == ("spoilt" if fails == 2 else "")
+    assert caplog.messages == ["this runs without a graph: spoilt"]
 
 
 def test_what_finds_no_room_runs_as_it_is_and_nothing_is_dropped_for_it():
