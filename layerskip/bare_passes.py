@@ -13,6 +13,7 @@ from layerskip.cache import Segment
 from layerskip.cost import DRAFTS_IN_A_ROW, NUM_SEQUENCES
 from layerskip.draft_head import DraftHead
 from layerskip.exactness import MAX_PASS_ROWS
+from layerskip.graphs import wait_for
 from layerskip.model import DecoderStack
 from layerskip.params import SamplingParams
 from layerskip.plan import DraftPlan
@@ -267,16 +268,12 @@ class Passes:
         self.samplers[kind].forget_before(self.drawn)
 
     def _timed(self, run: Callable[[], object], times: int = 1) -> Timing:
-        self._wait()
+        wait_for(self.stack.device)
         began, worked = time.perf_counter(), time.thread_time()
         for _ in range(times):
             run()
-        self._wait()
+        wait_for(self.stack.device)
         return (time.perf_counter() - began) / times, (time.thread_time() - worked) / times
-
-    def _wait(self) -> None:
-        if self.stack.device.type == "cuda":
-            torch.cuda.synchronize(self.stack.device)
 
 
 def shuffled(points: Sequence[Point], order: random.Random) -> list[Point]:

@@ -14,6 +14,7 @@ from layerskip.ambient import Decoding
 from layerskip.api import SelfSpeculativeLM
 from layerskip.bootstrap import bootstrap_interval
 from layerskip.cache import Segment
+from layerskip.graphs import wait_for
 from layerskip.hf_modes import (
     DEFAULT_EARLY_EXIT,
     PROMPT_LOOKUP_TOKENS,
@@ -189,8 +190,7 @@ class Comparison:
             hidden = stack.embed([1] * num_tokens)
             segment = Segment(0, context, num_tokens)
             head(stack.run_layers(hidden, layers, cache, [segment]))
-            if stack.device.type == "cuda":
-                torch.cuda.synchronize(stack.device)
+            wait_for(stack.device)
             return time.perf_counter() - began
 
         with Decoding():

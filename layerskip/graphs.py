@@ -10,7 +10,8 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,9 +35,6 @@ RECORDING_SHARE, MOST_SAVED = 0.05, 0.2
 # come up so many times more.
 TRIED_AGAIN_AFTER = 64
 LIMIT_BYTES = 1 << 30
-# A capture begins by waiting for the device and freeing what torch's cache holds, which spoils one
-# that another thread has under way, over any model: torch allows one at a time in a process.
-ONE_CAPTURE = threading.Lock()
 Function = Callable[[], None]
 Tape = list[tuple[Any, ...]]
 
@@ -47,6 +45,48 @@ class RecordingError(RuntimeError):
 
 class HostWorkError(AssertionError):
     """A function that is to be recorded asked the host something, or did not repeat itself."""
+
+
+class OneAtATime:
+    """What one thread of a process does at a time, and no signal's handler in the middle of it.
+
+    A capture begins by waiting for the device and freeing what torch's cache holds, which spoils
+    one that another thread has under way, over any model: torch allows one at a time.
+    """
+
+    def __init__(self) -> None:
+        # At a plain lock a handler would wait for the very code that waits for the handler.
+        self._lock, self._busy = threading.RLock(), False
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Have it.
+
+        Raises:
+            RuntimeError: this thread has it already.
+        """
+        with self._lock:
+            if self._busy:
+                raise RuntimeError(
+                    "this thread is capturing a CUDA graph: a signal's handler cannot decode in "
+                    "the middle of that; let it set a flag"
+                )
+            try:
+                self._busy = True
+                yield
+            finally:
+                self._busy = False
+
+
+ONE_CAPTURE = OneAtATime()
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done what it was given, if it is a GPU; and until no capture of
+    another thread is under way, which that would spoil."""
+    if device.type == "cuda":
+        with ONE_CAPTURE.turn():
+            torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,13 +132,17 @@ class GraphRecorder:
 
         Raises:
             RecordingError: it cannot be recorded; the message is the reason.
+            RuntimeError: it is called in the middle of another recording, by a signal's handler.
         """
+        with ONE_CAPTURE.turn(), torch.cuda.device(self._device):
+            return self._record(function)
+
+    def _record(self, function: Function) -> Graph:
         try:
-            with ONE_CAPTURE, torch.cuda.device(self._device):
-                if not self._warm:  # the stream; a function's own first use was where it ran
-                    self._warm_up(function)
-                    self._warm = True
-                return self._capture(function)
+            if not self._warm:  # the stream; a function's own first use was where it ran
+                self._warm_up(function)
+                self._warm = True
+            return self._capture(function)
         except RuntimeError as error:  # out of memory is one, too
             self._sharing.clear()  # torch may hold their pool for one that is still being captured
             raise RecordingError(f"CUDA could not capture a round: {_first_line(error)}") from error

@@ -14,6 +14,7 @@ from layerskip.graphs import (
     RecordingError,
     Recordings,
     RepeatingRecorder,
+    wait_for,
 )
 
 
@@ -280,7 +281,7 @@ class Cuda:
     def empty_cache(self):
         self.pools = {pool: size for pool, size in self.pools.items() if len(self.users[pool])}
 
-    def synchronize(self):
+    def synchronize(self, device=None):
         if self.capturing:
             self.spoilt.set()
 
@@ -391,4 +392,40 @@ def test_threads_capture_one_after_another(cuda):
     recorders[0].record(function)
     threads[0].join(timeout=60)
     assert not threads[0].is_alive()
+    assert not cuda.spoilt.is_set()
+
+
+def test_a_signal_s_handler_that_decodes_during_a_recording_is_told_so(cuda):
+    """It would wait for a lock that its own thread has. The recording goes on without it."""
+    recorder, told = GraphRecorder(torch.device("cuda")), []
+
+    def function():
+        if not told:
+            told.append("called")
+            with pytest.raises(RuntimeError, match="capturing a CUDA graph: a signal's handler"):
+                GraphRecorder(torch.device("cuda")).record(lambda: told.append("recorded"))
+
+    thread = threading.Thread(target=recorder.record, args=(function,), daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert told == ["called"]
+    captured(cuda, recorder, 100)
+
+
+def test_who_waits_for_the_device_spoils_no_capture(cuda):
+    def function():
+        if cuda.capturing:
+            thread.start()
+            assert begun.wait(timeout=60)
+            cuda.spoilt.wait(timeout=0.2)
+
+    def another():
+        begun.set()
+        wait_for(torch.device("cuda"))
+
+    begun, thread = threading.Event(), threading.Thread(target=another)
+    GraphRecorder(torch.device("cuda")).record(function)
+    thread.join(timeout=60)
+    assert not thread.is_alive()
     assert not cuda.spoilt.is_set()
