@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from layerskip.ops.build import KernelBuildError, arch_for, compile_kernel
+from layerskip.ops.build import Cubin, KernelBuildError, arch_for, compile_kernel
 
 Dim3 = tuple[int, int, int]
 Argument = (
@@ -75,7 +75,8 @@ class DriverLauncher:
         folder: of the sources; ours if None.
 
     Raises:
-        KernelBuildError: there are no kernels for this device, or no bindings of the driver.
+        KernelBuildError: there are no kernels for this device, no bindings of the driver, or the
+            driver cannot load what was compiled.
         RuntimeError: a CUDA graph is being captured.
     """
 
@@ -107,9 +108,7 @@ class DriverLauncher:
             torch.zeros(1, device="cuda")  # makes torch's context the current one
             (self._context,) = self._call("cuCtxGetCurrent")
             for name, cubin in zip(names, cubins, strict=True):
-                (module,) = self._call("cuModuleLoadData", cubin.image)
-                found = self._call("cuModuleGetFunction", module, cubin.symbol.encode())
-                self._functions[name] = found[0]
+                self._functions[name] = self._loaded(cubin)
         self._smem: dict[str, int] = {}
         self._asking = threading.Lock()
         self._overlap = self.why_no_overlap is None
@@ -119,6 +118,14 @@ class DriverLauncher:
         self._config = functools.lru_cache(KEPT_CONFIGS)(
             functools.partial(early_config, self._driver)
         )
+
+    def _loaded(self, cubin: Cubin) -> Any:
+        try:
+            (module,) = self._call("cuModuleLoadData", cubin.image)
+            (function,) = self._call("cuModuleGetFunction", module, cubin.symbol.encode())
+        except RuntimeError as error:  # as of a driver that is older than the compiler
+            raise KernelBuildError(f"the kernels cannot be loaded: {error}") from error
+        return function
 
     @property
     def why_no_overlap(self) -> str | None:

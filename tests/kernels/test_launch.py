@@ -12,6 +12,7 @@ import torch
 from emulator import argument_codes, pack_arguments
 from needs import need
 
+from layerskip import packed
 from layerskip.ops import launch
 from layerskip.ops.build import Cubin, KernelBuildError
 from layerskip.ops.launch import DriverLauncher
@@ -358,6 +359,17 @@ def test_more_shared_memory_is_asked_for_once(driver, launcher):
     for smem in (48 * 1024, 60_000, 50_000, 60_000, 70_000):
         launcher.launch("sum", (1, 1, 1), (32, 1, 1), smem, [])
     assert [args[-1] for args in driver.named("cuFuncSetAttribute")] == [60_000, 70_000]
+
+
+@pytest.mark.parametrize("function", ["cuModuleLoadData", "cuModuleGetFunction"])
+def test_kernels_that_the_driver_cannot_load_are_not_to_be_had(driver, monkeypatch, function):
+    """So that a model on such a GPU gets the general stack, and is told why."""
+    driver.failing = function
+    monkeypatch.setattr(
+        "layerskip.ops.registry.cuda_ops", lambda device: DriverLauncher(device, KERNELS)
+    )
+    reason = f"the kernels cannot be loaded: the CUDA driver's {function} failed: 701"
+    assert packed._failure(torch.device("cuda", 0)) == reason
 
 
 def test_a_failure_names_the_function(driver, launcher):
