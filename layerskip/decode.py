@@ -135,6 +135,8 @@ class Decoder:
     def _empty_left(self) -> None:
         """Take out the rows that leave, and empty their slots: also of those whose ``leave`` was
         interrupted."""
+        if self.rounds is not None:
+            self.rounds.follow()
         while self._left:
             row = self._left[-1]
             self.rows.pop(row.id, None)

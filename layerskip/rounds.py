@@ -29,6 +29,7 @@ from layerskip.seats import (
     MOST_EOS,
     ON_THEIR_WAY,
     Frame,
+    InTurn,
     Landing,
     Ring,
     Seats,
@@ -79,6 +80,7 @@ class Rounds:
     Attributes:
         reason: why the last round asked for ran by the host; "" if it did not.
         recordings: rounds by shape.
+        follow: to be called before anything is started for the cache: see ``InTurn``.
         usual: whether what ``advance`` read took as long as such rounds do, and nothing else kept
             the host: a round that is recorded, or not yet, takes far longer.
     """
@@ -98,6 +100,7 @@ class Rounds:
         self._function = DeviceRound(stack, plan, vocab_ids)
         self.recordings, self.reason = recordings, ""
         self.usual = True
+        self.follow = InTurn(cache.lengths.device).follow
         self._flights: deque[Flight] = deque()
         self._seated: dict[int, Row] = {}
         self._most: dict[int, int] = {}
@@ -152,6 +155,7 @@ class Rounds:
 
     def reset(self) -> None:
         """Empty everything for another decoder."""
+        self.follow()
         self.forget()
         for row in range(self.cache.num_rows):
             self.cache.release(row)

@@ -170,6 +170,29 @@ class Landing:
     num_rows: int
 
 
+class InTurn:
+    """Lets what is started for a cache come after what was, whatever streams of a GPU both are on:
+    requests take a kept cache one after another, each on its thread's own, and so may a batch's
+    steps. Nothing is asked of a CPU.
+
+    Args:
+        device: of the cache, which was made on its current stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def follow(self) -> None:
+        """Before anything is started."""
+        if self._last is None:
+            return
+        now = torch.cuda.current_stream(self._device)
+        if now != self._last:
+            now.wait_stream(self._last)
+            self._last = now
+
+
 class Ring:
     """Packets on their way to the host, which waits for one while the next is made; they take
     places 0 to ``ON_THEIR_WAY - 1`` in turn.

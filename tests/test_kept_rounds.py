@@ -4,9 +4,12 @@ import threading
 import weakref
 
 import pytest
+import torch
 from device_rounds import EXIT, PROMPTS, decode, decoder_of, finish, idle_of, spec
 
+from layerskip.cache import KVCache
 from layerskip.graphs import Recordings, RepeatingRecorder
+from layerskip.seats import InTurn
 from layerskip.workbench import Workbench
 
 
@@ -173,3 +176,53 @@ def test_rounds_that_are_given_back_twice_are_taken_once(stack):
     bench.give_back(rounds)
     taken = [bench.take(num_rows=1, num_slots=40) for _ in range(2)]
     assert taken[0] is rounds is not taken[1]
+
+
+class Stream:
+    def __init__(self, name, waits):
+        self.name, self._waits = name, waits
+
+    def wait_stream(self, other):
+        self._waits.append((self.name, other.name))
+
+
+def test_what_is_started_on_another_stream_waits_for_what_was(monkeypatch):
+    waits = []
+    one, other = (Stream(name, waits) for name in ("one", "other"))
+    now = [one]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
+    turn = InTurn(torch.device("cuda", 0))
+    for now[0] in (one, other, other, one):
+        turn.follow()
+    assert waits == [("other", "one"), ("one", "other")]
+    InTurn(torch.device("cpu")).follow()
+
+
+def test_requests_and_steps_follow_each_other_on_a_kept_cache(stack, monkeypatch):
+    """Before anything is done to it: to empty it, to add a row, to run a round, to let one go."""
+    done = []
+
+    class Watched(InTurn):
+        def follow(self):
+            done.append("follow")
+
+    monkeypatch.setattr("layerskip.rounds.InTurn", Watched)
+    for name in ("release", "restore"):
+        own = getattr(KVCache, name)
+        monkeypatch.setattr(
+            KVCache, name, lambda *a, own=own, name=name: done.append(name) or own(*a)
+        )
+    bench = Workbench(stack, EXIT, RepeatingRecorder)
+    decoder = decoder_of(stack, bench)
+    advance = decoder.rounds.advance
+    decoder.rounds.advance = lambda *a, **k: done.append("advance") or advance(*a, **k)
+    row = decoder.join(spec(PROMPTS[0], limit=6))
+    finish(decoder)
+    decoder.leave(row.id)
+    assert done[:2] == ["follow", "follow"]  # a row joins, and is prefilled by a step
+    assert "advance" in done
+    assert all(done[i - 1] == "follow" for i, name in enumerate(done) if name != "follow")
+    bench.give_back(decoder.rounds)
+    done.clear()
+    bench.take(num_rows=1, num_slots=8)
+    assert done[:2] == ["follow", "release"]
