@@ -84,12 +84,13 @@ struct Draft {
     return n;
   }
 
-  // P_i: the running minimum of 1 and the product of target over draft probability.
+  // P_i: the running minimum of 1 and the product of target over draft probability; 0 from where a
+  // target is no number, of which fminf would make 1.
   __device__ __forceinline__ float joint(int i) const {
     float product = 1.f;
     for (int j = 0; j < i; j++) {
       float p = target_probs[j * vocab + token_ids[j]], q = draft_probs[j * vocab + token_ids[j]];
-      product = q > 0.f ? fminf(1.f, product * p / q) : 0.f;
+      product = q > 0.f && p >= 0.f ? fminf(1.f, product * p / q) : 0.f;
     }
     return product;
   }
@@ -199,6 +200,7 @@ __global__ void __launch_bounds__(32)
       next = best.id == kNoToken ? target_best.id : best.id;
     }
   }
+  if (next == kNoToken) next = 0;  // of a target without a probability: as argmax has it
   int64_t token = lane < accepted ? draft.token_ids[lane] : next;
   Emission to{token_ids, num_accepted, pending, cache_seqlens, num_left};
   emit(to, token, accepted, k, eos_ids, num_eos);

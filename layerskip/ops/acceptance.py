@@ -99,10 +99,12 @@ def _longest_prefix(
     for i in range(len(drafted) + 1):
         if i > 0:
             p, q = target_probs[i - 1, drafted[i - 1]], draft_probs[i - 1, drafted[i - 1]]
-            joint = (joint * p / q).clamp(max=1.0) if q > 0 else torch.zeros_like(joint)
+            known = q > 0 and p >= 0  # a target that is no number lets nothing stand
+            joint = (joint * p / q).clamp(max=1.0) if known else torch.zeros_like(joint)
         residual, bar = target_probs[i], joint
         if i < len(drafted):
             residual = (joint * target_probs[i] - draft_probs[i]).clamp(min=0.0)
+            residual = residual.masked_fill(residual.isnan(), 0.0)
             whole = residual.sum() + 1 - joint
             bar = residual.sum() / whole if whole > 0 else torch.ones_like(joint)
         if i == 0 or uniforms[i - 1] <= bar.item():

@@ -140,6 +140,15 @@ def test_a_block_ends_where_its_sequence_does(backend):
     assert (accepted[2], lengths[2], left[2]) == (end, 4 + end, 0)
 
 
+def test_a_target_that_is_no_number_lets_no_draft_stand(backend):
+    """What is emitted is a token all the same: whoever reads it finds the logits that are none."""
+    draft, q, p, seeds, positions = make_block(4, 2, 40)
+    p[:] = torch.nan
+    tokens, accepted, *_ = accept_block(backend, (draft, q, p, seeds, positions))
+    assert accepted.tolist() == [0] * 4
+    assert tokens.tolist() == [[0, -1, -1]] * 4
+
+
 def test_block_verification_emits_the_target_s_distribution():
     """Pairs of tokens of many seeds, completed by plain sampling where a round emitted but one.
 
