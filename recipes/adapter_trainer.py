@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from layerskip.adapter_shape import WIDTH_QUANTUM
 from layerskip.admission import decoder_layers
 from layerskip.exit_adapter import ExitAdapter
+from layerskip.fingerprint import fingerprint
 from layerskip.training.schedules import warmup_stable_decay
 
 STATE = "state.pt"
@@ -129,7 +130,7 @@ class Trainer:
         )
         self.module, self.optimiser = accelerator.prepare(self.loss, optimiser)
         self.batches = Batches.of(packed, settings, accelerator)
-        self._identity = identity(settings, packed) | {"exit_layer": exit_layer}
+        self._identity = identity(settings, packed, model) | {"exit_layer": exit_layer}
         self.steps, self.seconds = 0, 0.0
 
     def step(self) -> dict[str, Any]:
@@ -234,10 +235,10 @@ class Trainer:
         self.steps, self.seconds = step_of(checkpoint), seconds
 
 
-def identity(settings: Settings, packed: Packed) -> dict[str, Any]:
+def identity(settings: Settings, packed: Packed, model: Any) -> dict[str, Any]:
     """What two runs over one exit have to share to give the same weights."""
     kept = {k: v for k, v in asdict(settings).items() if k in OF_THE_WEIGHTS}
-    return kept | {"content of data": packed.digest}
+    return kept | {"content of data": packed.digest, "fingerprint of model": fingerprint(model)}
 
 
 def weights_hash(model: nn.Module) -> str:

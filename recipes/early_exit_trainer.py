@@ -30,6 +30,7 @@ from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from layerskip.fingerprint import fingerprint
 from layerskip.training.dropout import LayerDropout, dropping
 from layerskip.training.schedules import enabled_exits, exit_loss_scales, warmup_stable_decay
 
@@ -56,6 +57,7 @@ class Trainer:
         self.depth = model.config.num_hidden_layers
         settings.check_depth(self.depth)
         self.batches = Batches.of(packed, settings, accelerator)
+        self._fingerprint = fingerprint(model)  # LoRA moves it
         self.peft = add_lora(model, rank=settings.rank, alpha=settings.alpha, seed=settings.seed)
         if settings.gradient_checkpointing:
             checkpoint_layers(model)
@@ -168,8 +170,8 @@ class Trainer:
     def _identity(self) -> dict[str, Any]:
         """What two runs have to share to give the same weights."""
         kept = {k: v for k, v in asdict(self.settings).items() if k not in NOT_OF_THE_WEIGHTS}
-        # A list, as JSON gives it back.
-        return kept | {"exits": list(self.settings.exits), "content of data": self._data}
+        kept["exits"] = list(self.settings.exits)  # as JSON gives it back
+        return kept | {"content of data": self._data, "fingerprint of model": self._fingerprint}
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:

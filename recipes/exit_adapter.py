@@ -226,7 +226,7 @@ def chosen_exit(settings: Settings, model: Any, texts: Texts, accelerator: Accel
         ValueError: the run has checkpoints, and other settings than its choice was made with.
     """
     path = Path(settings.out) / "exits.json"
-    made_with = identity(settings, texts.packed)
+    made_with = identity(settings, texts.packed, model)
     del made_with["steps"]  # the search has its own
     made_with |= {"search_steps": settings.search_steps, "exits": list(settings.exits)}
     if path.exists():

@@ -422,6 +422,22 @@ def test_another_run_is_not_gone_on_with(
     assert other.steps == 0
 
 
+def test_a_run_over_other_weights_is_another(
+    recipe: SimpleNamespace, make_trainer: Callable[..., Any], packed: Any, tmp_path: Path
+) -> None:
+    """The folder of a model has the same name, whatever is in it."""
+    first = make_trainer()
+    first.save(tmp_path)
+    other = make_model(**SMALL)
+    with torch.no_grad():
+        other.model.layers[3].mlp.up_proj.weight.add_(0.01)
+    trainer = recipe.adapter_trainer.Trainer(
+        first.settings, other, packed, Accelerator(cpu=True), exit_layer=EXIT
+    )
+    with pytest.raises(ValueError, match="was made with another fingerprint of model"):
+        trainer.load(tmp_path / "step-0")
+
+
 @pytest.mark.parametrize("content", [b"", b"cut"])
 def test_a_damaged_checkpoint_is_named(
     recipe: SimpleNamespace, make_trainer: Callable[..., Any], tmp_path: Path, content: bytes
@@ -756,12 +772,12 @@ def test_of_a_held_out_prompt_that_is_too_long_its_end_is_kept(
         )
 
 
-def test_other_labels_are_another_run(recipe: SimpleNamespace, packed: Any) -> None:
+def test_other_labels_are_another_run(recipe: SimpleNamespace, packed: Any, model: Any) -> None:
     settings = some_settings(recipe)
     identity = recipe.adapter_trainer.identity
     other = replace(packed, labels=packed.labels - 1)
-    assert identity(settings, packed) == identity(settings, replace(packed))
-    assert identity(settings, packed) != identity(settings, other)
+    assert identity(settings, packed, model) == identity(settings, replace(packed), model)
+    assert identity(settings, packed, model) != identity(settings, other, model)
 
 
 @pytest.mark.slow

@@ -377,6 +377,22 @@ def test_checkpoints_of_other_text_are_refused(
         other.load(tmp_path / "step-0")
 
 
+def test_checkpoints_over_other_weights_are_refused(
+    recipe: SimpleNamespace, make_trainer: Callable[..., Any], packed: Any, tmp_path: Path
+) -> None:
+    """The folder of a model has the same name, whatever is in it."""
+    first = make_trainer()
+    first.save(tmp_path)
+    other = make_model(**SMALL)
+    with torch.no_grad():
+        other.model.layers[3].mlp.up_proj.weight.add_(0.01)
+    trainer = recipe.early_exit_trainer.Trainer(
+        first.settings, other, packed, Accelerator(cpu=True)
+    )
+    with pytest.raises(ValueError, match="was made with another fingerprint of model"):
+        trainer.load(tmp_path / "step-0")
+
+
 @pytest.mark.parametrize(
     ("file", "content"),
     [
