@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -106,12 +106,27 @@ def load_checkpoint(
     hub: Mapping[str, Any],
     check: Callable[[Any], None],
 ) -> tuple[PreTrainedModel, Any]:
-    """Model and tokenizer (None if the checkpoint has none).
+    """``read_checkpoint``, on its device and packed as decoding has it."""
+    where = pick_device(device)
+    model, tokenizer = read_checkpoint(folder, dtype=dtype, hub=hub, check=check)
+    cast(Any, model).to(where)  # transformers' type of it takes no device
+    pack_model(model)
+    return model, tokenizer
+
+
+def read_checkpoint(
+    folder: str | Path,
+    *,
+    dtype: str | torch.dtype | None,
+    hub: Mapping[str, Any],
+    check: Callable[[Any], None] = lambda config: None,
+) -> tuple[PreTrainedModel, Any]:
+    """Model and tokenizer (None if the checkpoint has none), as transformers has them.
 
     Everything that can be refused is refused before any weight is read: ``check`` is called with
     the config. ``hub`` has transformers' arguments for what is not in a folder.
     """
-    where, wanted = pick_device(device), pick_dtype(dtype)
+    wanted = pick_dtype(dtype)
     config = load_config(folder, **hub)
     reason = refusal(config)
     if reason is not None:
@@ -138,10 +153,7 @@ def load_checkpoint(
             f"model {str(folder)!r} cannot be loaded: {len(lacking)} weights are missing or have "
             f"another shape than config.json says, the first of them {lacking[0]}"
         )
-    tokenizer = _load_tokenizer(folder, **hub)
-    model.to(where)
-    pack_model(model)
-    return model, tokenizer
+    return model, _load_tokenizer(folder, **hub)
 
 
 def _load_tokenizer(folder: str | Path, **hub: Any) -> Any:

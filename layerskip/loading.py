@@ -1,6 +1,7 @@
 """From a folder or hub id to what is wrapped: a model, its tokenizer, and the plan to draft by."""
 
 from dataclasses import replace
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +147,18 @@ def eos_ids_of(config: Any) -> frozenset[int]:
 
     Args:
         config: a generation config, or where a model has none its own.
+
+    Raises:
+        ValueError: it names something else than token ids.
     """
     eos = getattr(config, "eos_token_id", None)
     if eos is None:
         return frozenset()
     ids = eos.tolist() if hasattr(eos, "tolist") else eos  # as of a tensor
-    return frozenset([ids] if isinstance(ids, int) else map(int, ids))
+    try:
+        return frozenset([ids] if isinstance(ids, int) else map(index, ids))
+    except TypeError:
+        raise ValueError(
+            "eos_token_id in generation_config.json, or where there is none in config.json, must "
+            f"be a token id or a list of them, got {eos!r}"
+        ) from None

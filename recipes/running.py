@@ -18,9 +18,10 @@ from safetensors import SafetensorError
 from settings import RunSettings, from_command_line
 from stdlib_text import STDLIB, stdlib_corpus
 from table import Result, as_markdown, as_table, save
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from layerskip.checkpoint import BUILTIN, builtin_folder
+from layerskip import SelfSpeculativeLM
+from layerskip.checkpoint import BUILTIN, builtin_folder, read_checkpoint
 from layerskip.families import position_limit, ropes
 from layerskip.files import write_text
 
@@ -124,20 +125,23 @@ def load_model(folder: Path | str, dtype: str) -> tuple[PreTrainedModel, Any]:
     """The model as transformers has it, and its tokenizer.
 
     Raises:
-        ValueError: one of them cannot be loaded, or the model is an adapter over another.
+        ValueError: one of them cannot be loaded, the model is an adapter over another, or decoding
+            would refuse them: what is trained is measured and used by it.
     """
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, RuntimeError, ImportError) as error:
-        said = str(error).strip().split("\n")[0]
-        raise ValueError(f"model {str(folder)!r} cannot be loaded: {said}") from None
+    model, tokenizer = read_checkpoint(
+        folder,
+        dtype=None if dtype == "auto" else dtype,
+        hub={"cache_dir": None, "local_files_only": False},
+    )
+    if tokenizer is None:
+        raise ValueError(f"model {str(folder)!r} has no tokenizer, which the data is read with")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
             f"model {str(folder)!r} is an adapter over another model; merge it first (peft's "
             "merge_and_unload, or merge=true in the run that made it) and give what comes of it"
         )
-    return cast(PreTrainedModel, model), tokenizer
+    SelfSpeculativeLM(model, tokenizer, exact=False)
+    return model, tokenizer
 
 
 def check_positions(config: Any, seq_len: int, *, behind: int = 0) -> None:

@@ -116,6 +116,12 @@ def test_ends_of_sequence_may_be_all_that_transformers_takes(eos):
     assert eos_ids_of(SimpleNamespace(eos_token_id=eos)) == set(wanted)
 
 
+@pytest.mark.parametrize("eos", ["</s>", "12", 1.0, [1, "</s>"], [1.5]])
+def test_an_end_of_sequence_that_is_no_token_is_refused(eos):
+    with pytest.raises(ValueError, match=r"eos_token_id in generation_config\.json, .* got "):
+        eos_ids_of(SimpleNamespace(eos_token_id=eos))
+
+
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_a_special_token_ends_the_text_if_its_name_is_a_stop_string(talking, ignore_eos):
     forced = SamplingParams(forced_token_ids=(40, 41, 1, 42, 43))

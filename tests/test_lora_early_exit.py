@@ -32,7 +32,7 @@ from recipe_modules import (
     weights,
 )
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from toys import NUM_LAYERS, VOCAB_SIZE, make_model, make_tokenizer, random_ids
@@ -626,6 +626,35 @@ def test_a_model_of_a_billion_fits_into_24_gigabytes(recipe: SimpleNamespace) ->
 
 
 # What it reads
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("weight", r"1 weights are missing .*, the first of them model\.layers\.1\.mlp\.up_proj"),
+        ("vocabulary", "the tokenizer has ids up to 331, the model's vocabulary only up to 330"),
+        ("end", r"eos_token_id in generation_config\.json.* must be .*, got '</s>'$"),
+        ("tokenizer", "has no tokenizer, which the data is read with"),
+    ],
+)
+def test_what_decoding_refuses_is_not_trained(
+    recipe: SimpleNamespace, tmp_path: Path, damage: str, said: str
+) -> None:
+    """Transformers makes up weights that are missing, and goes on with the others."""
+    make_model(**SMALL | {"num_hidden_layers": 2}).save_pretrained(tmp_path)
+    tokenizer, weights_file = make_tokenizer(), tmp_path / "model.safetensors"
+    if damage == "weight":
+        kept = load_file(weights_file)
+        del kept["model.layers.1.mlp.up_proj.weight"]
+        save_file(kept, weights_file, metadata={"format": "pt"})
+    elif damage == "vocabulary":
+        tokenizer.add_tokens(["<extra>"])
+    elif damage == "end":
+        (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    if damage != "tokenizer":
+        tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        recipe.running.load_model(tmp_path, "auto")
 
 
 def test_held_out_texts_of_their_own_are_left_out_whole(
