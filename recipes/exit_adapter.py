@@ -41,6 +41,7 @@ from running import (
     go_on,
     leave_table,
     load_model,
+    plain_console,
     progress_bar,
     read_corpus,
     run_script,
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(settings: Settings) -> None:
     """Train, unless that is done already, write the adapter, and measure it."""
-    out, console = Path(settings.out), Console()
+    out, console = Path(settings.out), plain_console()
     folder = source_folder(settings.model)
     accelerator = accelerator_of(settings)
     model, tokenizer = load_model(folder, settings.dtype)

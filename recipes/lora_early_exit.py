@@ -34,6 +34,7 @@ from running import (
     go_on,
     leave_table,
     load_model,
+    plain_console,
     read_corpus,
     run_script,
     source_folder,
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(settings: Settings) -> None:
     """Train, unless that is done already, write the result, and measure it."""
-    out, console = Path(settings.out), Console()
+    out, console = Path(settings.out), plain_console()
     folder = source_folder(settings.model)
     settings.check_depth(load_config(folder).num_hidden_layers)
     accelerator = accelerator_of(settings)

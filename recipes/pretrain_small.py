@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     try:
         with alone_in(args.out):
-            run(args, Console())
+            run(args, Console(markup=False, emoji=False))
     except (OSError, ValueError, SafetensorError) as error:  # the last of full disks
         raise SystemExit(f"pretrain_small: {error}") from None
     except KeyboardInterrupt:  # while nothing is trained; what was saved is whole
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         math_held_out=args.math_held_out,
     )
     if corpus.found:
-        console.print(f"with the tokenizer that is in {args.out}", markup=False)
+        console.print(f"with the tokenizer that is in {args.out}")
     trainer, state = Trainer(settings, args.device, corpus.digest), args.out / "state.pt"
     if state.exists():
         with loading(state, "begin again"):

@@ -294,6 +294,11 @@ def end_stopped(trainer: Trainer, number: int, console: Console) -> NoReturn:
     raise SystemExit(128 + number)
 
 
+def plain_console() -> Console:
+    """What shows text as it is: rows, names and commands may hold what rich takes for markup."""
+    return Console(markup=False, emoji=False)
+
+
 def progress_bar(console: Console, *, disable: bool = False) -> Progress:
     """What is done, how much of it, and the time that is left."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

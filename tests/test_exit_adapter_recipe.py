@@ -529,10 +529,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = make_tokenizer()
     make_model(dtype="bfloat16", eos_token_id=1, **SMALL).save_pretrained(base / "model")
     tokenizer.save_pretrained(base / "model")
-    rows: list[dict[str, str]] = [
+    rows: list[dict[str, Any]] = [
         {"text": f"one tie {i} is not on its rose {i * i}"} for i in range(20)
     ]
     rows += [{"prompt": f"rose {i} on"} for i in range(20)]
+    rows.append({"text": ["a [/INST] of a chat"]})  # a bad row, which rich takes for markup
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (base / "data.jsonl").write_text(lines, encoding="utf-8")
     return base

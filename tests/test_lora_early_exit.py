@@ -750,7 +750,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         for i in range(40)
     ]
     lines = [json.dumps(row) + "\n" for row in rows]
-    (base / "data.jsonl").write_text("".join([*lines[:9], "{}\n", *lines[9:]]), encoding="utf-8")
+    bad = '{"text": ["a [/INST] of a chat"]}\n'  # rich takes it for markup
+    (base / "data.jsonl").write_text("".join([*lines[:9], bad, *lines[9:]]), encoding="utf-8")
     return SimpleNamespace(model=base / "model", data=base / "data.jsonl")
 
 
@@ -824,6 +825,7 @@ def test_a_run_leaves_its_records(recipe: SimpleNamespace, runs: SimpleNamespace
         assert table["details"]["steps"] == 6
         assert (out / "settings.yaml").exists()
     assert "line 10" in runs.first  # the bad row
+    assert "[/INST]" in runs.first
 
 
 def test_the_merged_model_loads_as_usual_and_drafts(runs: SimpleNamespace) -> None:
