@@ -1,7 +1,8 @@
 """One training step of an exit adapter: the frozen model's states, its own drafts, and the loss."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from layerskip.model import DecoderStack
 from layerskip.training.losses import draft_loss, sliding_survival
 
 CHUNK_TOKENS = 512
-KEPT_LOGITS = 1 << 27  # of a micro-batch; of more, chunks are made again in the backward pass
+# Bytes of draft's and target's logits along a micro-batch's text; of more, chunks are made again in
+# the backward pass.
+KEPT_LOGITS = 1 << 27
 
 
 class _DeepEnoughError(Exception):
@@ -241,12 +244,21 @@ class DraftLoss(nn.Module):
         """
         hidden = self.backbone.hidden(self.adapter, at_exit, sequences.positions, sequences.mask)
         rows = zip(hidden, at_end, batch.documents, batch.labels, sequences.starts, strict=True)
-        found = [self._row(*row) for row in rows]
+        logits_bytes = 8 * batch.labels.numel() * self.backbone.head.weight.shape[0]
+        kept = logits_bytes <= KEPT_LOGITS
+        make = _made if kept else partial(checkpoint, use_reentrant=False)
+        found = [self._row(make, *row) for row in rows]
         losses, accepted = zip(*found, strict=True)
         return torch.stack(losses).mean(), torch.stack(accepted).mean()
 
     def _row(
-        self, hidden: Tensor, at_end: Tensor, documents: Tensor, labels: Tensor, starts: Tensor
+        self,
+        make: Callable[..., Any],
+        hidden: Tensor,
+        at_end: Tensor,
+        documents: Tensor,
+        labels: Tensor,
+        starts: Tensor,
     ) -> tuple[Tensor, Tensor]:
         length, counts = len(labels), labels != -100
         accepted = hidden.new_zeros(0, dtype=torch.float32)
@@ -255,22 +267,15 @@ class DraftLoss(nn.Module):
             end = min(begin + CHUNK_TOKENS, length)
             back = max(0, begin - self.survival_tokens)
             before, part = accepted[back:], slice(begin, end)
-            loss, share, chunk = self._chunk(
-                hidden[part], at_end[part], before, documents[back:end], counts[part]
+            loss, share, chunk = make(
+                self._text, hidden[part], at_end[part], before, documents[back:end], counts[part]
             )
             total, weight = total + loss, weight + share
             accepted = torch.cat([accepted, chunk])
         if len(hidden) > length:
-            loss, share = self._chains(hidden[length:], at_end[length:], accepted[starts])
+            loss, share = make(self._chains, hidden[length:], at_end[length:], accepted[starts])
             total, weight = total + loss, weight + share
         return total / weight, accepted.sum() / counts.sum()
-
-    def _chunk(self, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        vocab = self.backbone.head.weight.shape[0]
-        if len(parts[0]) * vocab * 8 < KEPT_LOGITS or not torch.is_grad_enabled():
-            return self._text(*parts)
-        again: Any = checkpoint(self._text, *parts, use_reentrant=False)
-        return again
 
     def _text(
         self, hidden: Tensor, at_end: Tensor, before: Tensor, documents: Tensor, counts: Tensor
@@ -305,6 +310,10 @@ class DraftLoss(nn.Module):
         with torch.no_grad():
             target = backbone.finish(at_end).float()
         return draft / self.temperature, target / self.temperature
+
+
+def _made(part: Callable[..., Any], *parts: Tensor) -> Any:
+    return part(*parts)
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from recipe_modules import (
 )
 from rich.console import Console
 from torch import Tensor
-from toys import NUM_LAYERS, make_model, make_tokenizer, random_ids
+from toys import NUM_LAYERS, VOCAB_SIZE, make_model, make_tokenizer, random_ids
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCausalLM
 
 from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM
@@ -244,6 +244,31 @@ def test_logits_made_again_in_the_backward_pass_change_nothing(
     again = make_trainer()
     assert take(again, 3) == records
     assert same(weights(again), weights(kept))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_logits_of_a_whole_micro_batch_are_bounded(
+    recipe: SimpleNamespace,
+    make_trainer: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    kept: bool,
+) -> None:
+    """Each row's are few: they were kept, however many rows there were."""
+    trainer = make_trainer()
+    loss, batch = trainer.loss, trainer.batches.at(1).batches[0]
+    bound = 8 * batch.ids.numel() * VOCAB_SIZE
+    monkeypatch.setattr(recipe.draft_training, "KEPT_LOGITS", bound if kept else bound - 1)
+    sequences = recipe.draft_training.roll_out(loss, batch, trainer.settings.rollout, 1)
+    states = loss.backbone.states(sequences.ids, sequences.positions, sequences.mask)
+    found: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        found.append(tensor.shape[-1] if tensor.ndim else 0)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss(*states, sequences, batch)
+    assert (VOCAB_SIZE in found) == kept
 
 
 def test_training_raises_acceptance_and_leaves_the_model_alone(
