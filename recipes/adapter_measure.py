@@ -74,15 +74,14 @@ def calibrate(trainer: Trainer, held_out: Packed) -> dict[str, Any]:
 
     def judged() -> tuple[float, float]:
         """Calibration error and acceptance on text that the temperature was not fitted on."""
-        found = list(trainer.pairs(held_out, rows, 2 * rows))
-        confidence = [draft.softmax(-1).max(-1) for draft, _ in found]
-        right = [
-            target.softmax(-1).gather(-1, c.indices[:, None])[:, 0]
-            for c, (_, target) in zip(confidence, found, strict=True)
-        ]
-        error = calibration_error(torch.cat([c.values for c in confidence]), torch.cat(right))
-        accepted = torch.cat([acceptance(draft, target) for draft, target in found])
-        return error, float(accepted.mean())
+        confidence, right, accepted = [], [], []
+        for draft, target in trainer.pairs(held_out, rows, 2 * rows):  # one row's logits at a time
+            surest = draft.softmax(-1).max(-1)
+            confidence.append(surest.values)
+            right.append(target.softmax(-1).gather(-1, surest.indices[:, None])[:, 0])
+            accepted.append(acceptance(draft, target))
+        error = calibration_error(torch.cat(confidence), torch.cat(right))
+        return error, float(torch.cat(accepted).mean())
 
     adapter.temperature = 1.0
     before = judged() if rows else None

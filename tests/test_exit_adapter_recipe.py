@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -333,6 +334,27 @@ def test_calibration_is_judged_on_rows_it_was_not_fitted_on(
     assert (len(used["fitted"]), len(used["judged"])) == (fitted, judged)
     assert not used["fitted"] & used["judged"]
     assert len(found) == (5 if judged else 1)
+
+
+def test_calibration_holds_the_logits_of_a_row_or_two(
+    recipe: SimpleNamespace,
+    make_trainer: Callable[..., Any],
+    packed: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = make_trainer(calibration_tokens=5 * 32)
+    pairs, made, most = trainer.pairs, [], []
+
+    def noting(*args: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        for draft, target in pairs(*args):
+            made.append(weakref.ref(target))
+            most.append(sum(known() is not None for known in made))
+            yield draft, target
+
+    monkeypatch.setattr(trainer, "pairs", noting)
+    recipe.adapter_measure.calibrate(trainer, packed)
+    assert len(made) == 15
+    assert max(most) <= 2
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_the_checkpoint_before(
