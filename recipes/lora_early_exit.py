@@ -62,6 +62,8 @@ def run(settings: Settings) -> None:
     """Train, unless that is done already, write the result, and measure it."""
     out, console = Path(settings.out), plain_console()
     folder = source_folder(settings.model)
+    if (out / "model").resolve() == folder:
+        raise ValueError(f"model {str(folder)!r} is where this run's result goes; give another out")
     settings.check_depth(load_config(folder).num_hidden_layers)
     accelerator = accelerator_of(settings)
     model, tokenizer = load_model(folder, settings.dtype)

@@ -82,9 +82,11 @@ def check_folder(out: str | Path) -> None:
     """Raise unless a folder is there or can be made: before a model is loaded and trained for it.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: it cannot, or it is a model's own, whose plan a recipe's would replace.
     """
     path = Path(out)
+    if (path / "config.json").exists():
+        raise ValueError(f"out {out} is a model's folder (it holds config.json); give another")
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not there.is_dir():
         raise ValueError(f"out {out} cannot be made: {there} is no folder")

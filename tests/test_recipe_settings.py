@@ -118,6 +118,27 @@ def test_words_are_words(recipes: SimpleNamespace, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["lora_early_exit", "exit_adapter"])
+def test_a_models_folder_is_no_output(
+    recipes: SimpleNamespace, tmp_path: Path, recipe: str
+) -> None:
+    """A layerskip.json of its own would be written over."""
+    (tmp_path / "config.json").write_text("{}")
+    given = [f"data={tmp_path}", f"model={tmp_path}", f"out={tmp_path}"]
+    with pytest.raises(SystemExit, match=r"is a model's folder \(it holds config\.json\); give"):
+        getattr(recipes, recipe).main(given)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_result_does_not_replace_what_it_is_made_of(
+    recipes: SimpleNamespace, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    given = ["data=stdlib", f"model={tmp_path / 'model'}", f"out={tmp_path}"]
+    with pytest.raises(SystemExit, match="is where this run's result goes; give another out"):
+        recipes.lora_early_exit.main(given)
+
+
+@pytest.mark.parametrize("recipe", ["lora_early_exit", "exit_adapter"])
 def test_an_output_that_is_a_file_is_said_before_a_model_is_loaded(
     recipes: SimpleNamespace, tmp_path: Path, recipe: str
 ) -> None:
