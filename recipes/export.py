@@ -62,7 +62,7 @@ def export_checkpoint(
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(partial)
     trained = trainer.settings.exit_weights if trainer.settings.early_exit else None
-    exits = sorted(int(e) for e in (trained or {}))
+    exits = sorted(int(e) for e, weight in (trained or {}).items() if weight)
     best = _best_exit(scores, exits)
     plan = {
         "version": 1,

@@ -391,6 +391,16 @@ def test_exits_that_were_not_trained_are_not_said_to_be(
         recipes.trainer.Settings(num_layers=1, early_exit=0.0)
 
 
+def test_an_exit_without_weight_was_not_trained(
+    recipes: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(recipes.pretrain_small.SMOKE, "exit_weights", {1: 0.0, 2: 1.0})
+    options = ("--text", write_texts(tmp_path / "text", 6), "--minutes", 99, "--max-steps", 1)
+    in_process(recipes, command(tmp_path / "run", *options))
+    plan = json.loads((tmp_path / "run" / "checkpoint" / "layerskip.json").read_text("utf-8"))
+    assert plan["trained_exits"] == [2]
+
+
 def test_a_single_token_is_not_enough_to_hold_out(recipes: SimpleNamespace, tmp_path: Path) -> None:
     text = write_texts(tmp_path / "text", 2)
     (text / "stringprep.py").write_text("x")  # held out by its hash
