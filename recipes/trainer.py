@@ -83,6 +83,11 @@ class Settings:
                 f"hidden_size must be divisible by num_heads, got {self.hidden_size} and "
                 f"{self.num_heads}"
             )
+        if self.batch_tokens % self.micro_tokens:
+            raise ValueError(
+                f"batch_tokens must be a multiple of micro_tokens, got {self.batch_tokens} and "
+                f"{self.micro_tokens}"
+            )
         if self.head_dim % 2:  # positions turn pairs
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
         for name in ("layer_dropout", "distil", "math_share"):
@@ -238,7 +243,7 @@ class Trainer:
             for i in range(settings.num_layers)
         ]
         kept = set(np.flatnonzero(~dropped).tolist())
-        micro_steps = max(1, settings.batch_tokens // settings.micro_tokens)
+        micro_steps = settings.batch_tokens // settings.micro_tokens
         totals = np.zeros(2)
         for _ in range(micro_steps):
             rows = max(1, settings.micro_tokens // length)

@@ -428,6 +428,8 @@ def test_a_small_tokenizer_loses_nothing(recipes: SimpleNamespace, text: str) ->
         ({"num_kv_heads": 2}, "num_heads must be divisible by num_kv_heads, got 5 and 2"),
         ({"num_heads": 3}, "hidden_size must be divisible by num_heads, got 320 and 3"),
         ({"head_dim": 63}, "head_dim must be even, got 63"),
+        ({"batch_tokens": 1000}, "batch_tokens must be a multiple of micro_tokens, got 1000 and"),
+        ({"micro_tokens": 16384}, "a multiple of micro_tokens, got 8192 and 16384"),
         ({"layer_dropout": 2.0}, "layer_dropout must be finite and between 0 and 1"),
         ({"distil": 5.0}, "distil must be finite and between 0 and 1"),
         ({"math_share": 2.0}, "math_share must be finite and between 0 and 1"),
