@@ -112,9 +112,12 @@ def _learned(
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _rendered(tokenizer, messages[:i], ask=True)
+        asked = _rendered(tokenizer, messages[:i], ask=True)
+        # It may open a thought that no answer has.
+        before = asked[: _shared(asked, whole)]
+        told = before == asked or before.startswith(_rendered(tokenizer, messages[:i]))
         upto = _rendered(tokenizer, messages[: i + 1])
-        if whole.startswith(before) and whole.startswith(upto) and len(before) < len(upto):
+        if told and whole.startswith(upto) and len(before) < len(upto):
             ends = (_shared(ids, _ids(tokenizer, t, special=False)) for t in (before, upto))
             spans.append(tuple(ends))
     return ids, tuple(spans) or ((0, len(ids)),)
@@ -141,8 +144,8 @@ def _ended(ids: tuple[int, ...], tokenizer: Any) -> tuple[int, ...]:
     return ids if end is None or ids[-1:] == (end,) else (*ids, end)
 
 
-def _shared(ids: Sequence[int], beginning: Sequence[int]) -> int:
-    """Tokens that two texts begin with. One that reaches across the beginning's end is not among
-    them: it is predicted from what comes before it."""
+def _shared(ids: Sequence[object], beginning: Sequence[object]) -> int:
+    """Tokens, or letters, that two texts begin with. A token that reaches across the beginning's
+    end is not among them: it is predicted from what comes before it."""
     pairs = zip(ids, beginning, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -33,6 +33,10 @@ FORGETFUL = (  # past answers are rendered otherwise than the last one
     "{% endif %}{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+THINKING = (  # what asks for an answer opens a thought, and past answers have none
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: <think>\n{% endif %}"
+)
 SILENT = "{% for m in messages %}{{ m['content'] | upper }} {{ messages | length }}\n{% endfor %}"
 REFUSING = "{{ raise_exception('no system message, please') }}"
 
@@ -101,6 +105,7 @@ def test_only_what_follows_a_prompt_is_learned(
         (ENDING, ["uno</s>\n", "dos</s>\n"]),
         (TELLING, ["uno", "dos</s>"]),
         (FORGETFUL, ["!dos\n</s>"]),
+        (THINKING, ["uno</s>\n", "dos</s>\n"]),
     ],
 )
 def test_of_a_chat_the_assistants_turns_are_learned(
