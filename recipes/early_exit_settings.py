@@ -17,7 +17,8 @@ class Settings(RunSettings):
         exits: exit layers that are trained, ascending, below full depth.
         curriculum: "rotational", "gradual" or "none" (``enabled_exits``).
         rotation: of the rotational curriculum, steps until every exit had its turn.
-        early_scale, floor: weights of the exits' losses (``exit_loss_scales``).
+        early_scale, floor: weights of the exits' losses (``exit_loss_scales``): exits are not
+            trained where both are 0.
         distil: share of KL from full depth in an exit's loss; the rest is cross-entropy.
         consistency: weight of full depth's pull towards its exits.
         layer_dropout: of the last layer; rates rise exponentially with depth.

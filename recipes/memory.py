@@ -24,6 +24,7 @@ READ = (
     "num_attention_heads",
     "vocab_size",
 )
+USAGE = "usage: python recipes/memory.py MODEL [name=value ...]"
 ADAM_BYTES = 16  # a trained parameter: float32 weight, gradient and two moments
 
 
@@ -142,7 +143,11 @@ def _attention_widths(config: Any) -> tuple[int, int]:
 def main(argv: Sequence[str]) -> None:
     """Print the terms for a checkpoint."""
     if not argv:
-        raise SystemExit("usage: python recipes/memory.py MODEL [name=value ...]")
+        raise SystemExit(USAGE)
+    if argv[0] in ("-h", "--help"):
+        names = " ".join(f"{name}={value}" for name, value in asdict(StepShape()).items())
+        print(f"{USAGE}\n\n{__doc__}\nAs it is: {names}")
+        return
     try:
         shape = read(StepShape, None, argv[1:])
         config = load_config(builtin_folder() if argv[0] == BUILTIN else argv[0])

@@ -592,6 +592,8 @@ def test_memory_is_told_of_what_it_knows_alone(
     """In a sentence; and of the built-in checkpoint by its name, as everywhere."""
     recipe.memory.main(["builtin", "rows=1"])
     assert "total" in capsys.readouterr().out
+    recipe.memory.main(["--help"])
+    assert "seq_len=2048" in capsys.readouterr().out
     for wrong in ("rows=0", "rows=-3", "seq_len=0"):
         with pytest.raises(SystemExit, match=f"^memory: {wrong.split('=')[0]} must be"):
             recipe.memory.main(["builtin", wrong])

@@ -102,7 +102,8 @@ def exit_loss_scales(
     Args:
         exits: enabled, full depth among them.
         num_layers: depth of the model.
-        early_scale: of early exits against full depth; 0 trains full depth alone.
+        early_scale: of early exits against full depth; 0 leaves exits their part of
+            ``floor`` alone.
         floor: in [0, 1); 0 is the paper's rule.
 
     References:
