@@ -6,7 +6,7 @@ As in ``early_exit_trainer``, everything a step does is a function of its number
 import hashlib
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +35,7 @@ from layerskip.training.schedules import warmup_stable_decay
 STATE = "state.pt"
 WARMUP, DECAY_FROM = 0.05, 0.3
 EVAL_ROWS = 4
+COMPARED, MOST_APART = 16, 0.03  # tokens of ``check_copy``, share of what the layer adds
 
 
 def new_adapter(model: Any, exit_layer: int, settings: Settings) -> ExitAdapter:
@@ -57,8 +58,42 @@ def new_adapter(model: Any, exit_layer: int, settings: Settings) -> ExitAdapter:
         seed=settings.seed,
     )
     if adapter.block is not None and settings.block_start == "next_layer":
-        copy_layer(decoder_layers(model)[exit_layer], adapter.block)
+        layer = decoder_layers(model)[exit_layer]
+        copy_layer(layer, adapter.block)
+        if settings.block_width and settings.block_width < inner:  # whose copy is only a part
+            new_adapter(model, exit_layer, replace(settings, block_width=0))
+        else:
+            check_copy(model, adapter, type(layer).__name__)
     return adapter
+
+
+@torch.no_grad()
+def check_copy(model: Any, adapter: ExitAdapter, name: str) -> None:
+    """Raise unless an adapter's block does what the model's next layer does, as far as rounding
+    tells: layers of Llama's parts may scale, normalise or turn otherwise.
+
+    Raises:
+        ValueError: it does something else.
+    """
+    exit_layer, depth = adapter.shape.exit_layer, model.config.num_hidden_layers
+    positions = torch.arange(COMPARED, device=model.device)[None]
+    ids, mask = positions * 7 % model.config.vocab_size, document_mask(positions * 0)
+    backbone = Backbone(model, exit_layer)
+    before, after = backbone.states(ids, positions, mask)
+    if exit_layer + 1 < depth:
+        after, _ = Backbone(model, exit_layer + 1).states(ids, positions, mask, to_exit=True)
+    before, after = before.float(), cast(Tensor, after).float()
+    apart = (backbone.hidden(adapter, before, positions, mask) - after).norm()
+    rounding = torch.finfo(model.dtype).eps * after.norm()
+    if apart > MOST_APART * (after - before).norm() + rounding:
+        raise ValueError(_no_copy(name))
+
+
+def _no_copy(name: str) -> str:
+    return (
+        f"a block cannot start as a copy of {name}, which is not built like Llama's layers; give "
+        "block_start=nothing"
+    )
 
 
 @torch.no_grad()
@@ -81,10 +116,7 @@ def copy_layer(layer: Any, block: Any) -> None:
     except AttributeError:
         fits = False
     if not fits:
-        raise ValueError(
-            f"a block cannot start as a copy of {type(layer).__name__}, which is not built like "
-            "Llama's layers; give block_start=nothing"
-        )
+        raise ValueError(_no_copy(type(layer).__name__))
     q, k, v, out, gate, up, down = (m.weight.float() for m in linears)
     block.qkv.copy_(torch.cat([q, k, v]))
     block.out.copy_(out)

@@ -28,6 +28,7 @@ from rich.console import Console
 from torch import Tensor
 from toys import NUM_LAYERS, VOCAB_SIZE, make_model, make_tokenizer, random_ids
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCausalLM
+from zoo import make_toy
 
 from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM
 from layerskip.exit_adapter import ExitAdapter
@@ -409,6 +410,27 @@ def test_only_layers_like_llamas_are_copied(recipe: SimpleNamespace) -> None:
     settings = some_settings(recipe, block_width=64)
     with pytest.raises(ValueError, match=r"GPT2Block, .* give block_start=nothing"):
         recipe.adapter_trainer.new_adapter(GPT2LMHeadModel(config), 1, settings)
+
+
+@pytest.mark.parametrize("width", [0, 32])
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "granite", "hunyuan_v1_dense", "helium"])
+def test_layers_of_llamas_parts_that_do_something_else_are_not_copied(
+    recipe: SimpleNamespace, family: str, width: int
+) -> None:
+    """They scale, normalise or turn otherwise."""
+    settings = some_settings(recipe, block_width=width)
+    with pytest.raises(ValueError, match=r"DecoderLayer, .* give block_start=nothing"):
+        recipe.adapter_trainer.new_adapter(make_toy(family), EXIT, settings)
+
+
+@pytest.mark.parametrize("exit_layer", [1, NUM_LAYERS - 1])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_layers_like_llamas_are_copied_in_any_dtype(
+    recipe: SimpleNamespace, family: str, exit_layer: int
+) -> None:
+    model = make_model(family, dtype="bfloat16", **SMALL)
+    settings = some_settings(recipe)
+    assert recipe.adapter_trainer.new_adapter(model, exit_layer, settings).block is not None
 
 
 def test_a_model_may_have_no_width_of_its_layers(recipe: SimpleNamespace) -> None:
