@@ -112,7 +112,7 @@ class DriverLauncher:
         self._smem: dict[str, int] = {}
         self._asking = threading.Lock()
         self._overlap = self.why_no_overlap is None
-        self._cells = _Cells()
+        self._free_cells = _FreeCells()
         self._stream = _stream_of(self._index)
         # The driver only reads one, and only while it starts a kernel: threads may share them.
         self._config = functools.lru_cache(KEPT_CONFIGS)(
@@ -189,7 +189,9 @@ class DriverLauncher:
         self, kernel: str, grid: Dim3, block: Dim3, smem: int, args: Sequence[Argument]
     ) -> None:
         """Start one kernel; the device is the current one."""
-        place = self._cells.fill(args)
+        free = self._free_cells.of_thread
+        cells = free.pop() if free else _Cells()  # a signal's handler may launch before we do
+        place = cells.fill(args)
         function = self._functions[kernel]
         # A thread in which torch has not called CUDA yet has no context.
         self._call("cuCtxSetCurrent", self._context)
@@ -201,6 +203,7 @@ class DriverLauncher:
             self._call("cuLaunchKernelEx", config, function, place, 0)
         else:
             self._call("cuLaunchKernel", function, *grid, *block, smem, stream, place, 0)
+        free.append(cells)
 
     def _allow_smem(self, kernel: str, smem: int) -> None:
         """More dynamic shared memory than 48 KB has to be asked for."""
@@ -326,11 +329,18 @@ def _pointers_to(cells: Any, count: int) -> Any:
     return pointers
 
 
-class _Cells(threading.local):
-    """Each thread's place for the arguments of its launches.
+class _FreeCells(threading.local):
+    """Each thread's places for the arguments of its launches.
 
     The driver has copied them when it has started a kernel, so that the next one's can lie there.
     """
+
+    def __init__(self) -> None:
+        self.of_thread: list[_Cells] = []
+
+
+class _Cells:
+    """A place for the arguments of one launch."""
 
     def __init__(self) -> None:
         self._cells = ctypes.create_string_buffer(8 * MOST_ARGUMENTS)

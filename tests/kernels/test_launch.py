@@ -218,6 +218,23 @@ def overlapping(early) -> DriverLauncher:
     return DriverLauncher(torch.device("cuda"), KERNELS)
 
 
+def test_a_launch_within_a_launch_leaves_its_arguments_alone(driver, launcher, monkeypatch):
+    """As by a signal's handler, which runs between any two lines."""
+    answer = driver._answer
+
+    def interrupted(name, *args):
+        if name == "cuCtxSetCurrent":
+            monkeypatch.setattr(driver, "_answer", answer)
+            launcher.launch("sum", (1, 1, 1), (32, 1, 1), 0, [100, 200])
+        return answer(name, *args)
+
+    for _ in range(2):  # also where a place is free
+        driver.read.clear()
+        monkeypatch.setattr(driver, "_answer", interrupted)
+        launcher.launch("sum", (1, 1, 1), (32, 1, 1), 0, [1, 2])
+        assert driver.read == [[100, 200], [1, 2]]
+
+
 def test_kernels_start_early_unless_asked_not_to(early, overlapping):
     start(overlapping)
     with overlapping.overlapping(False):
