@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 # Scores that are chosen from at once, of several rows. What leaves a processor's caches is quicker
 # row by row (bench/LOG.md, 2026-11-27); on a GPU it is memory that is spared.
 AT_ONCE, AT_ONCE_ON_GPU = 2**17, 2**23
+TOP_P_BITS = 40  # of a probability, where integers are summed up: 2**23 of them, at most 1, fit
 Processor = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -87,15 +88,26 @@ def keep_mask(scores: Tensor, params: SamplingParams) -> Tensor:
         scores = scores.masked_fill(scores < border, float("-inf"))
     if params.top_p < 1.0:
         ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
-        probabilities = ordered.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities
-        dropped = (before >= params.top_p).scatter(-1, ids, before >= params.top_p)
-        scores = scores.masked_fill(dropped, float("-inf"))
+        behind = _behind if scores.is_cuda else _behind_in_order
+        dropped = behind(ordered.softmax(-1), params.top_p)
+        scores = scores.masked_fill(dropped.scatter(-1, ids, dropped), float("-inf"))
     if params.min_p > 0.0:
         probabilities = scores.softmax(-1)
         border = params.min_p * probabilities.amax(-1, keepdim=True)
         scores = scores.masked_fill(probabilities < border, float("-inf"))
     return scores
+
+
+def _behind_in_order(probabilities: Tensor, top_p: float) -> Tensor:
+    """Where those before sum up to ``top_p``, as a CPU sums up: one after another."""
+    return probabilities.cumsum(-1) - probabilities >= top_p
+
+
+def _behind(probabilities: Tensor, top_p: float) -> Tensor:
+    """The same by integers, whose sum no order changes: a GPU's depends on the number of rows, and
+    for one row on the moment (torch, ``use_deterministic_algorithms``, on ``cumsum``)."""
+    parts = (probabilities * 2.0**TOP_P_BITS).long()
+    return parts.cumsum(-1) - parts >= int(top_p * 2.0**TOP_P_BITS)
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
