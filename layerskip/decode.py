@@ -160,6 +160,8 @@ class Decoder:
 
     def copied(self, row: Row) -> CachedText:
         """A row's committed keys and values, for a later one; it asked for them when it joined."""
+        if self.rounds is not None:
+            self.rounds.follow()
         states, drafter = row.exit_states, self.speculator.drafter
         if states is not None and drafter is not None:
             with Decoding():

@@ -10,8 +10,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ PATIENCE = 2
 # what may be saved up, so that a long run without any is not followed by a long wait.
 RECORDING_SHARE, MOST_SAVED = 0.05, 0.2
 # A capture may fail for what others do at that moment: it is made once more, when what it is of has
-# come up so many times more.
+# come up so many times more than before the first.
 TRIED_AGAIN_AFTER = 64
 LIMIT_BYTES = 1 << 30
 Function = Callable[[], None]
@@ -58,22 +57,22 @@ class OneAtATime:
         # At a plain lock a handler would wait for the very code that waits for the handler.
         self._lock, self._busy = threading.RLock(), False
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Have it.
+    def run(self, function: Callable[[], Any]) -> Any:
+        """What ``function`` gives, once no other thread is at it.
 
         Raises:
-            RuntimeError: this thread has it already.
+            RuntimeError: this thread is at it already.
         """
+        # No context manager of ours: an interrupt as one is entered or left would keep the lock.
         with self._lock:
             if self._busy:
                 raise RuntimeError(
-                    "this thread is capturing a CUDA graph: a signal's handler cannot decode in "
-                    "the middle of that; let it set a flag"
+                    "this thread is capturing a CUDA graph or waiting for the GPU: a signal's "
+                    "handler cannot decode in the middle of that; let it set a flag"
                 )
             try:
                 self._busy = True
-                yield
+                return function()
             finally:
                 self._busy = False
 
@@ -85,8 +84,7 @@ def wait_for(device: torch.device) -> None:
     """Wait until a device has done what it was given, if it is a GPU; and until no capture of
     another thread is under way, which that would spoil."""
     if device.type == "cuda":
-        with ONE_CAPTURE.turn():
-            torch.cuda.synchronize(device)
+        ONE_CAPTURE.run(functools.partial(torch.cuda.synchronize, device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,15 +132,16 @@ class GraphRecorder:
             RecordingError: it cannot be recorded; the message is the reason.
             RuntimeError: it is called in the middle of another recording, by a signal's handler.
         """
-        with ONE_CAPTURE.turn(), torch.cuda.device(self._device):
-            return self._record(function)
+        graph: Graph = ONE_CAPTURE.run(functools.partial(self._record, function))
+        return graph
 
     def _record(self, function: Function) -> Graph:
         try:
-            if not self._warm:  # the stream; a function's own first use was where it ran
-                self._warm_up(function)
-                self._warm = True
-            return self._capture(function)
+            with torch.cuda.device(self._device):
+                if not self._warm:  # the stream; a function's own first use was where it ran
+                    self._warm_up(function)
+                    self._warm = True
+                return self._capture(function)
         except RuntimeError as error:  # out of memory is one, too
             self._sharing.clear()  # torch may hold their pool for one that is still being captured
             raise RecordingError(f"CUDA could not capture a round: {_first_line(error)}") from error
@@ -361,7 +360,7 @@ class Recordings:
     def _give_up(self, key: Hashable, reason: str, *, again: bool = False) -> None:
         self._unrecorded[key] = again
         if again:
-            self._asked[key] -= TRIED_AGAIN_AFTER
+            self._asked[key] = -TRIED_AGAIN_AFTER
         if reason != self._warned:  # not again for every memory that they are tried over
             logger.warning("this runs without a graph: %s", reason)
         self.reason = self._warned = reason

@@ -131,6 +131,9 @@ class Rounds:
 
         Returns:
             Recordings that are kept.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for one of them.
         """
         began, rows, slots = time.perf_counter(), self.cache.num_rows, self.cache.num_slots
         sizes = itertools.product(slot_sizes(slots), _powers_up_to(rows), counts, (False, True))
@@ -139,7 +142,7 @@ class Rounds:
             if self.recordings.full or time.perf_counter() - began > seconds:
                 break
             if shape not in self.recordings:
-                self._record(shape)
+                self._record(shape, ahead=True)
         return len(self.recordings)
 
     def has_room(self, num_rows: int, num_slots: int) -> bool:
@@ -330,11 +333,18 @@ class Rounds:
                 self.seats.most[at].fill_(choice.num_draft_tokens)
                 self._most[at] = choice.num_draft_tokens
 
-    def _record(self, shape: Shape) -> None:
-        """While no row takes part: a round of none changes nothing, however often it runs."""
+    def _record(self, shape: Shape, *, ahead: bool = False) -> None:
+        """While no row takes part: a round of none changes nothing, however often it runs.
+
+        Args:
+            ahead: nobody has asked for it. If it finds no memory that is raised, and not held
+                against it.
+        """
         left = self.seats.num_left.clone()
         self.seats.num_left.zero_()
         try:
+            if ahead:
+                self.recordings.run(shape, self._round(shape))
             self.recordings.prepare(shape, self._round(shape))
         finally:
             self.seats.num_left.copy_(left)

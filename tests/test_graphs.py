@@ -1,8 +1,10 @@
 """Recorded functions: what a CPU's recorder proves of them, and what is kept."""
 
 import contextlib
+import signal
 import threading
 import weakref
+from random import Random
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from layerskip.graphs import (
     TRIED_AGAIN_AFTER,
     GraphRecorder,
     HostWorkError,
+    OneAtATime,
     RecordingError,
     Recordings,
     RepeatingRecorder,
@@ -180,6 +183,27 @@ def test_what_cannot_be_recorded_is_not_tried_again():
     assert not recordings.due("u")
 
 
+def test_the_second_try_comes_later_however_long_the_first_was_put_off():
+    """It is due for as long as there is no time for it."""
+
+    class Failing(Sized):
+        def record(self, function):
+            raise RecordingError("spoilt")
+
+    recordings = Recordings(Failing(10, patience=2))
+    assert sum(recordings.due("a") for _ in range(150)) == 148
+    recordings.prepare("a", lambda: None)
+    assert [recordings.due("a") for _ in range(TRIED_AGAIN_AFTER + 2)].count(True) == 0
+
+
+def test_what_ran_over_memory_that_is_gone_runs_again_before_it_is_recorded():
+    ran, recordings = [], Recordings(Sized(10, patience=2))
+    recordings.run("a", lambda: ran.append("before"))
+    recordings.clear()
+    recordings.prepare("a", lambda: ran.append("after"))
+    assert ran == ["before", "after"]
+
+
 @pytest.mark.parametrize("fails", [1, 2])
 def test_a_recording_that_failed_is_tried_once_more_and_later(fails, caplog):
     class Failing(Sized):
@@ -199,7 +223,7 @@ def test_a_recording_that_failed_is_tried_once_more_and_later(fails, caplog):
             assert recordings.num_tried == tried + 1, "as rounds are told not to learn of it"
         recordings.run("a", lambda: None)
         assert ("a" in recordings) == (len(times) > 0)
-    assert times == [3, 3 + TRIED_AGAIN_AFTER]
+    assert times == [3, 3 + TRIED_AGAIN_AFTER + 3]
     assert recordings.has("a") == (fails < 2)
     assert recordings.reason == ("spoilt" if fails == 2 else "")
     assert caplog.messages == ["this runs without a graph: spoilt"]
@@ -402,7 +426,9 @@ def test_a_signal_s_handler_that_decodes_during_a_recording_is_told_so(cuda):
     def function():
         if not told:
             told.append("called")
-            with pytest.raises(RuntimeError, match="capturing a CUDA graph: a signal's handler"):
+            with pytest.raises(
+                RuntimeError, match="capturing a CUDA graph or waiting for the GPU: a"
+            ):
                 GraphRecorder(torch.device("cuda")).record(lambda: told.append("recorded"))
 
     thread = threading.Thread(target=recorder.record, args=(function,), daemon=True)
@@ -429,3 +455,36 @@ def test_who_waits_for_the_device_spoils_no_capture(cuda):
     thread.join(timeout=60)
     assert not thread.is_alive()
     assert not cuda.spoilt.is_set()
+
+
+def test_an_interrupt_leaves_no_capture_under_way():
+    """Wherever it comes, and though its traceback is kept, as a notebook does."""
+    one, random = OneAtATime(), Random(0)
+    interrupted, armed = [], False
+
+    def interrupt(*_):
+        if armed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(3000):
+            try:
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 8e-5))
+                for _ in range(100):
+                    one.run(int)
+                armed = False
+            except KeyboardInterrupt as error:
+                armed = False
+                interrupted.append(error)
+    finally:
+        armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(interrupted) > 300
+    other = threading.Thread(target=one.run, args=(int,), daemon=True)
+    other.start()
+    other.join(timeout=20)
+    assert not other.is_alive()
+    one.run(int)

@@ -19,6 +19,7 @@ from device_rounds import (
 from toys import make_model
 
 from layerskip import SamplingParams, SelfSpeculativeLM
+from layerskip.device_round import DeviceRound
 from layerskip.graphs import LIMIT_BYTES, RepeatingRecorder
 from layerskip.model import pack_model
 from layerskip.ops.catalog import MOST_DRAFTED
@@ -352,6 +353,25 @@ def test_a_controller_that_finds_no_memory_for_recordings_decides_without(tokeni
     assert len(lm.generate("a", max_new_tokens=8, ignore_eos=True).token_ids) == 8
     warned = [r.message for r in caplog.records if "recorded ahead" in r.message]
     assert warned == ["no round is recorded ahead: CUDA out of memory. Tried to allocate 2 GiB."]
+
+
+def test_recording_ahead_ends_where_there_is_no_memory(stack, monkeypatch):
+    """And what nobody asked for is held against no round."""
+    tried = []
+
+    def calling(function, shape, *others):
+        tried.append(shape)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512 MiB.")
+
+    bench = Workbench(stack, EXIT, lambda: RepeatingRecorder(2))
+    with monkeypatch.context() as patched:
+        patched.setattr(DeviceRound, "__call__", calling)
+        with pytest.raises(torch.OutOfMemoryError):
+            bench.record_ahead([0, 3], num_rows=1, num_slots=64)
+    assert len(tried) == 1
+    assert bench.record_ahead([0, 3], num_rows=1, num_slots=64) > 0
+    (rounds,) = bench._idle
+    assert tried[0] in rounds.recordings
 
 
 def test_recording_ahead_ends_with_its_seconds(stack, short_recordings):

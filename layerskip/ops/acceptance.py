@@ -104,13 +104,13 @@ def _longest_prefix(
         residual, bar = target_probs[i], joint
         if i < len(drafted):
             residual = (joint * target_probs[i] - draft_probs[i]).clamp(min=0.0)
-            residual = residual.masked_fill(residual.isnan(), 0.0)
+            residual = residual.nan_to_num(0.0)
             whole = residual.sum() + 1 - joint
             bar = residual.sum() / whole if whole > 0 else torch.ones_like(joint)
         if i == 0 or uniforms[i - 1] <= bar.item():
             accepted = i
             mass = residual if residual.sum() > 0 else target_probs[i]
-    return accepted, mass
+    return accepted, mass.nan_to_num(0.0)
 
 
 def _emit(

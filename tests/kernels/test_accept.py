@@ -149,6 +149,15 @@ def test_a_target_that_is_no_number_lets_no_draft_stand(backend):
     assert tokens.tolist() == [[0, -1, -1]] * 4
 
 
+def test_what_of_a_target_is_no_number_is_not_emitted(backend):
+    """And the kernel does what the definition does."""
+    block = make_block(12, 3, 40)
+    for b in range(12):
+        block[2][b, b % 4, :: b + 1] = torch.nan
+    found, defined = accept_block(backend, block), accept_block(DEFINITION, block)
+    assert all(map(torch.equal, found, defined))
+
+
 def test_block_verification_emits_the_target_s_distribution():
     """Pairs of tokens of many seeds, completed by plain sampling where a round emitted but one.
 
