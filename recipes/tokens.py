@@ -113,9 +113,14 @@ def _learned(
         if message["role"] != "assistant":
             continue
         asked = _rendered(tokenizer, messages[:i], ask=True)
-        # It may open a thought that no answer has.
         before = asked[: _shared(asked, whole)]
-        told = before == asked or before.startswith(_rendered(tokenizer, messages[:i]))
+        told = before == asked
+        if not told:  # it may open a thought that no answer has, but for its first letters
+            earlier = _rendered(tokenizer, messages[:i])
+            answer = message["content"].strip()
+            begins = whole.rfind(answer, len(earlier), len(before) + len(answer))
+            before = before[:begins] if begins >= 0 else before
+            told = before.startswith(earlier)
         upto = _rendered(tokenizer, messages[: i + 1])
         if told and whole.startswith(upto) and len(before) < len(upto):
             ends = (_shared(ids, _ids(tokenizer, t, special=False)) for t in (before, upto))

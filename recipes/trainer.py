@@ -22,6 +22,14 @@ from layerskip.training.schedules import layer_dropout_rate, warmup_stable_decay
 ATTENTION_CHUNK = 128
 EVAL_EXITS = (1, 2, 3, 4)
 BYTES, MOST_IDS = 256, 1 << 16  # a tokenizer's alphabet, and what streams of uint16 can name
+# A step takes whole rows: how many, no size of a micro-batch may change.
+WHOLE_PARTS = (
+    ("num_heads", "num_kv_heads"),
+    ("hidden_size", "num_heads"),
+    ("batch_tokens", "micro_tokens"),
+    ("micro_tokens", "seq_len"),
+    ("micro_tokens", "long_seq_len"),
+)
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -73,21 +81,12 @@ class Settings:
         for name in SIZES:
             check_integer(name, getattr(self, name), 1)
         check_integer("seed", self.seed, 0, MAX_SEED)
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads must be divisible by num_kv_heads, got {self.num_heads} and "
-                f"{self.num_kv_heads}"
-            )
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"hidden_size must be divisible by num_heads, got {self.hidden_size} and "
-                f"{self.num_heads}"
-            )
-        if self.batch_tokens % self.micro_tokens:
-            raise ValueError(
-                f"batch_tokens must be a multiple of micro_tokens, got {self.batch_tokens} and "
-                f"{self.micro_tokens}"
-            )
+        for whole, part in WHOLE_PARTS:
+            sizes = getattr(self, whole), getattr(self, part)
+            if sizes[0] % sizes[1]:
+                raise ValueError(
+                    f"{whole} must be divisible by {part}, got {sizes[0]} and {sizes[1]}"
+                )
         if self.head_dim % 2:  # positions turn pairs
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
         for name in ("layer_dropout", "distil", "math_share"):
@@ -246,7 +245,7 @@ class Trainer:
         micro_steps = settings.batch_tokens // settings.micro_tokens
         totals = np.zeros(2)
         for _ in range(micro_steps):
-            rows = max(1, settings.micro_tokens // length)
+            rows = settings.micro_tokens // length
             ids = corpus.batch(self.rng, rows, length, settings.math_share).to(self.device)
             totals += self.backward(ids, kept, exit_layer, 1.0 / micro_steps)
         self.update(warmup_stable_decay(progress))

@@ -412,23 +412,31 @@ def test_only_layers_like_llamas_are_copied(recipe: SimpleNamespace) -> None:
         recipe.adapter_trainer.new_adapter(GPT2LMHeadModel(config), 1, settings)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("width", [0, 32])
-@pytest.mark.parametrize("family", ["gemma", "gemma2", "granite", "hunyuan_v1_dense", "helium"])
+@pytest.mark.parametrize(
+    "family", ["gemma", "gemma2", "granite", "hunyuan_v1_dense", "helium", "ernie4_5"]
+)
 def test_layers_of_llamas_parts_that_do_something_else_are_not_copied(
-    recipe: SimpleNamespace, family: str, width: int
+    recipe: SimpleNamespace, family: str, width: int, dtype: str
 ) -> None:
     """They scale, normalise or turn otherwise."""
-    settings = some_settings(recipe, block_width=width)
-    with pytest.raises(ValueError, match=r"DecoderLayer, .* give block_start=nothing"):
-        recipe.adapter_trainer.new_adapter(make_toy(family), EXIT, settings)
+    settings, model = some_settings(recipe, block_width=width), make_toy(family, dtype=dtype)
+    for exit_layer in (EXIT, 3):
+        with pytest.raises(ValueError, match=r"DecoderLayer, .* give block_start=nothing"):
+            recipe.adapter_trainer.new_adapter(model, exit_layer, settings)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("exit_layer", [1, NUM_LAYERS - 1])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_layers_like_llamas_are_copied_in_any_dtype(
-    recipe: SimpleNamespace, family: str, exit_layer: int
+    recipe: SimpleNamespace, family: str, exit_layer: int, dtype: str
 ) -> None:
-    model = make_model(family, dtype="bfloat16", **SMALL)
+    """Also where hidden states are so small that a norm's epsilon, which is not the block's, tells
+    in them."""
+    model = make_model(family, dtype=dtype, **SMALL, rms_norm_eps=1e-3)
+    model.model.embed_tokens.weight.data.mul_(0.02)
     settings = some_settings(recipe)
     assert recipe.adapter_trainer.new_adapter(model, exit_layer, settings).block is not None
 
@@ -500,8 +508,9 @@ def test_a_run_over_other_weights_is_another(
     other = make_model(**SMALL)
     with torch.no_grad():
         other.model.layers[3].mlp.up_proj.weight.add_(0.01)
+    written = replace(packed, ids=packed.ids.flip(0))  # other weights write other text
     trainer = recipe.adapter_trainer.Trainer(
-        first.settings, other, packed, Accelerator(cpu=True), exit_layer=EXIT
+        first.settings, other, written, Accelerator(cpu=True), exit_layer=EXIT
     )
     with pytest.raises(ValueError, match="was made with another fingerprint of model"):
         trainer.load(tmp_path / "step-0")

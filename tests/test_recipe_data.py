@@ -120,6 +120,18 @@ def test_of_a_chat_the_assistants_turns_are_learned(
     )
 
 
+@pytest.mark.parametrize("answer", ["<table>", "<thinking>", "< 3", "a"])
+def test_an_answer_that_begins_as_a_thought_would_is_learned_whole(
+    recipes: SimpleNamespace, answer: str
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = THINKING
+    chat = [*CHAT[:2], {"role": "assistant", "content": answer}]
+    sample = encoded(recipes, tokenizer, {"messages": chat})
+    (found,) = learned(tokenizer, sample)
+    assert found.lstrip(" ") == answer + "</s>\n"  # a token may begin before the answer does
+
+
 def test_a_chat_whose_turns_cannot_be_told_apart_is_learned_whole(
     recipes: SimpleNamespace,
 ) -> None:
