@@ -12,8 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
-from toys import random_ids
+from toys import make_model, random_ids
 
 REPO = Path(__file__).parents[1]
 RECIPES = REPO / "recipes"
@@ -122,3 +123,11 @@ def take(trainer: Any, steps: int) -> list[dict[str, Any]]:
 def weights(trainer: Any) -> list[Tensor]:
     """What is trained, as it is now."""
     return [p.detach().clone() for p in trainer.trained]
+
+
+def of_other_weights(**shape: int) -> Any:
+    """A toy of the same form as ``make_model`` makes, one weight of which is another."""
+    model = make_model(**shape)
+    with torch.no_grad():
+        model.model.layers[3].mlp.up_proj.weight.add_(0.01)
+    return model

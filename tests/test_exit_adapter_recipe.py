@@ -20,6 +20,7 @@ from recipe_modules import (
     imported,
     killed,
     launched,
+    of_other_weights,
     packed_rows,
     take,
     weights,
@@ -505,9 +506,7 @@ def test_a_run_over_other_weights_is_another(
     """The folder of a model has the same name, whatever is in it."""
     first = make_trainer()
     first.save(tmp_path)
-    other = make_model(**SMALL)
-    with torch.no_grad():
-        other.model.layers[3].mlp.up_proj.weight.add_(0.01)
+    other = of_other_weights(**SMALL)
     written = replace(packed, ids=packed.ids.flip(0))  # other weights write other text
     trainer = recipe.adapter_trainer.Trainer(
         first.settings, other, written, Accelerator(cpu=True), exit_layer=EXIT

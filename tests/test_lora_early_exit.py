@@ -27,6 +27,7 @@ from recipe_modules import (
     imported,
     killed,
     launched,
+    of_other_weights,
     packed_rows,
     take,
     weights,
@@ -383,9 +384,7 @@ def test_checkpoints_over_other_weights_are_refused(
     """The folder of a model has the same name, whatever is in it."""
     first = make_trainer()
     first.save(tmp_path)
-    other = make_model(**SMALL)
-    with torch.no_grad():
-        other.model.layers[3].mlp.up_proj.weight.add_(0.01)
+    other = of_other_weights(**SMALL)
     trainer = recipe.early_exit_trainer.Trainer(
         first.settings, other, packed, Accelerator(cpu=True)
     )

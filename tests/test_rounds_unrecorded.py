@@ -39,6 +39,26 @@ def runs_of(decoder, monkeypatch):
     return ran
 
 
+def recorder_that_looks(monkeypatch):
+    """A recorder, and what it recorded: drafted tokens of each round, and whether it ran before."""
+    done, call, recorded = [], DeviceRound.__call__, []
+
+    def calling(function, shape, *others):
+        done.append(shape)
+        call(function, shape, *others)
+
+    class Recorder(RepeatingRecorder):
+        def record(self, function):
+            before = Counter(done)
+            recording = super().record(function)
+            (shape,) = (Counter(done) - before).keys()
+            recorded.append((shape.num_draft_tokens, before[shape] > 0))
+            return recording
+
+    monkeypatch.setattr(DeviceRound, "__call__", calling)
+    return Recorder, recorded
+
+
 def told_of(row):
     return [(r.num_draft_tokens, r.num_accepted_tokens) for r in row.rounds]
 
@@ -61,23 +81,9 @@ def test_a_recorded_round_runs_until_a_number_has_come_up_often(
     longer than the others, as there is less to gain.
     Tokens are as if the host had done it, and what is told is what was done.
     What is recorded has run before, elsewhere or for this: kernels are loaded where they run."""
-    done, call = [], DeviceRound.__call__
-
-    def calling(function, shape, *others):
-        done.append(shape)
-        call(function, shape, *others)
-
-    class Recorder(RepeatingRecorder):
-        def record(self, function):
-            before = Counter(done)
-            recording = super().record(function)
-            (shape,) = (Counter(done) - before).keys()
-            assert before[shape] > 0
-            return recording
-
-    monkeypatch.setattr(DeviceRound, "__call__", calling)
+    make_recorder, recorded = recorder_that_looks(monkeypatch)
     monkeypatch.setattr("layerskip.stand_ins.WAITS_BY_HALF", 10)  # texts here are short
-    bench = Workbench(stack, EXIT, lambda: Recorder(2))
+    bench = Workbench(stack, EXIT, lambda: make_recorder(2))
     decoder = decoder_of(stack, bench, controller=Scripted(wanted), num_slots=128)
     for k in kept:
         (before,) = decode(decoder, spec(PROMPTS[0], k=k, limit=30))
@@ -91,6 +97,8 @@ def test_a_recorded_round_runs_until_a_number_has_come_up_often(
     assert row.token_ids == other.token_ids
     assert ran[:times] == [(runs_as, True)] * times
     assert ran[times] == (wanted, True)
+    assert recorded
+    assert all(ran_before for _, ran_before in recorded)
     drafted = [count for count, _ in told_of(row)]
     assert drafted[: times + 2] == [0, *[min(runs_as, wanted)] * times, wanted]
     if runs_as > wanted:  # of passes that nobody wanted nothing is learnt
@@ -138,23 +146,8 @@ def test_a_round_that_finds_no_memory_leaves_texts_to_the_recorded_one(stack, mo
 
 def test_a_round_runs_before_it_is_recorded_however_often_it_was_asked_for(stack, monkeypatch):
     """Here a plain one runs in its place, and then a request asks for it by number."""
-    done, call = [], DeviceRound.__call__
-
-    def calling(function, shape, *others):
-        done.append(shape)
-        call(function, shape, *others)
-
-    class Recorder(RepeatingRecorder):
-        def record(self, function):
-            before = Counter(done)
-            recording = super().record(function)
-            (shape,) = (Counter(done) - before).keys()
-            recorded.append((shape.num_draft_tokens, before[shape] > 0))
-            return recording
-
-    recorded = []
-    monkeypatch.setattr(DeviceRound, "__call__", calling)
-    bench = Workbench(stack, EXIT, lambda: Recorder(2))
+    make_recorder, recorded = recorder_that_looks(monkeypatch)
+    bench = Workbench(stack, EXIT, lambda: make_recorder(2))
     decoder = decoder_of(stack, bench, controller=Scripted(3), num_slots=128)
     (row,) = decode(decoder, spec(PROMPTS[0], k="auto", limit=12))
     decoder.leave(row.id)
