@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from layerskip.ops.reference import (
     UNIFORM_BITS,
@@ -45,6 +46,36 @@ def test_decode_attention_is_attention(group, batch, seqlen, slots):
     got = decode_attention(q, k, v, mask.repeat(group, 1)[None, None], 0.3)
     torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=2e-6)
     got = prefill_attention(q, k, v, mask[None, None], 0.3)
+    torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=2e-6)
+
+
+class OnCuda(TorchFunctionMode):
+    """Tensors that say they are on a GPU; what attention is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func == torch.Tensor.device.__get__:  # a new wrapper each time
+            return torch.device("cuda")
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.asked.append(kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gpu_is_asked_for_no_grouped_heads_beside_a_mask():
+    # None of its fast kernels takes both; by what is left a chunk holds all of its scores.
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(1, 5, 6, 16, generator=generator)
+    k, v = (torch.randn(1, 9, 2, 16, generator=generator) for _ in range(2))
+    mask = torch.full((5, 9), -math.inf).triu(5)
+    with OnCuda() as gpu:
+        got = prefill_attention(q, k, v, mask[None, None], 0.3)
+    (asked,) = gpu.asked
+    assert asked["attn_mask"] is not None
+    assert not asked["enable_gqa"]
+    expected = naive_attention(q, k, v, mask, 0.3)
     torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=2e-6)
 
 

@@ -73,13 +73,14 @@ def prefill_attention(
         group = q.shape[2] // k_cache.shape[2]
         mask = mask.repeat(1, 1, group, 1)
         return decode_attention(q, k_cache, v_cache, mask, softmax_scale, softcap, sinks)
+    rows, k, v = (x.transpose(1, 2) for x in (q, k_cache, v_cache))
+    group = rows.shape[1] // k.shape[1]
+    if group > 1 and q.device.type != "cpu":
+        # On CUDA no kernel takes both a mask and grouped heads, and what torch does then holds all
+        # scores at once (transformers' use_gqa_in_sdpa says so, too).
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k_cache.transpose(1, 2),
-        v_cache.transpose(1, 2),
-        attn_mask=mask,
-        scale=softmax_scale,
-        enable_gqa=q.shape[2] != k_cache.shape[2],
+        rows, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=rows.shape[1] != k.shape[1]
     )
     return out.transpose(1, 2)
 
