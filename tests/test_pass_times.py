@@ -181,6 +181,19 @@ def test_a_round_after_others_that_nobody_learnt_from_says_more():
     assert after[1] > 1.3 * after[0] > 0.0
 
 
+@pytest.mark.parametrize("known", [100, 2000])
+def test_a_service_that_has_run_for_long_learns_that_drafts_became_dearer(known):
+    """Its rows are more now, or its contexts longer, and the table is wrong of those."""
+    controller = Controller(table())
+    said = beside_plain(controller)[0]
+    for count, drafts in ((known, 1.0), (250, 1.5)):
+        for i in range(count):
+            for _ in range(DRAFTED_ONE_IN):
+                controller.times.due(drafted=True)
+            run_rounds(controller, 1, drafts=drafts, tokens=5 if i % 8 else 1)
+    assert beside_plain(controller)[0] == pytest.approx(1.5 * said, rel=0.05)
+
+
 def test_rounds_that_nobody_learnt_from_go_by_once(monkeypatch):
     gone, pass_time = [], Clocks.pass_time
     monkeypatch.setattr(
