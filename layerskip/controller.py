@@ -94,7 +94,8 @@ class Controller:
         shared = self._experiences.get(kind) or self._begun(kind)
         advance = int(min(limit, STAKE_TOKENS, shared.usual_length))
         tokens = STAKE_TOKENS if shared.ledger > 0.0 else advance
-        return RowState(shared, stake=STAKE_SHARE * tokens, advance=advance, greedy=greedy)
+        stake = STAKE_SHARE * tokens
+        return RowState(shared, stake=stake, advance=advance, limit=limit, greedy=greedy)
 
     def _begun(self, kind: str) -> Experience:
         """What requests of a kind have in common before the first of them."""

@@ -4,6 +4,7 @@ Requests differ, and each is too short to learn much from: so a request begins w
 its kind had in common, and departs from that by a ratio of its own.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,9 +74,16 @@ class RowState:
     """
 
     def __init__(
-        self, shared: Experience, *, stake: float = 0.0, advance: int = 0, greedy: bool = False
+        self,
+        shared: Experience,
+        *,
+        stake: float = 0.0,
+        advance: int = 0,
+        limit: float = math.inf,
+        greedy: bool = False,
     ) -> None:
         self.shared, self.stake, self.greedy = shared, stake, greedy
+        self._limit = limit
         self._advance, self.owed, self._earned = advance, 0, 0.0
         self._staked, self._is_over = stake, False
         self.last, self.probing = 0, False
@@ -207,7 +215,9 @@ class RowState:
         if self._kept <= self._staked:
             self.shared.credit -= self.owed * self._earned
         self.owed, self._purse = 0, 0.0
-        if num_tokens and not self._is_over:
+        # What its limit ended, as a warm-up of one token, might have been any longer.
+        says_nothing = self._limit <= num_tokens <= self.shared.usual_length
+        if num_tokens and not self._is_over and not says_nothing:
             self.shared.end(num_tokens)
         self._is_over = True
 

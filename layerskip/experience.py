@@ -174,7 +174,8 @@ class Experience:
         credit: plain passes of one row that probes and looking back may take: a share of all
             rounds but probes; negative where requests ended that had more in advance than they came
             to earn.
-        usual_length: tokens of the requests that ended, on the average; infinite of none.
+        usual_length: tokens of the requests that ended, on the average; infinite of none. Of those
+            that their limits ended only the longer ones count.
         mixture: of requests whose drafts are right more often and less often than all of them.
     """
 

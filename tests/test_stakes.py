@@ -100,6 +100,20 @@ def test_a_request_is_over_once():
     assert owing.shared.credit == pytest.approx(0.0)
 
 
+def test_a_request_that_its_limit_ended_says_only_that_others_are_no_shorter():
+    """After a warm-up of one token the next text stakes as much as the first one would."""
+    controller = Controller(table(0.2))
+    begun = controller.row("greedy", 64).stake
+    controller.row("greedy", 1).end(1)
+    assert controller.row("greedy", 64).stake == begun
+    controller.row("greedy", 64).end(5)
+    shared = controller.row("greedy", 64).shared
+    controller.row("greedy", 3).end(3)
+    assert shared.usual_length == 5
+    controller.row("greedy", 25).end(25)
+    assert shared.usual_length == pytest.approx(7.0)
+
+
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
 def test_a_hard_request_among_easy_ones_loses_three_percent_at_most(cost):
     run, losses = paper(cost), []
