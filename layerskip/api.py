@@ -72,10 +72,10 @@ class SelfSpeculativeLM:
 
     The twin is made now. Of what is done to the model later it sees new values of its weights: an
     optimiser's steps, a loaded state dict, adapters trained on or merged. It does not see new
-    modules or settings: adapters added, switched or disabled, hooks, ``train()``, the config. A
-    model that was moved, cast or resized has to be wrapped again, and so has one with other tensors
-    where its weights were (``load_state_dict`` with ``assign=True``, ``set_input_embeddings``,
-    pruning); decoding says so.
+    modules or settings: adapters added, switched, scaled or disabled, hooks, ``train()``, the
+    config. A model that was moved, cast or resized has to be wrapped again, and so has one with
+    other tensors where its weights were (``load_state_dict`` with ``assign=True``,
+    ``set_input_embeddings``, pruning); decoding says so.
 
     Passes run in the model's own dtype: while one decodes, ``torch.autocast`` is off, for logits
     processors, too.
@@ -666,8 +666,9 @@ class SelfSpeculativeLM:
             )
         if (place := self.stack.shared.switched_adapter(model)) is not None:
             raise ValueError(
-                f"{place} runs other adapters than when the model was wrapped (PEFT's set_adapter "
-                "or disable_adapter), and decoding would not; switch back, or wrap again"
+                f"{place} runs other adapters than when the model was wrapped, or scales them "
+                "otherwise (PEFT's set_adapter, disable_adapter, set_scale, ...), and decoding "
+                "would not; switch back, or wrap again"
             )
         call = hf.Call(
             model,

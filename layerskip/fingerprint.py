@@ -42,31 +42,36 @@ def fingerprint(model: "PreTrainedModel") -> str:
 
     The same in every process and on every device, and in every dtype that a bfloat16 checkpoint is
     loaded in: samples are rounded to bfloat16. (A float32 one may differ in float16: rounded
-    twice.) Training moves it: every tensor is sampled. Where not all of a model's PEFT adapters are
-    run, it is of those that are. Takes milliseconds.
+    twice.) Training moves it: every tensor is sampled. It is of the PEFT adapters that are run, and
+    of their scales, which no tensor holds. Takes milliseconds.
     """
     config = model.config.to_dict()
     kept = {k: v for k, v in config.items() if k not in NOT_OF_THE_MODEL and k[:6] != "_attn_"}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
     named = sorted(model.named_parameters())
     digest.update("\n".join(f"{name} {tuple(p.shape)}" for name, p in named).encode())
-    adapters = adapters_run(model)
-    if any(run != set(getattr(model, "peft_config", ())) for run in adapters.values()):
-        digest.update(json.dumps({name: sorted(run) for name, run in adapters.items()}).encode())
+    if adapters := adapters_run(model):
+        digest.update(json.dumps(adapters, sort_keys=True).encode())
     samples = [_sampled(p) for _, p in named]
     digest.update(torch.cat(samples).cpu().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def adapters_run(model: nn.Module) -> dict[str, frozenset[str]]:
-    """The PEFT adapters that each module with some runs, by its name: none where disabled."""
+def adapters_run(model: nn.Module) -> dict[str, dict[str, float]]:
+    """The PEFT adapters that each module with some runs, by its name: none where disabled. Each
+    with what its output is multiplied by: 1 where it has no scale."""
     return {
-        name: frozenset() if part.disable_adapters else frozenset(part.active_adapters)
+        name: {} if part.disable_adapters else {a: _scale(part, a) for a in part.active_adapters}
         for name, part in model.named_modules()
         # Of a transformers model these are methods.
         if isinstance(getattr(part, "disable_adapters", None), bool)
         and hasattr(part, "active_adapters")
     }
+
+
+def _scale(part: nn.Module, adapter: str) -> float:
+    scales = getattr(part, "scaling", None)
+    return float(scales.get(adapter, 1.0)) if isinstance(scales, dict) else 1.0
 
 
 def _sampled(weight: Tensor) -> Tensor:

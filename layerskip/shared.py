@@ -86,13 +86,15 @@ class SharedWeights:
         return None
 
     def switched_adapter(self, model: nn.Module) -> str | None:
-        """Where a model runs other PEFT adapters than when it was wrapped; None: nowhere. What was
-        merged and taken out is in the weights."""
-        now = adapters_run(model)
+        """Where a model runs other PEFT adapters than when it was wrapped, or scales them by other
+        numbers; None: nowhere. What was merged and taken out is in the weights."""
         # A layer that got its first adapter later names the active ones, and has none of them.
         usual: frozenset[str] = frozenset().union(*self._adapters.values())
-        differs = (name for name, run in now.items() if run != self._adapters.get(name, usual))
-        return next(differs, None)
+        for name, run in adapters_run(model).items():
+            known = self._adapters.get(name)
+            if run.keys() != usual if known is None else run != known:
+                return name
+        return None
 
     def stamp(self) -> Stamp:
         """Changes whenever torch sees the weights change: see ``blocks.stamp``."""

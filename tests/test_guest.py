@@ -557,6 +557,17 @@ def test_a_fingerprint_is_of_the_adapters_that_are_run():
     assert fingerprint(model.get_base_model()) == alone
 
 
+def test_a_fingerprint_is_of_the_scales_of_adapters():
+    """No weight says by how much an adapter's output is multiplied."""
+    model = adapted()
+    found = {fingerprint(model.get_base_model())}
+    with peft.helpers.rescale_adapter_scale(model, 0.5):
+        found |= {
+            fingerprint(m) for m in (model.get_base_model(), SelfSpeculativeLM(model).stack.twin)
+        }
+    assert len(found) == 2
+
+
 def test_a_module_may_use_a_name_of_peft_s_for_itself(plain_text):
     model = make_model()
     model.model.layers[1].mlp.disable_adapters = False

@@ -482,6 +482,24 @@ def test_other_adapters_than_when_it_was_wrapped_are_refused():
     assert torch.equal(merged.generate(**one(), **GREEDY, custom_generate=ours), wanted)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's
+def test_adapters_scaled_otherwise_than_when_it_was_wrapped_are_refused():
+    """PEFT keeps scales as numbers beside the weights: the text was that of the scale before."""
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(make_model(), config).eval()
+    ours = SelfSpeculativeLM(adapted, None, PLANS["exit"], num_draft_tokens=4).custom_generate
+    wanted = adapted.generate(**one(), **GREEDY)
+    with (
+        peft.helpers.rescale_adapter_scale(adapted, 0.5),
+        pytest.raises(
+            ValueError,
+            match=r"0\.self_attn\.q_proj runs other adapters .* or scales them otherwise",
+        ),
+    ):
+        adapted.generate(**one(), **GREEDY, custom_generate=ours)
+    assert torch.equal(adapted.generate(**one(), **GREEDY, custom_generate=ours), wanted)
+
+
 class Watch(torch.nn.Module):
     def look(self, *_: object) -> None:
         pass
