@@ -10,8 +10,9 @@ So none of the three needs a line per family.
 
 import copy
 import inspect
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, cast
@@ -29,6 +30,7 @@ from layerskip.layout import Layout
 
 EMPTIED = (dict, OrderedDict, set)
 TUNED_NORMS = "ln_tuning_layers"  # where PEFT's LN tuning has them
+PARAM_WRAPPER = "ParamWrapper"  # PEFT's, of ``target_parameters``
 
 
 def share_twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -41,7 +43,21 @@ def share_twin(model: PreTrainedModel) -> PreTrainedModel:
     config.output_attentions = config.output_hidden_states = False
     if hasattr(config, "output_router_logits"):
         config.output_router_logits = False
+    turn = threading.RLock()  # they may be nested
+    for module in twin.modules():
+        if type(module).__name__ == PARAM_WRAPPER:
+            module.forward = _in_turn(module.forward, turn)
     return twin.eval()
+
+
+def _in_turn(forward: Callable[..., Any], turn: threading.RLock) -> Callable[..., Any]:
+    """For a module that other attributes stand in while it runs: a second thread would see them."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with turn:
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def copy_around(model: PreTrainedModel, instead: dict[int, nn.Module]) -> PreTrainedModel:

@@ -4,6 +4,7 @@ by name. What is done to it later is seen as far as it is done to its tensors.""
 import copy
 import functools
 import gc
+import sys
 import threading
 import warnings
 import weakref
@@ -429,6 +430,28 @@ def test_adapted_models_decode_exactly(wrap, name, dtype):
     decoded = decode(lm)
     check_untouched(model, before)
     assert decoded != decode(wrap(None, "llama", dtype))  # the adapter counts
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's
+def test_adapters_of_experts_in_threads():
+    """PEFT puts other attributes in the place of such parameters while their module runs: threads
+    took them from each other, and what was left of the module gave other text for good."""
+    torch.manual_seed(0)
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=2, target_parameters=parameters, init_lora_weights=False)
+    lm = SelfSpeculativeLM(peft.get_peft_model(make_toy("mixtral"), config), num_draft_tokens=0)
+    expected, found = decode(lm), []
+    threads = [threading.Thread(target=lambda: found.append(decode(lm))) for _ in range(4)]
+    pace = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=120)
+    finally:
+        sys.setswitchinterval(pace)
+    assert found == [expected] * 4
 
 
 @pytest.mark.parametrize(
