@@ -174,6 +174,32 @@ def test_a_log_that_grows_meanwhile_is_read_as_it_was_counted(file: Path) -> Non
     assert [r.prompt for r in traffic] == ["a"]
 
 
+@pytest.mark.parametrize("ending", [b"", b"\n", b"\n\n", b'\r\n{"prompt": "b"}'])
+def test_a_last_line_may_be_ended_meanwhile(file: Path, ending: bytes) -> None:
+    traffic = Traffic.read(write(file, {"prompt": "a"}))
+    with file.open("ab") as log:
+        log.write(ending)
+    assert [r.prompt for r in traffic] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        [{"prompt": "a"}, {"prompt": "c"}],
+        [{"prompt": "c"}, {"prompt": "b"}],
+        [{"prompt": "a"}],
+        [{"prompt": "c"}, {"prompt": "a"}, {"prompt": "b"}],
+        [],
+    ],
+)
+def test_prompts_that_were_changed_meanwhile_are_told(file: Path, now: list[Any]) -> None:
+    traffic = Traffic.read(write(file, {"prompt": "a"}, b"", {"prompt": "b"}, b"", b""))
+    assert [r.prompt for r in traffic] == ["a", "b"]
+    write(file, *now)
+    with pytest.raises(ValueError, match=r"traffic\.jsonl was changed after it was first read"):
+        list(traffic)
+
+
 def test_reading_holds_a_line_at_a_time(file: Path) -> None:
     write(file, *[{"prompt": f"{i} " + "x" * 500, "task": str(i)} for i in range(4000)])
     tracemalloc.start()

@@ -149,8 +149,7 @@ class Traffic:
             lines.path.name,
             lines.digest.hexdigest(),
             count,
-            # A log may grow meanwhile: what was counted is what is read.
-            lambda: _Lines(lines.path, lines.labels, bad_lines, count).requests(),
+            lambda: lines.again(count),
             lines.labels,
             lines.num_bad,
             tuple(lines.bad),
@@ -168,12 +167,29 @@ class _Lines:
         self.found: set[str] = set()
         self.num_bad, self.bad = 0, list[LeftOut]()
         self.digest = hashlib.sha256()
+        # Up to the last request's line, and that one: a log that grows may end it.
+        self._before, self._last = self.digest, b""
+
+    def again(self, count: int) -> Iterator[Request]:
+        """The same requests once more. A log may grow meanwhile: what was counted is what is read.
+
+        Raises:
+            ValueError: they were not the same.
+        """
+        later = _Lines(self.path, self.labels, self.bad_lines, count)
+        yield from later.requests()
+        if (later._before.digest(), later._last) != (self._before.digest(), self._last):
+            raise ValueError(
+                f"{self.path} was changed after it was first read, and what was decoded is not "
+                "what it held then; begin anew, with a file that stays as it is"
+            )
 
     def requests(self) -> Iterator[Request]:
         count = 0
         for index, line in enumerate(self._raw()):
             if count == self.limit:
                 return
+            before = self.digest.copy()
             self.digest.update(line)
             if not line.removeprefix(BOM_UTF8).strip():
                 continue
@@ -186,6 +202,7 @@ class _Lines:
             self.fields = self.fields or tuple(map(str, row))
             self.found.update(request.labels)
             count += 1
+            self._before, self._last = before, line.rstrip()
             yield request
 
     def _raw(self) -> Iterator[bytes]:
