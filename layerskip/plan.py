@@ -195,16 +195,15 @@ def _from_dict(content: Mapping[str, Any]) -> PlanFile:
     layers = content["draft_layers"]
     plan = None
     if layers is not None or not later:  # a file that was not searched for has a plan
-        plan = DraftPlan(content["num_layers"], tuple(layers))
+        plan = DraftPlan(content["num_layers"], _tuples(layers))
     wanted = content["num_draft_tokens"] if later else content.get("num_draft_tokens")
-    settings: dict[str, Any] = {"acceptance": tuple(content.get("acceptance", ()))}
+    settings: dict[str, Any] = {"acceptance": _tuples(content.get("acceptance", []))}
     if later:
-        vocabulary = content["draft_vocabulary"]
         settings = {
-            "draft_vocabulary": None if vocabulary is None else tuple(vocabulary),
+            "draft_vocabulary": _tuples(content["draft_vocabulary"]),
             "cost": _cost_of(content["cost"]),
             "fingerprint": content["fingerprint"],
-            "acceptance": tuple(content["acceptance"]),
+            "acceptance": _tuples(content["acceptance"]),
             "measurements": content["measurements"],
         }
     elif "trained_exits" in content:  # recipes/export.py writes them beside the plan
@@ -212,8 +211,13 @@ def _from_dict(content: Mapping[str, Any]) -> PlanFile:
     # Not every file of version 2 has it, or of such confidences.
     told = content.get("calibration", {}) if content.get("sharpness") == SHARPNESS else {}
     if isinstance(told, dict):
-        told = {kind: tuple(map(tuple, points)) for kind, points in told.items()}
+        told = {kind: _tuples(points) for kind, points in told.items()}
     return PlanFile(plan, "auto" if wanted is None else wanted, calibration=told, **settings)
+
+
+def _tuples(content: Any) -> Any:
+    """Lists as tuples; what is none is left to the check that names it."""
+    return tuple(map(_tuples, content)) if isinstance(content, list) else content
 
 
 def _cost_of(content: Any) -> CostTable | None:

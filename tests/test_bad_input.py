@@ -12,6 +12,7 @@ from toys import MAX_POSITIONS, PLANS, VOCAB_SIZE, make_model, make_tokenizer
 from transformers import PreTrainedModel
 
 from layerskip import DraftPlan, SamplingParams, SelfSpeculativeLM
+from layerskip.params import SHARPNESS
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -56,6 +57,7 @@ CHATS = [
     (["hi"], TypeError, "a message must be a mapping with a role, got 'hi'"),
     ([{"content": "hi"}], TypeError, "a message must be a mapping with a role, got {'conte"),
 ]
+WHOLE = {"version": 1, "num_layers": 6, "draft_layers": [0]}
 FILES = [
     ('{"version": 2, "draft_depth": 3}', "is not a plan file (it has no 'draft_layers')"),
     (
@@ -68,7 +70,19 @@ FILES = [
     ('{"version": 2, "row_quantum": 8}', "is a cost table, not a plan file, as layerskip search"),
     (
         '{"version": 1, "num_layers": 6, "draft_layers": "ab"}',
-        "is not a plan file (a draft layer must be an int, got 'a' (str))",
+        "is not a plan file (layers must be a tuple of ints, got 'ab')",
+    ),
+    (
+        '{"version": 1, "num_layers": 6, "draft_layers": 4}',
+        "is not a plan file (layers must be a tuple of ints, got 4)",
+    ),
+    (
+        '{"version": 1, "num_layers": 6, "draft_layers": [0], "acceptance": 0.8}',
+        "is not a plan file (acceptance must be a tuple of shares, got 0.8)",
+    ),
+    (
+        json.dumps(WHOLE | {"sharpness": SHARPNESS, "calibration": {"greedy": 0.8}}),
+        "is not a plan file (a calibration must be a tuple of pairs of numbers, got 0.8)",
     ),
     (
         '{"version": 1, "num_layers": 6, "draft_layers": [9]}',
