@@ -525,6 +525,16 @@ def test_a_name_is_in_a_registry_once(registry: CollectorRegistry) -> None:
     PrometheusSink(registry)
 
 
+def test_what_is_no_cost_table_is_refused_before_a_scrape_fails(
+    registry: CollectorRegistry,
+) -> None:
+    with pytest.raises(
+        TypeError, match=r"must be a CostTable or None, got 'cost\.json'; CostTable"
+    ):
+        PrometheusSink(registry, cost="cost.json")
+    PrometheusSink(registry)
+
+
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ValueError, match=r"pip install \"layerskip\[report\]\""):

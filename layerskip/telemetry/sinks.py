@@ -97,6 +97,7 @@ class PrometheusSink:
 
     Raises:
         ValueError: prometheus-client is missing, or the names are in the registry already.
+        TypeError: cost is no table.
     """
 
     def __init__(
@@ -114,6 +115,10 @@ class PrometheusSink:
             raise ValueError(
                 'PrometheusSink needs prometheus-client: pip install "layerskip[report]"'
             ) from None
+        if not isinstance(cost, CostTable | None):  # scrapes would fail, from a first draft on
+            raise TypeError(
+                f"cost must be a CostTable or None, got {cost!r}; CostTable.load(path) reads a file"
+            )
         self._prefix, self._label, self._cost, self._drift = prefix, label, cost, drift
         self._lock = threading.Lock()
         self._modes: Counter[str] = Counter()
