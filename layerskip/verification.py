@@ -212,18 +212,16 @@ def acceptance_chances(
     if verification == "token":
         return [min(1.0, ratio) for ratio in ratios]
     chances: list[float] = []
-    weight = 1.0
-    for i, ratio in enumerate(ratios):
+    weight, (*earlier, last) = 1.0, ratios
+    for i, ratio in enumerate(earlier):
         weight = min(1.0, weight * ratio)
-        if i + 1 == len(ratios):
-            return [*chances, weight]
         left = float((weight * p[i + 1] - q[i + 1]).clamp(min=0.0).sum())
         if math.isnan(left):  # p_{i+1} is: nothing after it is accepted, so the block ends here
             chances.append(weight)
             continue
         whole = left + 1.0 - weight
         chances.append(left / whole if whole > 0.0 else 1.0)
-    return chances
+    return [*chances, min(1.0, weight * last)]
 
 
 def count_accepted(
