@@ -446,13 +446,11 @@ class SelfSpeculativeLM:
                 one prompt, the i-th uses ``seed + i``.
             num_draft_tokens: "auto": what pays, from round to round; 0: plain decoding; or so many
                 tokens a round. None is the default. With "auto", which text token-level and block
-                verification draw depends on the clock.
+                verification draw depends on the clock, and each request draws by a seed of its own.
             verification: how sampled drafts are judged. "coupled": the text is what plain
                 sampling with the same seed gives, whatever is drafted. "token" (Leviathan et al.
                 2023) and "block" (Sun et al. 2025): the same distribution and more accepted
-                tokens, but which text of it depends on the drafts. With "auto" that takes a seed
-                for each request: how far one drafts depends on how those before it were judged,
-                and the same seed would judge it by the same numbers.
+                tokens, but which text of it depends on the drafts.
             num_return_sequences: outputs per prompt, one after another; above 1 gives a list.
             stop: text that ends a sequence and is cut from it, or a special token's name.
             ignore_eos: go on after an end of sequence, for measuring.

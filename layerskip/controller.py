@@ -10,6 +10,7 @@ depends on any of this; for token-level and block verification a drafted token a
 draft, so that its length depends only on what was drawn before.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -66,6 +67,7 @@ class Controller:
         self._prior, self._follows_clock = tuple(prior), follows_clock
         self._calibration = dict(calibration or {})
         self._experiences: dict[str, Experience] = {}
+        self._numbers = itertools.count(1)
         self._guesses: dict[tuple[int, int], int] = {}  # of so many rows, at such contexts
         self._guess_prices: dict[tuple[int, bool], list[float]] = {}  # at such contexts
         self._paces: tuple[object, dict[tuple[int, int, bool], Pace]] = (None, {})
@@ -75,8 +77,12 @@ class Controller:
     def beside(self, cost: CostTable) -> "Controller":
         """Another one for passes of such costs. What is known of requests is both's."""
         other = Controller(cost, self._prior, self._calibration, follows_clock=self._follows_clock)
-        other._experiences = self._experiences
+        other._experiences, other._numbers = self._experiences, self._numbers
         return other
+
+    def number(self) -> int:
+        """Of one more request whose draws have to be its own (``Sampler.number``)."""
+        return next(self._numbers)
 
     def row(self, kind: str, limit: int = STAKE_TOKENS, *, greedy: bool = False) -> RowState:
         """State of a new request of at most ``limit`` tokens.

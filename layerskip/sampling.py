@@ -181,6 +181,16 @@ class Sampler:
         self.verification: Verification = "coupled" if params.greedy else verification
         self._noise: dict[int, Tensor] = {}
 
+    def number(self, number: int) -> None:
+        """Draw by a seed that no other request has, as nothing was drawn yet: for token and block
+        verification whose drafts' lengths depend on how others of the same seed were judged. By the
+        same numbers what is drafted would not be independent of what is to come.
+
+        Args:
+            number: of the request, from 1 on.
+        """
+        self.seed = int(np.random.Philox(counter=0, key=[self.seed, number]).random_raw()) >> 1
+
     @cached_property
     def _numbers(self) -> Philox:
         """Made when first asked for: greedy rows never do."""

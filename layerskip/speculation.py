@@ -61,6 +61,8 @@ class Speculator:
             self._base = self._head = self._base.fresh()
         if row.spec.num_draft_tokens == AUTO and self.controller is not None:
             sampler = row.spec.sampler
+            if sampler.verification != "coupled":
+                sampler.number(self.controller.number())
             row.state = self.controller.row(
                 "greedy" if sampler.params.greedy else sampler.verification,
                 row.spec.max_new_tokens,

@@ -329,6 +329,21 @@ def test_a_store_changes_no_distribution_where_a_seed_comes_again(indifferent, v
     assert chi_square < 63 + 5 * (2 * 63) ** 0.5  # 63 degrees of freedom, five deviations
 
 
+@pytest.mark.parametrize("verification", ["coupled", "token", "block"])
+@pytest.mark.parametrize("wanted", ["auto", 2])
+def test_drafts_as_long_as_others_taught_are_judged_by_numbers_of_their_own(
+    toy, verification, wanted
+):
+    """How far one drafts depends on how one with the same seed was judged: by the same numbers."""
+    lm = with_controller(toy, Scripted(exits(2)), lookup=False)
+    sampling = SamplingParams(temperature=1.0, seed=5)
+    settings = {"sampling": sampling, "verification": verification, "num_draft_tokens": wanted}
+    outs = [run(lm, **settings) for _ in range(3)]
+    repeats = verification == "coupled" or wanted != "auto"
+    assert len({out.token_ids for out in outs}) == (1 if repeats else 3)
+    assert {out.seed for out in outs} == {5}
+
+
 @pytest.mark.parametrize("plan", [None, "exit"])
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_nothing_is_looked_up_in_a_store_for_laws_that_its_texts_may_depend_on(
