@@ -26,9 +26,11 @@ TWICE_AS_MANY = 1.75
 # Beyond 32 tokens our kernels have twice as many columns: a pass of 33 takes 1.39 and 1.51 of one
 # of 32 on an H200 (bench/LOG.md, 2026-11-27), where a line from 32 to 64 has 1.02 and 1.03.
 STEP = 33
-# By copied weights passes of seven rows take 1.2 to 1.3 times as long as of four to six where there
-# is AVX-512 (bench/LOG.md, 2026-11-29).
-BELOW_STEP = 6
+# Sizes beside the powers of two, where passes hold no spare rows. Attention takes up to four or up
+# to eight positions of a sequence at once, so that five take as long as six; and by copied weights
+# passes of seven rows take 1.2 to 1.3 times as long as of four to six on some processors
+# (bench/LOG.md, 2026-11-29 and 30).
+AT_STEPS = (5, 6)
 MAX_CACHE_BYTES = 2**29
 JUDGED = 8  # tokens of one sequence
 KINDS = ("sampling", "greedy")  # of sampling
@@ -110,7 +112,7 @@ class Grid:
                     far = typical["verify", rows, context] - typical["verify", rows, 0]
                     typical.setdefault(("draft", rows, context), max(0.0, near + share * far))
         for rows in self.sketched:
-            larger = next(r for r in self.rows if r > rows)
+            larger = next(r for r in self.rows if r > rows and r not in self.sketched)
             for (kind, r, context), seconds in list(typical.items()):
                 if r == larger:
                     typical.setdefault((kind, rows, context), seconds)
@@ -124,7 +126,7 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     all_rows |= {quantum * 2**i for i in range(7)} | {1}
     exactness = stack.exactness
     steps = exactness.fewest > 1 and most >= few
-    fine = tuple(sorted(r for r in {*all_rows, *((BELOW_STEP,) if steps else ())} if r <= most))
+    fine = tuple(sorted(r for r in {*all_rows, *(AT_STEPS if steps else ())} if r <= most))
     one_by_one = exactness.by_token or (exactness.wanted and not exactness.holds)
     # Three points, the last one far out, and where the largest pass has twice as many rows, that.
     coarse = tuple(r for r in (1, few, (2 if one_by_one else 4) * few) if r <= most)
@@ -148,13 +150,18 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     finest = Grid(coarse, contexts) if in_steps else Grid(fine, contexts, tiles=several)
     # A GPU reads weights as long for 64 rows as for 32 or nearly, and is quick enough to tell.
     guessed = () if on_gpu else largest
+    finer: list[Grid] = []
     if quick:  # what three drafted tokens take less than seven decides how many are drafted
         between = min(quantum, few, max(coarse))  # of few positions there is no larger size
         half = tuple(t for t in exactness.tiles if 1 < t < between)[-1:]
-        half = (BELOW_STEP,) if steps else half
+        half = AT_STEPS[-1:] if steps else half
         finest = Grid(tuple(sorted({*coarse, *half, *largest})), ends, half, coarse[:2], guessed)
+        if steps:
+            least = {quantum, *(t for t in exactness.tiles if quantum < t < few)}
+            sizes = tuple(sorted({*finest.rows, *least, *AT_STEPS}))
+            finer = [replace(finest, rows=sizes, sketched=AT_STEPS)]
     rest = Grid((*coarse, *largest), ends, (), finest.drafted, guessed)
-    offered = [finest, rest, Grid(coarse[:2], (0,))]
+    offered = [*finer, finest, rest, Grid(coarse[:2], (0,))]
     if not steps:
         return offered
     return [
