@@ -21,9 +21,9 @@ from rich.progress import track
 from tasks import examples_from, spread
 
 from layerskip import SelfSpeculativeLM
+from layerskip.control.stopping import Stopper
 from layerskip.controller import Controller
 from layerskip.speculation import Speculator
-from layerskip.stopping import Stopper
 
 LONGEST = 300  # tokens of a prompt
 CALLS: tuple[tuple[type, str], ...] = (

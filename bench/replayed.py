@@ -33,14 +33,14 @@ from tasks import examples_from, spread
 
 import layerskip.speculation
 from layerskip import SelfSpeculativeLM
-from layerskip.asks import Ask
 from layerskip.bare_passes import TWICE_AS_MANY
 from layerskip.compare import repeated_share
+from layerskip.control.asks import Ask
+from layerskip.control.stopping import Choice, Stopper
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.files import write_text
 from layerskip.plan import PlanFile
-from layerskip.stopping import Choice, Stopper
 
 FILE = Path("runs/drafts.jsonl")
 DEPTH, AT_ONCE = 10, 8

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from layerskip.control.estimates import RowState
+from layerskip.control.experience import lookup_confidence
+from layerskip.control.pass_times import PassTimes
+from layerskip.control.stopping import Choice, Stopper
 from layerskip.controller import Controller
 from layerskip.drafting import Draft
-from layerskip.estimates import RowState
-from layerskip.experience import lookup_confidence
 from layerskip.lookup import NO_GUESS, Guess
 from layerskip.outputs import Drafter, StopReason
-from layerskip.pass_times import PassTimes
 from layerskip.row import Row
-from layerskip.stopping import Choice, Stopper
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 A round with k drafted tokens emits ``E(k) = 1 + sum_{i<=k} prod_{j<=i} a_j`` tokens in
 ``T_round(k)`` seconds; the controller takes the k with the most tokens a second, 0 among them.
 Rows of a batch share rounds, and take what gives all together the most, unless one would end late
-(``layerskip.ending``).
+(``layerskip.control.ending``).
 While a draft grows, each token's own confidence, calibrated by what verification made of such
 confidences before, says whether the next one is worth its pass. Greedy and coupled output never
 depends on any of this; for token-level and block verification a drafted token always stays in the
@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from layerskip.asks import (
+from layerskip.control.asks import (
     HYSTERESIS,
     PAYING,
     PROBE_SHARE,
@@ -28,13 +28,13 @@ from layerskip.asks import (
     speaks_for,
     weighed,
 )
+from layerskip.control.estimates import FIRST_LOOK, LAST_LOOK, RowState
+from layerskip.control.experience import Calibration, Experience, ToldChances
+from layerskip.control.pace import LOOKING, Pace, Split, affordable
+from layerskip.control.pass_times import CONTEXT_STEP, SHORTEST, PassTimes
+from layerskip.control.stopping import PLAIN, Choice, Stopper, another
 from layerskip.cost import CostTable
-from layerskip.estimates import FIRST_LOOK, LAST_LOOK, RowState
-from layerskip.experience import Calibration, Experience, ToldChances
-from layerskip.pace import LOOKING, Pace, Split, affordable
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
-from layerskip.pass_times import CONTEXT_STEP, SHORTEST, PassTimes
-from layerskip.stopping import PLAIN, Choice, Stopper, another
 
 STAKE_TOKENS = 64  # of so many tokens at most: few requests are as long as they may be
 

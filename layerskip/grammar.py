@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from layerskip.params import check_integer, check_text
-from layerskip.schema_check import checked_schema
+from layerskip.schemas.check import checked_schema
 
 if TYPE_CHECKING:
     from torch import Tensor

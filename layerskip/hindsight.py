@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from layerskip.control.estimates import MOST_SEEN
 from layerskip.draft_head import DraftHead, over_all
 from layerskip.drafting import EarlyExitDrafter
-from layerskip.estimates import MOST_SEEN
 from layerskip.row import Row, Seen
 from layerskip.sampling import confidences
 

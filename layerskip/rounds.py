@@ -18,6 +18,7 @@ from torch import Tensor
 
 from layerskip.ambient import Decoding
 from layerskip.cache import KVCache
+from layerskip.control.stopping import Choice
 from layerskip.device_round import DeviceRound
 from layerskip.graphs import Allowance, Recordings
 from layerskip.ops.catalog import MOST_DRAFTED
@@ -38,7 +39,6 @@ from layerskip.seats import (
 )
 from layerskip.speculation import Speculator
 from layerskip.stand_ins import may_draft, patience, stand_in
-from layerskip.stopping import Choice
 from layerskip.verification import count_matches
 
 

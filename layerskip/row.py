@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from layerskip.constraint import Context
-from layerskip.estimates import RowState
+from layerskip.control.estimates import RowState
 from layerskip.lookup import TokenIndex
 from layerskip.outputs import FinishReason, Round
 from layerskip.params import MAX_NUM_DRAFT_TOKENS, NumDraftTokens

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from layerskip.cache import KVCache
+from layerskip.control.stopping import Choice
 from layerskip.ops.catalog import MOST_DRAFTED
 from layerskip.row import Row
-from layerskip.stopping import Choice
 
 MOST_EOS = 32
 ON_THEIR_WAY = 2  # packets: one is waited for while the next is made

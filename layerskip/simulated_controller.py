@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip.asks import HYSTERESIS, MOST_CREDIT, PAYING, PROBE_SHARE, STAKE_SHARE
+from layerskip.control.asks import HYSTERESIS, MOST_CREDIT, PAYING, PROBE_SHARE, STAKE_SHARE
+from layerskip.control.estimates import LEAST_SURVIVAL, ROW_DISCOUNT, ROW_WEIGHT
+from layerskip.control.experience import LARGEST
+from layerskip.control.pace import BET
+from layerskip.control.pass_times import MANY_ROWS
 from layerskip.controller import STAKE_TOKENS
-from layerskip.estimates import LEAST_SURVIVAL, ROW_DISCOUNT, ROW_WEIGHT
-from layerskip.experience import LARGEST
-from layerskip.pace import BET
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 from layerskip.pass_costs import PassCosts
-from layerskip.pass_times import MANY_ROWS
 from layerskip.workload import STEPS, Stream
 
 Ints = NDArray[np.int64]
@@ -92,8 +92,8 @@ class Prices:
 class Automatic:
     """What pays, from round to round.
 
-    Nobody is waited for who came late (``layerskip.ending``): where rows come and go, the tokens a
-    second are about the same (bench/LOG.md, 2026-11-28).
+    Nobody is waited for who came late (``layerskip.control.ending``): where rows come and go, the
+    tokens a second are about the same (bench/LOG.md, 2026-11-28).
 
     Args:
         costs: of passes, as the controller knows them: its table takes any number of rows at once.

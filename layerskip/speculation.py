@@ -7,10 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from layerskip.asks import Ask, speaks_for
 from layerskip.attempt import Attempt, expected_seconds, learn, num_tokens
 from layerskip.cache import KVCache
 from layerskip.constraint import NO_CONTEXT
+from layerskip.control.asks import Ask, speaks_for
+from layerskip.control.stopping import PLAIN, Choice, Stopper
 from layerskip.controller import Controller
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
@@ -20,7 +21,6 @@ from layerskip.lookup import FORCED_MATCH, NO_GUESS, Guess, LookupStore
 from layerskip.params import AUTO, most_draft_tokens
 from layerskip.row import Row
 from layerskip.seats import Landing, Shape
-from layerskip.stopping import PLAIN, Choice, Stopper
 
 
 class Speculator:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from layerskip.calibration import Text
+from layerskip.control.experience import Calibration
 from layerskip.decode import Decoder
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
-from layerskip.experience import Calibration
 from layerskip.model import DecoderStack
 from layerskip.params import SamplingParams
 from layerskip.plan import DraftPlan

@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from layerskip.asks import Ask
+from layerskip.control.asks import Ask
+from layerskip.control.estimates import MOST_SEEN, RowState
+from layerskip.control.stopping import Choice, Stopper
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
-from layerskip.estimates import MOST_SEEN, RowState
 from layerskip.lookup import Guess
-from layerskip.stopping import Choice, Stopper
 
 CONTEXT = 100
 

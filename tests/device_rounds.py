@@ -5,13 +5,13 @@ from decoding import CountingDecoder
 from toys import PLANS, VOCAB_SIZE, random_ids, without_times
 
 from layerskip import SamplingParams
+from layerskip.control.stopping import Choice
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.graphs import RecordingError
 from layerskip.row import RowSpec
 from layerskip.sampling import Sampler
-from layerskip.stopping import Choice
 
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8)
 PROMPTS = [random_ids(n) for n in (9, 2, 17, 5)]

@@ -5,9 +5,9 @@ import itertools
 from toys import PLANS, random_ids
 
 from layerskip import LookupStore, SamplingParams, SelfSpeculativeLM
+from layerskip.control.stopping import Choice
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
-from layerskip.stopping import Choice
 
 FREE = Curve((1,), (0,), ((0.0,),))
 REPEATING = [*random_ids(12), *random_ids(12), *random_ids(7)]

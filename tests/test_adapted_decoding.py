@@ -20,10 +20,10 @@ from layerskip import (
     SamplingParams,
     SelfSpeculativeLM,
 )
+from layerskip.control.stopping import PLAIN, Choice
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.exit_adapter import AdaptedHead, ExitAdapter
 from layerskip.model import DecoderStack
-from layerskip.stopping import PLAIN, Choice
 
 PROMPT = random_ids(61)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=3)

@@ -18,7 +18,7 @@ from benching import COST, bench_modules, curve, run, toy_arguments
 from toys import PLANS, make_model, random_ids
 
 from layerskip import Round, SamplingParams, SelfSpeculativeLM, layout
-from layerskip.clocks import Clocks
+from layerskip.control.clocks import Clocks
 from layerskip.cost import CostTable
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.outputs import acceptance_by_position

@@ -8,14 +8,14 @@ import pytest
 from controlling import CONTEXT, COSTS, Paper, Request, against_plain, guessed, paper, steady, table
 
 import layerskip.controller
-from layerskip.asks import Ask
+from layerskip.control.asks import Ask
+from layerskip.control.experience import Experience
+from layerskip.control.pace import Pace, affordable, split
+from layerskip.control.pass_times import PassTimes
+from layerskip.control.stopping import Choice
 from layerskip.controller import Controller
 from layerskip.cost import Curve
-from layerskip.experience import Experience
-from layerskip.pace import Pace, affordable, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
-from layerskip.pass_times import PassTimes
-from layerskip.stopping import Choice
 
 FIXED = (0, 1, 2, 3, 4, 5, 7, 9, 12, 16)
 

@@ -8,13 +8,13 @@ from random import Random
 import pytest
 from controlling import CONTEXT, Request, judged, paper, steady, table
 
-import layerskip.ending
-from layerskip.asks import Ask
+import layerskip.control.ending
+from layerskip.control.asks import Ask
+from layerskip.control.ending import IN_DOUBT, Ending
+from layerskip.control.pace import Pace, Split
+from layerskip.control.pass_times import PassTimes
 from layerskip.controller import Controller
 from layerskip.cost import RECORDED
-from layerskip.ending import IN_DOUBT, Ending
-from layerskip.pace import Pace, Split
-from layerskip.pass_times import PassTimes
 
 COSTS = {"padded": table(0.2), "by rows": table(0.3, quantum=1, slope=0.005)}
 
@@ -228,7 +228,7 @@ def test_rows_that_leave_together_end_about_when_each_would(rows, monkeypatch):
     found = Split([2] * rows, [0] * rows, 1.0)
     batch = ending(hopes, left=[60 + i % 7 for i in range(rows)], cost=table(0.3, slope=0.02))
     some = batch._end(found, found.drafted, 2)
-    monkeypatch.setattr(layerskip.ending, "STAGES", rows)
+    monkeypatch.setattr(layerskip.control.ending, "STAGES", rows)
     each = batch._end(found, found.drafted, 2)
     assert some == pytest.approx(each, rel=0.02)
     assert (some == each) == (rows <= 5)

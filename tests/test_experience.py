@@ -8,9 +8,8 @@ from random import Random
 import pytest
 from controlling import CONTEXT, table
 
-from layerskip.controller import Controller
-from layerskip.estimates import RowState
-from layerskip.experience import (
+from layerskip.control.estimates import RowState
+from layerskip.control.experience import (
     LARGEST,
     Calibration,
     Experience,
@@ -18,8 +17,9 @@ from layerskip.experience import (
     bin_of_match,
     lookup_confidence,
 )
+from layerskip.control.stopping import Choice
+from layerskip.controller import Controller
 from layerskip.lookup import FORCED_MATCH, LONGEST_MATCH
-from layerskip.stopping import Choice
 
 
 def test_calibration_learns_what_confidence_means():

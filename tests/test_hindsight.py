@@ -10,15 +10,15 @@ from speculating import GREEDY, NEW, REPEATING, WITH_RULES, cost_of, run, with_c
 from toys import PLANS, VOCAB_SIZE
 
 from layerskip import SamplingParams, SelfSpeculativeLM
-from layerskip.asks import Ask
+from layerskip.control.asks import Ask
+from layerskip.control.estimates import LAST_LOOK, TRUST_SHARE, RowState
+from layerskip.control.experience import Experience
+from layerskip.control.stopping import Choice
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.drafting import EarlyExitDrafter
-from layerskip.estimates import LAST_LOOK, TRUST_SHARE, RowState
-from layerskip.experience import Experience
 from layerskip.hindsight import tells
 from layerskip.plan import PlanFile
-from layerskip.stopping import Choice
 
 CUT = SamplingParams(temperature=0.9, top_k=20, seed=5)
 RIGHT = [([True] * 8, [0.9] * 8)]

@@ -7,8 +7,8 @@ import pytest
 from controlling import judged
 from hypothesis import given, settings
 
-from layerskip.experience import Experience
-from layerskip.mixture import (
+from layerskip.control.experience import Experience
+from layerskip.control.mixture import (
     DOUBTED,
     FIRST_SHARES,
     LIKELIHOODS,

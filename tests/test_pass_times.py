@@ -9,17 +9,17 @@ import pytest
 from controlling import CONTEXT, table
 from recorded import flat_cost
 
-from layerskip.clocks import Clocks
-from layerskip.controller import Controller, _drafting
-from layerskip.pace import LOOKING, Pace
-from layerskip.params import MAX_AUTO_DRAFT_TOKENS
-from layerskip.pass_times import (
+from layerskip.control.clocks import Clocks
+from layerskip.control.pace import LOOKING, Pace
+from layerskip.control.pass_times import (
     DRAFTED_ONE_IN,
     FIRST_DRAFTED,
     FIRST_PLAIN,
     PLAIN_ONE_IN,
     PassTimes,
 )
+from layerskip.controller import Controller, _drafting
+from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
 
 def run_rounds(controller, count, *, pace=1.0, drafts=1.0, verify=1.0, tokens=5, rows=1):
@@ -383,7 +383,7 @@ def test_threads_that_learn_at_once_leave_a_clock_that_learns(monkeypatch):
         return math.sqrt(variance)
 
     known = {name: getattr(math, name) for name in ("log", "exp", "inf")}
-    monkeypatch.setattr("layerskip.clocks.math", SimpleNamespace(**known, sqrt=interrupted))
+    monkeypatch.setattr("layerskip.control.clocks.math", SimpleNamespace(**known, sqrt=interrupted))
     clocks.observe(1.5, [])
     for _ in range(3):
         clocks.pass_time()

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from controlling import CONTEXT, guessed, table
 
-from layerskip.asks import AWAKE_ONE_IN, MOST_AT_REST, Ask, speaks_for
+from layerskip.control.asks import AWAKE_ONE_IN, MOST_AT_REST, Ask, speaks_for
+from layerskip.control.estimates import RowState
+from layerskip.control.experience import lookup_confidence
+from layerskip.control.pace import LOOKING
+from layerskip.control.stopping import Choice
 from layerskip.controller import Controller
-from layerskip.estimates import RowState
-from layerskip.experience import lookup_confidence
-from layerskip.pace import LOOKING
-from layerskip.stopping import Choice
 
 
 def resting_row() -> tuple[Controller, RowState]:

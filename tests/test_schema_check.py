@@ -11,9 +11,9 @@ from toys import VOCAB_SIZE, make_tokenizer
 
 from layerskip.grammar import Grammar
 from layerskip.grammar_xgrammar import XGrammarBackend
-from layerskip.schema_check import checked_schema
-from layerskip.schema_formats import FORMATS
-from layerskip.schema_patterns import string_pattern
+from layerskip.schemas.check import checked_schema
+from layerskip.schemas.formats import FORMATS
+from layerskip.schemas.patterns import string_pattern
 
 AB = {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 # Nobody can say of what the branch has not named: another branch may name it, too.

@@ -10,8 +10,8 @@ from optional import needed
 from toys import VOCAB_SIZE
 
 from layerskip.grammar import Grammar
-from layerskip.schema_automata import any_but, apart, matches
-from layerskip.schema_check import checked_schema
+from layerskip.schemas.automata import any_but, apart, matches
+from layerskip.schemas.check import checked_schema
 
 jsonschema = needed("jsonschema")
 

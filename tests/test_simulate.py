@@ -9,7 +9,8 @@ import pytest
 from controlling import table
 from simulating import POLICIES, flat, loop_of, one_cell
 
-from layerskip.asks import Ask
+from layerskip.control.asks import Ask
+from layerskip.control.stopping import Stopper
 from layerskip.controller import Controller
 from layerskip.cost import Curve
 from layerskip.machine_time import MachineTime
@@ -18,7 +19,6 @@ from layerskip.pass_costs import PREFILL_CHUNK as SIMULATED_CHUNK
 from layerskip.pass_costs import Overhead, PassCosts
 from layerskip.simulate import simulate
 from layerskip.simulated_controller import Automatic, Fixed
-from layerskip.stopping import Stopper
 from layerskip.workload import Recorded, RecordedText, Synthetic, run_lengths
 
 

@@ -19,14 +19,14 @@ from speculating import (
 from toys import PLANS, VOCAB_SIZE, random_ids
 
 from layerskip import LookupStore, SamplingParams, SelfSpeculativeLM
+from layerskip.control.experience import lookup_confidence
+from layerskip.control.stopping import PLAIN, Choice
 from layerskip.controller import Controller
-from layerskip.experience import lookup_confidence
 from layerskip.lookup import FORCED_MATCH
 from layerskip.ops.reference import DRAFT_STREAM, TARGET_STREAM
 from layerskip.outputs import Round
 from layerskip.plan import PlanFile
 from layerskip.sampling import Sampler
-from layerskip.stopping import PLAIN, Choice
 
 
 @pytest.fixture(scope="module")

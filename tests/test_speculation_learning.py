@@ -10,15 +10,15 @@ from speculating import NEW, REPEATING, WITH_RULES, Scripted, cost_of, run, with
 from toys import PLANS, VOCAB_SIZE, make_model
 
 from layerskip import SelfSpeculativeLM
-from layerskip.clocks import Clocks
+from layerskip.control.clocks import Clocks
+from layerskip.control.pass_times import FIRST_PLAIN, PLAIN_ONE_IN, PassTimes
+from layerskip.control.stopping import PLAIN, Choice
 from layerskip.controller import Controller
 from layerskip.cost import DRAFTS_IN_A_ROW
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.exactness import MAX_PASS_ROWS
-from layerskip.pass_times import FIRST_PLAIN, PLAIN_ONE_IN, PassTimes
 from layerskip.plan import PlanFile
 from layerskip.speculation import Speculator
-from layerskip.stopping import PLAIN, Choice
 
 
 @pytest.fixture

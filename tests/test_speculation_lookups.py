@@ -28,18 +28,18 @@ import layerskip.guessing
 import layerskip.speculation
 from layerskip import DraftPlan, LookupStore, SamplingParams, SelfSpeculativeLM
 from layerskip.constraint import Context
+from layerskip.control.experience import lookup_confidence
+from layerskip.control.pass_times import PassTimes
+from layerskip.control.stopping import Choice
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
 from layerskip.drafting import DraftRequest, EarlyExitDrafter
-from layerskip.experience import lookup_confidence
 from layerskip.guessing import Lookahead, guess_for, judged, lookahead
 from layerskip.lookup import FORCED_MATCH, Guess, TokenIndex
-from layerskip.pass_times import PassTimes
 from layerskip.plan import PlanFile
 from layerskip.sampling import Sampler
 from layerskip.speculation import _looked_up
-from layerskip.stopping import Choice
 
 
 @pytest.fixture(scope="module")

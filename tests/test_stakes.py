@@ -16,13 +16,13 @@ from controlling import (
     table,
 )
 
-from layerskip.asks import Ask
+from layerskip.control.asks import Ask
+from layerskip.control.estimates import RowState
+from layerskip.control.pace import LOOKING
+from layerskip.control.stopping import Choice
 from layerskip.controller import Controller
 from layerskip.cost import Curve
-from layerskip.estimates import RowState
 from layerskip.lookup import FORCED_MATCH, LONGEST_MATCH, NO_GUESS
-from layerskip.pace import LOOKING
-from layerskip.stopping import Choice
 
 
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)

@@ -3,12 +3,12 @@
 import pytest
 from controlling import CONTEXT, table
 
-from layerskip.asks import MOST_CREDIT, Ask
+from layerskip.control.asks import MOST_CREDIT, Ask
+from layerskip.control.estimates import RowState
+from layerskip.control.experience import Experience
+from layerskip.control.stopping import Choice, Stopper
 from layerskip.controller import Controller
 from layerskip.cost import CostTable, Curve
-from layerskip.estimates import RowState
-from layerskip.experience import Experience
-from layerskip.stopping import Choice, Stopper
 
 
 def test_a_stopper_counts_survival_against_the_rate():

@@ -15,7 +15,7 @@ from drifting import (
 )
 
 from layerskip import Round
-from layerskip.experience import EDGES
+from layerskip.control.experience import EDGES
 from layerskip.telemetry.baseline import (
     CONFIDENCE_BINS,
     LOSS,

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from layerskip.control.pass_times import SHORTEST
 from layerskip.cost import COST_VERSION, CostTable
-from layerskip.pass_times import SHORTEST
 from layerskip.telemetry.buckets import (
     EVERY_LENGTH,
     OUTPUT_EDGES,

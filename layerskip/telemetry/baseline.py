@@ -28,7 +28,7 @@ from functools import cached_property
 from itertools import chain, count
 from typing import Any, Literal, NamedTuple
 
-from layerskip.experience import EDGES
+from layerskip.control.experience import EDGES
 from layerskip.params import check_integer, check_number
 
 Direction = Literal["down", "up"]

@@ -1,7 +1,7 @@
 """What gauges show of rounds: whether drafting pays of late, and whether confidence is right."""
 
+from layerskip.control.experience import ToldChances
 from layerskip.cost import CostTable
-from layerskip.experience import ToldChances
 from layerskip.outputs import Round
 from layerskip.params import MAX_NUM_DRAFT_TOKENS
 from layerskip.telemetry.plain_passes import in_plain_passes

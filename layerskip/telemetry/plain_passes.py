@@ -1,7 +1,7 @@
 """What drafting takes, in plain passes of as many rows as share its rounds."""
 
+from layerskip.control.pass_times import SHORTEST
 from layerskip.cost import CostTable
-from layerskip.pass_times import SHORTEST
 
 
 def in_plain_passes(

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from layerskip.control.pass_times import SHORTEST
 from layerskip.cost import CostTable
 from layerskip.machine_time import MachineTime
 from layerskip.pass_costs import Overhead
-from layerskip.pass_times import SHORTEST
 
 MOST_TIMED = 100_000  # rounds whose times are looked at
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerskip.pass_times import CONTEXT_STEP
+from layerskip.control.pass_times import CONTEXT_STEP
 from layerskip.telemetry import runs
 from layerskip.telemetry.buckets import Lengths
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from layerskip.control.pass_times import CONTEXT_STEP
 from layerskip.cost import CostTable
-from layerskip.pass_times import CONTEXT_STEP
 from layerskip.telemetry.records import one_row
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from layerskip.clocks import DRAFT, PACE, Clocks
+from layerskip.control.clocks import DRAFT, PACE, Clocks
 from layerskip.cost import CostTable
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from layerskip.schema_automata import any_but, matches
-from layerskip.schema_merge import Contradiction, Node, Unmergeable, kinds_of, merged
-from layerskip.schema_values import fits
+from layerskip.schemas.automata import any_but, matches
+from layerskip.schemas.merge import Contradiction, Node, Unmergeable, kinds_of, merged
+from layerskip.schemas.values import fits
 
 ALL_TYPES = ("null", "boolean", "number", "string", "array", "object")
 KIND_OF = {

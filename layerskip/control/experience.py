@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from layerskip.control.mixture import Mixture
 from layerskip.lookup import FORCED_MATCH, LONGEST_MATCH
-from layerskip.mixture import Mixture
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
 DEFAULT_ACCEPTANCE = 0.7

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from layerskip.schema_automata import matches
-from layerskip.schema_refs import escaped, shown
-from layerskip.schema_values import NUMBERS, json_equal
+from layerskip.schemas.automata import matches
+from layerskip.schemas.refs import escaped, shown
+from layerskip.schemas.values import NUMBERS, json_equal
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 ONE_SCHEMA = (

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from layerskip.schema_automata import matches
-from layerskip.schema_formats import FORMATS
+from layerskip.schemas.automata import matches
+from layerskip.schemas.formats import FORMATS
 
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 SIZES = {"Length": str, "Items": list, "Properties": dict}

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 
-from layerskip.schema_patterns import LAST, Item, Ranges, escaped_char, options_of
+from layerskip.schemas.patterns import LAST, Item, Ranges, escaped_char, options_of
 
 MAX_STATES = 20_000
 MAX_PAIRS = 200_000

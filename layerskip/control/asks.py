@@ -6,11 +6,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from layerskip.ending import Ending
-from layerskip.estimates import RowState
-from layerskip.experience import lookup_confidence
+from layerskip.control.ending import Ending
+from layerskip.control.estimates import RowState
+from layerskip.control.experience import lookup_confidence
+from layerskip.control.pace import NO_OFFER, Pace, Split, bet, offer, split
 from layerskip.lookup import FORCED_MATCH, NO_GUESS, Guess
-from layerskip.pace import NO_OFFER, Pace, Split, bet, offer, split
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
 HYSTERESIS = 0.03

@@ -8,14 +8,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from layerskip.experience import (
+from layerskip.control.experience import (
     LARGEST,
     SHARED_DISCOUNT,
     Experience,
     bin_of_match,
     new_shares,
 )
-from layerskip.mixture import Sort
+from layerskip.control.mixture import Sort
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 
 ROW_DISCOUNT = 0.97

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 
+from layerskip.control.pass_times import PassTimes, step_of
 from layerskip.params import MAX_AUTO_DRAFT_TOKENS
-from layerskip.pass_times import PassTimes, step_of
 
 NO_OFFER = 0, 0.0
 BET = 2 / 3  # of a stake, in one draft

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from layerskip.schema_automata import apart, matches
-from layerskip.schema_formats import FORMATS, UNCHECKED_FORMATS
-from layerskip.schema_merge import Node, Unmergeable, merged
-from layerskip.schema_negate import OPPOSITE
-from layerskip.schema_patterns import string_pattern
+from layerskip.schemas.automata import apart, matches
+from layerskip.schemas.formats import FORMATS, UNCHECKED_FORMATS
+from layerskip.schemas.merge import Node, Unmergeable, merged
+from layerskip.schemas.negate import OPPOSITE
+from layerskip.schemas.patterns import string_pattern
 
 Core = dict[str, Any]
 NOTHING: Core = {"enum": []}

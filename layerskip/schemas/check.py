@@ -12,8 +12,8 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-from layerskip.schema_automata import apart
-from layerskip.schema_merge import (
+from layerskip.schemas.automata import apart
+from layerskip.schemas.merge import (
     DRAFT_3,
     Condition,
     Contradiction,
@@ -22,10 +22,10 @@ from layerskip.schema_merge import (
     kinds_of,
     merged,
 )
-from layerskip.schema_negate import KIND_OF, Negator, NoNegationError
-from layerskip.schema_refs import References, shown
-from layerskip.schema_values import fits, json_equal
-from layerskip.schema_write import NOTHING, Core, Writer
+from layerskip.schemas.negate import KIND_OF, Negator, NoNegationError
+from layerskip.schemas.refs import References, shown
+from layerskip.schemas.values import fits, json_equal
+from layerskip.schemas.write import NOTHING, Core, Writer
 
 REFUSED = (
     "contains", "uniqueItems", "$dynamicRef", "$recursiveRef", "unevaluatedItems",

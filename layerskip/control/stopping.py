@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from layerskip.estimates import RowState
+from layerskip.control.estimates import RowState
+from layerskip.control.pace import Pace
 from layerskip.outputs import Drafter, StopReason
-from layerskip.pace import Pace
 
 
 @dataclass(frozen=True)

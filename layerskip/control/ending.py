@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from layerskip.pace import Pace, Split
+from layerskip.control.pace import Pace, Split
 
 MOST_LONGER = 1.01  # than a batch takes without drafts
 IN_DOUBT = 1.6  # plain rounds, of a round with more than a draft token a row

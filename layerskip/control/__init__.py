@@ -1,0 +1,1 @@
+"""What the controller knows and weighs: passes' times, acceptance, and where drafts end."""

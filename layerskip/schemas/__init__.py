@@ -1,0 +1,1 @@
+"""JSON schemas as what a grammar can hold to: read, rewritten, merged, written."""
