@@ -46,7 +46,7 @@ REQUEST_KEYS = {
 RUN_KEYS = {
     *("version", "model", "arms", "label", "labels", "sampling", "seed", "max_new_tokens", "plan"),
     *("exit_layer", "exact", "lookup", "policy", "prompts", "cost", "versions", "machine"),
-    "threads",
+    *("threads", "chat_template"),
 }
 
 
@@ -257,6 +257,15 @@ def test_another_way_of_decoding_is_refused_in_one_sentence(
         folder = shutil.copytree(full, tmp_path / next(iter(options)))
         with pytest.raises(ValueError, match=rf"was measured with other settings \({said}\); give"):
             measure(other, traffic, folder, settings=SETTINGS, model="toy")
+
+
+def test_another_chat_template_is_refused(lm, traffic, full, tmp_path, monkeypatch) -> None:
+    """Of the same messages it makes other prompts: the rest of the run would be of those."""
+    folder = shutil.copytree(full, tmp_path / "runs")
+    for template in ("{{ messages }}", {"default": "{{ messages }}"}):  # some have several by name
+        monkeypatch.setattr(lm.tokenizer, "chat_template", template)
+        with pytest.raises(ValueError, match=r"\(chat template \w{8}, now \w{8}\); give"):
+            measure(lm, traffic, folder, settings=SETTINGS, model="toy")
 
 
 def test_other_prompts_and_machines_are_refused(lm, traffic, full, monkeypatch) -> None:

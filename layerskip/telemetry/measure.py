@@ -284,6 +284,14 @@ def _described(policy: Policy) -> str:
     return f"{len(policy.rules)} rules, {hashlib.sha256(rules.encode()).hexdigest()[:8]}"
 
 
+def _template_of(tokenizer: Any) -> str | None:
+    """What tells its chat template from another: it makes other prompts of the same messages."""
+    template = getattr(tokenizer, "chat_template", None)
+    if template is None:
+        return None
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:8]
+
+
 def _run(
     lm: "SelfSpeculativeLM", traffic: Traffic, settings: MeasureSettings, model: str
 ) -> dict[str, Any]:
@@ -302,6 +310,7 @@ def _run(
         "exact": lm.stack.exactness.wanted,
         "lookup": lm.looks_up,
         "policy": None if lm.policy is None else _described(lm.policy),
+        "chat_template": _template_of(lm.tokenizer),
         "prompts": {"name": traffic.name, "sha256": traffic.sha256, "count": traffic.count},
         "cost": lm.controller.cost.to_dict(),
         "versions": {
