@@ -560,7 +560,8 @@ class SelfSpeculativeLM:
 
         The arguments are defaults for its rows, as in ``generate``. A seed that ``sampling`` leaves
         open is drawn once, now: rows that bring no ``sampling`` of their own share it, and those
-        with the same prompt have the same text.
+        with the same prompt have the same text, but for "auto" drafts under token and block
+        verification.
         """
         check_sampling(sampling)
         if not isinstance(logits_processor, Sequence):

@@ -251,7 +251,8 @@ class GenerationOutput:
         token_ids: emitted ids, those of an end of sequence or stop string included.
         finish_reason: "stop" (end of sequence, stop string, a grammar's end, or a criterion of
             transformers), "length", or "cancelled" (removed before its end).
-        seed: of the sampling noise; the same seed gives the same text. None when greedy.
+        seed: of the sampling noise; the same seed gives the same text, but for "auto" drafts under
+            token and block verification. None when greedy.
         stats: counts and times.
         rounds: the records that ``stats`` sums up.
         cache: keys and values of prompt and output, if asked for, to go on from; not once the
