@@ -80,8 +80,8 @@ class Controller:
         other._experiences, other._numbers = self._experiences, self._numbers
         return other
 
-    def number(self) -> int:
-        """Of one more request whose draws have to be its own (``Sampler.number``)."""
+    def next_number(self) -> int:
+        """Of one more request whose draws have to be its own (``Sampler.draw_apart``)."""
         return next(self._numbers)
 
     def row(self, kind: str, limit: int = STAKE_TOKENS, *, greedy: bool = False) -> RowState:

@@ -181,7 +181,7 @@ class Sampler:
         self.verification: Verification = "coupled" if params.greedy else verification
         self._noise: dict[int, Tensor] = {}
 
-    def number(self, number: int) -> None:
+    def draw_apart(self, number: int) -> None:
         """Draw by a seed that no other request has, as nothing was drawn yet: for token and block
         verification whose drafts' lengths depend on how others of the same seed were judged. By the
         same numbers what is drafted would not be independent of what is to come.

@@ -62,7 +62,7 @@ class Speculator:
         if row.spec.num_draft_tokens == AUTO and self.controller is not None:
             sampler = row.spec.sampler
             if sampler.verification != "coupled":
-                sampler.number(self.controller.number())
+                sampler.draw_apart(self.controller.next_number())
             row.state = self.controller.row(
                 "greedy" if sampler.params.greedy else sampler.verification,
                 row.spec.max_new_tokens,

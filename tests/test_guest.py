@@ -439,7 +439,9 @@ def test_adapters_of_experts_in_threads():
     torch.manual_seed(0)
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = peft.LoraConfig(r=2, target_parameters=parameters, init_lora_weights=False)
-    lm = SelfSpeculativeLM(peft.get_peft_model(make_toy("mixtral"), config), num_draft_tokens=0)
+    adapted = peft.get_peft_model(make_toy("mixtral"), config)
+    lm = SelfSpeculativeLM(adapted, num_draft_tokens=0)
+    assert not any("forward" in vars(module) for module in adapted.modules())  # it is the twin's
     expected, found = decode(lm), []
     threads = [threading.Thread(target=lambda: found.append(decode(lm))) for _ in range(4)]
     pace = sys.getswitchinterval()

@@ -723,6 +723,9 @@ def test_passes_that_hold_four_rows_at_least(stack, machine, monkeypatch, quick,
     passes = {rows for layers, rows, *_ in machine.passes if layers == NUM_LAYERS}
     assert {r for r in passes if r <= 8} == sizes
     assert (table.draft_pass(1, 0) == table.draft_pass(4, 0)) == (4 not in sizes)
+    finest, next_finest, *_ = bare_passes.grids(stack, quick=True)
+    assert finest.rows == (1, 4, 5, 6, 8, 32, 64)
+    assert next_finest.rows == (1, 4, 6, 8, 32, 64)
     three, four, five, eight, nine, twelve, sixteen = (
         table.verify_pass(n, 0) / speed for n in (3, 4, 5, 8, 9, 12, 16)
     )

@@ -31,7 +31,8 @@ USUAL = 0.76  # the mean of squared deviations, cut off there, of times as far o
 SURE = 2.0  # deviations that a price is below the table's by, before less than that is charged
 # Of what is sure of a table's errors, a round forgets so much: rows and contexts change, and tables
 # are wrong of each by their own. After 80,000 rounds without it, drafts that came to take 1.4 times
-# as long were half learnt in 200,000; with it in 520, and off by 2 % while nothing changes.
+# as long were half learnt in 200,000; with it in 520, and off by 2 % while nothing changes (on
+# paper; bench/LOG.md, 2026-11-30).
 FORGOTTEN = 1e-5
 NUM_SIZES = 7  # up to one row quantum, two, four, ...: passes of one row to 64
 PACE, DRAFT, FIRST_SIZE = 0, 1, 2

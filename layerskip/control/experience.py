@@ -15,8 +15,8 @@ from layerskip.params import MAX_AUTO_DRAFT_TOKENS
 DEFAULT_ACCEPTANCE = 0.7
 SHARED_DISCOUNT, CALIBRATION_DISCOUNT = 0.99, 0.998
 LOOKUP_WEIGHT, CALIBRATION_WEIGHT = 6.0, 4.0  # of a prior, in trials
-# The same of a plan's acceptance, until it wears off: the first tokens of eight rows, all of one
-# round, tell less than the texts that it was measured on.
+# The same of acceptance, a plan's or the default, until it wears off: the first tokens of eight
+# rows, all of one round, tell less than the texts that a plan's was measured on.
 PRIOR_WEIGHT = 20.0
 KNOWN_CALIBRATION_WEIGHT = 20.0  # the same of a plan's calibration, for good
 LENGTH_SHARE = 0.1  # of a request, in what is their usual length
