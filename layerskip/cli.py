@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
@@ -41,6 +41,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"layerskip: {message}\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse a file without a name, which a variable that is not set leaves: it would be taken
+        for the working directory."""
+        found = super().parse_known_args(args, namespace)
+        for action in self._actions:
+            what = {"FILE": "file", "DIR": "folder"}.get(str(action.metavar))
+            if what and getattr(found[0], action.dest) == "":
+                raise ValueError(f"{action.option_strings[0]} must name a {what}, got ''")
+        return found
 
     def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
         """Argparse's own hides that stdout takes nothing, which unbuffered it says here."""

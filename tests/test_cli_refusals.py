@@ -218,11 +218,14 @@ def test_compare_says_which_prompt_is_empty(folder: Path, bad: Path) -> None:
     "argv",
     [
         ("compare", "--prompts", ""),
+        ("measure", "--out", "runs", "--prompts", ""),
         ("search", "--out", "plan.json", "--prompts", ""),
         ("search", "--out", "plan.json", "--vocabulary-texts", ""),
-        ("generate", "--plan", "", "--prompt", "a"),
-        ("generate", "--policy", "", "--task", "a", "--prompt", "a"),
+        ("search", "--out", ""),
+        ("generate", "--prompt", "a", "--plan", ""),
+        ("generate", "--prompt", "a", "--task", "a", "--policy", ""),
         ("generate", "--prompt-file", ""),
+        ("generate", "--prompt", "a", "--json-schema", ""),
     ],
     ids=" ".join,
 )
@@ -231,7 +234,8 @@ def test_an_empty_name_of_a_file_is_no_file(
 ) -> None:
     """It is what a variable that is not set leaves."""
     monkeypatch.chdir(tmp_path)
-    assert_refused(run(argv[0], folder, *argv[1:]), "directory")
+    assert_refused(run(argv[0], folder, *argv[1:]), f"{argv[-2]} must name a file, got ''")
+    assert not list(tmp_path.iterdir())
 
 
 def run_into(

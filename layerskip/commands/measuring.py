@@ -72,8 +72,6 @@ def run_measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         from layerskip.telemetry.measure import MeasureSettings, measure
         from layerskip.telemetry.traffic import Traffic
 
-    if not args.out:
-        raise ValueError("--out must name a folder, got ''")
     settings = MeasureSettings(
         arms=_arms(args.arms),
         max_new_tokens=args.max_new_tokens,
