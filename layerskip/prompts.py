@@ -73,7 +73,7 @@ def read_prompts(path: str | Path) -> list[Example]:
             (examples[-1].prompt + examples[-1].continuation).encode()
         except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
             raise ValueError(f"{path} line {number} is not valid Unicode: {error}") from None
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{path} line {number} is not a prompt ({reason_of(error)}); "
                 "it needs 'prompt', or 'question' and 'answer', or 'turns'"
@@ -97,7 +97,7 @@ def example_of(row: Mapping[str, Any]) -> Example:
     """The example in a line of a prompt file.
 
     Raises:
-        KeyError, IndexError: it has none.
+        KeyError: it has none.
         TypeError: what should be text is not.
     """
     if not isinstance(row, Mapping):
@@ -108,8 +108,8 @@ def example_of(row: Mapping[str, Any]) -> Example:
         question, answer = _text(row["question"]), _text(row.get("answer", ""))
         return Example(f"Question: {question}\nAnswer:", " " + answer if answer else "")
     if "turns" in others:
-        if not isinstance(row["turns"], list):
-            raise TypeError("'turns' must be a list")
+        if not isinstance(row["turns"], list) or not row["turns"]:
+            raise TypeError("'turns' must be a list of one or more texts")
         return Example(_text(row["turns"][0]))
     follows = next((row[name] for name in CONTINUATION_FIELDS if name in row), "")
     return Example(_text(row["prompt"]), _text(follows))

@@ -172,7 +172,7 @@ def _row(content: object, source: str, line: int) -> Row | BadRow:
         json.dumps(parts, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return BadRow(source, line, "its text is not Unicode: half of a surrogate pair")
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError) as error:
         keys = ", ".join(map(repr, content)) or "none"
         what = f"{error!s:.160}" if isinstance(error, TypeError) else f"its keys are {keys}"
         return BadRow(source, line, f"{FORMS} are expected; {what}")

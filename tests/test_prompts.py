@@ -100,6 +100,12 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, row: Any) -> None:
         read_prompts(path)
 
 
+def test_turns_without_a_text_are_named(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "p.jsonl", [{"turns": []}])
+    with pytest.raises(ValueError, match=r"\('turns' must be a list of one or more texts\)"):
+        read_prompts(path)
+
+
 def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"prompt": \n', encoding="utf-8")

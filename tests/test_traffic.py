@@ -63,7 +63,7 @@ def test_a_line_may_have_any_of_the_known_shapes(
         ({"text": "a"}, "it has none of prompt, prompt_token_ids, messages, turns, question"),
         ({"prompt": 7}, "text expected, got 7"),
         ({"prompt": {"x": "y" * 10_000}}, "text expected, got {'x': 'yyyy"),
-        ({"turns": []}, "it has none of"),
+        ({"turns": []}, "'turns' must be a list of one or more texts"),
         ({"turns": "text"}, "'turns' must be a list"),
         ({"prompt_token_ids": []}, "token ids must be a list of one or more ints"),
         ({"prompt_token_ids": "ab"}, "token ids must be a list of one or more ints"),

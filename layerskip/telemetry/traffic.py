@@ -251,7 +251,7 @@ def _request(index: int, row: Mapping[str, Any], labels: Sequence[str]) -> Reque
     try:
         asked = {k: v for k, v in row.items() if k not in CONTINUATION_FIELDS}  # nobody reads them
         return Request(index, example_of(asked).prompt, None, own)
-    except (KeyError, IndexError):
+    except KeyError:
         raise ValueError(
             "it has none of prompt, prompt_token_ids, messages, turns, question"
         ) from None
