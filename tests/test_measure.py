@@ -531,6 +531,7 @@ def test_the_command_measures_and_sums_up(command, tmp_path) -> None:
     ("options", "sentence"),
     [
         (["--arms", "0,some"], "--arms must be numbers of draft tokens or 'auto', as in '0,auto'"),
+        (["--arms=-1,auto"], "each of --arms must be between 0 and 32, got -1"),
         (["--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
         (["--temperature", "-1"], "temperature must be finite and at least 0"),
         (["--prompts", "/none.jsonl"], "/none.jsonl cannot be read: No such file"),

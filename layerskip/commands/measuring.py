@@ -23,7 +23,12 @@ from layerskip.commands.options import (
 )
 from layerskip.commands.progress import counting
 from layerskip.commands.signals import importing
-from layerskip.params import read_num_draft_tokens
+from layerskip.params import (
+    AUTO,
+    MAX_NUM_DRAFT_TOKENS,
+    check_integer,
+    read_num_draft_tokens,
+)
 
 if TYPE_CHECKING:
     from layerskip.params import NumDraftTokens
@@ -114,11 +119,15 @@ def run_measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def _arms(text: str) -> "tuple[NumDraftTokens, ...]":
     try:
-        return tuple(map(read_num_draft_tokens, text.split(",")))
+        arms = tuple(map(read_num_draft_tokens, text.split(",")))
     except ValueError:
         raise ValueError(
             f"--arms must be numbers of draft tokens or 'auto', as in '0,auto', got {text!r}"
         ) from None
+    for arm in arms:
+        if arm != AUTO:
+            check_integer("each of --arms", arm, 0, MAX_NUM_DRAFT_TOKENS)
+    return arms
 
 
 class _Bar:
