@@ -115,16 +115,18 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
         with path.open("wb") as file:  # not torch's own, which lose what the system said
             torch.save(state, file)
     except (OSError, RuntimeError) as error:
-        said = _of_the_system(error)
-        if said is None:
+        behind = _behind(error)
+        if behind is None:
             raise
+        if isinstance(behind, KeyboardInterrupt):  # a second Ctrl-C: the first was noted
+            raise behind from None
         path.unlink(missing_ok=True)
-        raise ValueError(f"{path} cannot be written: {said.strerror}") from None
+        raise ValueError(f"{path} cannot be written: {behind.strerror}") from None
 
 
-def _of_the_system(error: BaseException | None) -> OSError | None:
-    """What lies behind an error: torch ends a file that has no room by one more that fails."""
-    while error is not None and not isinstance(error, OSError):
+def _behind(error: BaseException | None) -> OSError | KeyboardInterrupt | None:
+    """What lies behind an error: torch ends a file that was broken off by one more that fails."""
+    while error is not None and not isinstance(error, OSError | KeyboardInterrupt):
         error = error.__context__
     return error
 

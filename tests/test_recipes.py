@@ -601,6 +601,28 @@ def test_an_error_of_something_else_than_the_disk_is_no_sentence_about_it(
         recipes.checkpoints.write_state(tmp_path / "state.pt", {})
 
 
+def test_an_interrupt_in_the_midst_of_a_file_is_one(
+    recipes: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of torch's file fails over it."""
+
+    class Interrupted(io.FileIO):
+        came = False
+
+        def write(self, content: Any) -> int:
+            if len(content) > 9_999 and not self.came:
+                self.came = True
+                raise KeyboardInterrupt
+            return super().write(content)
+
+    def opened(path: Path, mode: str) -> io.FileIO:
+        return Interrupted(path, mode)
+
+    monkeypatch.setattr(Path, "open", opened)
+    with pytest.raises(KeyboardInterrupt):
+        recipes.checkpoints.write_state(tmp_path / "state.pt", {"weight": torch.zeros(99_999)})
+
+
 @pytest.mark.parametrize("signalled", [False, True])
 def test_signals_are_noted_in_training_alone(
     recipes: SimpleNamespace, tmp_path: Path, signalled: bool
