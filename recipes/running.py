@@ -230,14 +230,17 @@ def train(
     """
     while trainer.steps < until:
         on_step(trainer.step())
-        came = stopping()
-        asked = torch.tensor(
-            [float(came == n) for n in STOPPING], device=trainer.accelerator.device
-        )
-        counts = cast(torch.Tensor, trainer.accelerator.reduce(asked, "sum")).tolist()
-        if any(counts):
-            return next(int(n) for n, count in zip(STOPPING, counts, strict=True) if count)
+        came = came_to_any(trainer.accelerator, stopping())
+        if came:
+            return came
     return 0
+
+
+def came_to_any(accelerator: Accelerator, number: int) -> int:
+    """The signal that came to any process, by the one that came to this; 0: none."""
+    asked = torch.tensor([float(number == n) for n in STOPPING], device=accelerator.device)
+    counts = cast(torch.Tensor, accelerator.reduce(asked, "sum")).tolist()
+    return next((int(n) for n, count in zip(STOPPING, counts, strict=True) if count), 0)
 
 
 def fit(
@@ -284,7 +287,7 @@ def fit(
             trainer, until=settings.steps, stopping=lambda: request.number, on_step=on_step
         )
         trainer.save(kept)
-    return stopped
+    return stopped or came_to_any(accelerator, request.number)  # while the last one was saved
 
 
 def end_stopped(trainer: Trainer, number: int, console: Console) -> NoReturn:

@@ -538,6 +538,30 @@ def test_a_signal_in_the_last_step_stops_the_run(recipe: SimpleNamespace) -> Non
     assert taken == [{"step": 2}] * 3
 
 
+def test_a_signal_while_the_last_step_is_saved_stops_the_run(
+    recipe: SimpleNamespace, tmp_path: Path
+) -> None:
+    trainer = SimpleNamespace(
+        settings=SimpleNamespace(out=tmp_path, steps=1, eval_every=5, save_every=5),
+        accelerator=SimpleNamespace(
+            device="cpu",
+            is_main_process=False,
+            reduce=lambda value, _: value,
+            init_trackers=lambda name: None,
+        ),
+        steps=0,
+        save=lambda folder: signal.raise_signal(signal.SIGTERM),
+    )
+
+    def step() -> dict[str, Any]:
+        trainer.steps += 1
+        return {"step": trainer.steps}
+
+    trainer.step = step
+    stopped = recipe.running.fit(trainer, Console(quiet=True), evaluate=dict, said=str)
+    assert stopped == signal.SIGTERM
+
+
 def test_a_signal_to_one_process_stops_all(recipe: SimpleNamespace) -> None:
     """``reduce`` adds what came to another one."""
     accelerator = SimpleNamespace(
