@@ -107,7 +107,9 @@ def _run(argv: Sequence[str] | None) -> None:
     args = parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write what a terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
-    document = args.run(args, _Console(stderr=args.json, emoji=False))
+    # No columns are a terminal of unknown size; rich would show nothing at all.
+    width = 80 if os.environ.get("COLUMNS") == "0" else None
+    document = args.run(args, _Console(stderr=args.json, emoji=False, width=width))
     if args.json:
         print(json.dumps(document))
 

@@ -107,6 +107,14 @@ def test_generate_prints_one_document(folder: Path, lm: SelfSpeculativeLM) -> No
     assert document["seed"] is None
 
 
+def test_a_terminal_of_no_known_width_shows_text(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ("generate", folder, "--prompt", "the rain", "--max-new-tokens", 3)
+    monkeypatch.setenv("COLUMNS", "0")
+    assert "the rain" in run(*argv).out
+
+
 def test_generate_stats_have_the_documented_keys(folder: Path, lm: SelfSpeculativeLM) -> None:
     argv = ("generate", folder, "--prompt", PROMPTS[0], "--max-new-tokens", NEW, "--json")
     stats, expected = run(*argv).document["stats"], lm.generate(PROMPTS[0], max_new_tokens=NEW)
