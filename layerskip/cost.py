@@ -8,7 +8,8 @@ simulator. Pure numbers: nothing here runs a model.
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import isfinite
+from itertools import pairwise
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Curve:
 
     def __post_init__(self) -> None:
         for name, axis in (("rows", self.rows), ("contexts", self.contexts)):
-            if not axis or list(axis) != sorted(set(axis)) or axis[0] < 0:
+            if not axis or not all(a < b for a, b in pairwise((-1, *axis, inf))):  # nor NaN
                 raise ValueError(f"a cost table's {name} must ascend from 0 on, got {axis}")
         shape = [len(line) for line in self.seconds]
         if shape != [len(self.rows)] * len(self.contexts):
