@@ -138,6 +138,8 @@ class Grammar:
             raise TypeError(f"choice takes a list of texts, got {texts!r}")
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise ValueError(f"choice takes one or more non-empty texts, got {texts!r}")
+        for text in texts:
+            check_text("a text of choice", text)
         return cls("ebnf", f"root ::= {' | '.join(map(_literal, dict.fromkeys(texts)))}")
 
     def after(self, marker: str) -> "Grammar":

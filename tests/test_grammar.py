@@ -597,7 +597,7 @@ def test_what_may_stand_before_a_marker_is_found_once(backend):
         (lambda: Grammar.regex(r"[&-\w]"), "regex's '-' at 2 is no range"),
         (lambda: Grammar.choice([]), "one or more non-empty texts"),
         (lambda: Grammar.choice("ab"), "takes a list of texts"),
-        (lambda: Grammar.choice(["\ud800"]), "not valid Unicode"),
+        (lambda: Grammar.choice(["\ud800"]), "a text of choice is not valid Unicode"),
         (lambda: Grammar.json().after(""), "marker must be a non-empty text"),
         (lambda: Grammar.json(max_whitespace=-1), "max_whitespace must be between"),
         (lambda: Grammar.json_schema("{"), "the schema is not JSON"),
