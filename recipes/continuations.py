@@ -10,9 +10,11 @@ import math
 import os
 import random
 from collections.abc import Callable, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any
 
+from checkpoints import loading
 from data import Sample
 
 from layerskip import SamplingParams, SelfSpeculativeLM
@@ -73,7 +75,8 @@ def written(
     """
     path = folder / f"{_key(lm, prompts, max_new_tokens, temperature, seed)}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    rows = _read(path)
+    with loading(path, "have the model write it again"):
+        rows = _read(path)
     with path.open("a", encoding="utf-8") as file:
         for start in range(len(rows), len(prompts), ROWS):
             on_progress(start, len(prompts))
@@ -118,7 +121,7 @@ def _read(path: Path) -> list[list[int]]:
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         path.write_text(whole, encoding="utf-8")
-    return [json.loads(line) for line in whole.splitlines()]
+    return [[index(token) for token in json.loads(line)] for line in whole.splitlines()]
 
 
 def _key(lm: SelfSpeculativeLM, prompts: Sequence[Sequence[int]], *settings: Any) -> str:

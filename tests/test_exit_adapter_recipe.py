@@ -575,6 +575,18 @@ def test_writing_goes_on_where_a_crash_left_it(
         assert cut.read_text() == file.read_text()
 
 
+@pytest.mark.parametrize("line", ["[1, 2", "5", '["a"]'])
+def test_damaged_text_is_named(
+    recipe: SimpleNamespace, writer: Any, tmp_path: Path, line: str
+) -> None:
+    own_text(recipe, writer, tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_text(f"{line}\n")
+    said = rf"{file.name} cannot be loaded \(.+\); if it is damaged, delete it to have the model"
+    with pytest.raises(ValueError, match=said):
+        own_text(recipe, writer, tmp_path)
+
+
 @pytest.mark.parametrize("changes", [{"seed": 5}, {"temperature": 0.0}, {"max_new_tokens": 6}])
 def test_other_text_is_another_file(
     recipe: SimpleNamespace, writer: Any, tmp_path: Path, changes: dict[str, Any]
