@@ -300,7 +300,7 @@ class Controller:
 
     def _price_of_looking(self, state: RowState, count: int, context: int) -> float:
         """In plain passes."""
-        plain = self.times.verify(1, context, greedy=state.greedy)
+        plain = self.times.plain(context, greedy=state.greedy)
         return state.look_ratio * self.times.looking_back(count, greedy=state.greedy) / plain
 
     def observe_hindsight(
@@ -323,7 +323,7 @@ class Controller:
         """A round that is no probe: it earns credit for them, unless its row has had that."""
         if state.repays():
             return
-        plain = self.times.verify(1, context, greedy=state.greedy)
+        plain = self.times.plain(context, greedy=state.greedy)
         state.earn(PROBE_SHARE * choice.plain_seconds / plain)
 
     def observe_lookup(
@@ -335,7 +335,7 @@ class Controller:
             drawing = num_tokens * self.times.drawing(greedy=state.greedy)
             looking = LOOKING * choice.plain_seconds
             gained = choice.gained(num_saved, num_tokens, 0.0) - drawing - looking
-            passes = gained / self.times.verify(1, context, greedy=state.greedy)
+            passes = gained / self.times.plain(context, greedy=state.greedy)
             state.settle(gained / choice.plain_seconds, passes, looked_up=True)
         self.observe_plain(state, choice, context)
 
@@ -384,7 +384,7 @@ class Controller:
         seconds = choice.gained(saved, drafted + num_behind, wider * num_passes)
         seconds -= num_behind * self.times.drawing(greedy=state.greedy)
         if choice.plain_seconds > 0.0:
-            plain = self.times.verify(1, context, greedy=state.greedy)
+            plain = self.times.plain(context, greedy=state.greedy)
             spent = 0.0
             if state.probing and choice.held:
                 spent = -choice.gained(0, drafted + num_behind, wider * num_passes) / plain

@@ -25,17 +25,28 @@ def guess_for(row: Row, store: LookupStore | None, *, looks_up: bool) -> Guess:
     constraint = row.spec.sampler.constraint
     if not (looks_up or constraint) or left == 0 or wanted == 0:
         return NO_GUESS
-    if looks_up and row.index is None:
+    most = min(left, most_draft_tokens(wanted))
+    guess = _indexed(row, store).guess(most) if looks_up else NO_GUESS
+    return _governed(row, (), _until_end(guess, row.spec.eos_ids), most)
+
+
+def _indexed(row: Row, store: LookupStore | None) -> TokenIndex:
+    """A row's prompt and output so far, ready to be looked up in: what it has emitted is added
+    here, so that rounds in which nothing is looked up take no time for it."""
+    if row.index is None:
         sampler = row.spec.sampler
         # Random numbers of the seed decide over a text and judge its drafts, whose lengths guesses
         # change: what the same seed drew before would not be independent of them.
         may_know = sampler.verification == "coupled"
-        row.index = TokenIndex(
-            row.context, store=store if may_know else None, vocab_size=sampler.vocab_size
-        )
-    most = min(left, most_draft_tokens(wanted))
-    guess = row.index.guess(most) if row.index is not None else NO_GUESS
-    return _governed(row, (), _until_end(guess, row.spec.eos_ids), most)
+        known = store if may_know else None
+        row.index = TokenIndex(row.context, store=known, vocab_size=sampler.vocab_size)
+        return row.index
+    try:
+        row.index.extend(row.token_ids[len(row.index) - len(row.spec.prompt) :])
+    except BaseException:  # Ctrl-C: tokens without their places break every later guess
+        row.index = None
+        raise
+    return row.index
 
 
 class Lookahead:

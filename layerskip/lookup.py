@@ -19,6 +19,7 @@ MOST_PLACES = 32
 LONGEST_MATCH = 64
 # A store's match counts for less than the own text's: at equal lengths it is accepted less.
 STORE_HANDICAP = 3
+NOTHING = array("i")
 # Between two texts of a store. No token is negative, so nothing matches across it.
 SEPARATOR = -1
 FORCED_MATCH = LONGEST_MATCH + 1  # stands for text that a grammar forces
@@ -93,8 +94,8 @@ class TokenIndex:
                 the time grows with them.
         """
         if max_tokens < 1:
-            return Guess()
-        later = _checked(ahead)
+            return NO_GUESS
+        later = _checked(ahead) if ahead else NOTHING
         tail = self._text.tokens[-LONGEST_MATCH:] + later
         end, length = self._longest(tail, len(later))
         needed = length + STORE_HANDICAP if length else 1
@@ -103,7 +104,7 @@ class TokenIndex:
             if guess.match_length >= needed:
                 return guess
         if not length:
-            return Guess()
+            return NO_GUESS
         text = self._text.tokens[end : end + max_tokens]
         following = text + later[max(0, end - len(self)) :]
         return Guess(tuple(islice(cycle(following), max_tokens)), length)
@@ -189,7 +190,7 @@ class LookupStore:
     def guess(self, max_tokens: int, tail: Sequence[int]) -> Guess:
         """What followed the longest suffix of ``tail`` in a text kept, up to that text's end."""
         if max_tokens < 1:
-            return Guess()
+            return NO_GUESS
         wanted = _checked(tail)
         with self._lock:
             text = self._newer
@@ -199,7 +200,7 @@ class LookupStore:
                 text, end, length = self._older, older_end, older_length
             following = text.tokens[end : end + max_tokens]
         if not length:
-            return Guess()
+            return NO_GUESS
         if SEPARATOR in following:
             following = following[: following.index(SEPARATOR)]
         return Guess(tuple(following), length, stored=True)

@@ -76,7 +76,7 @@ class Speculator:
         if alone:
             self._look_back(rows[0])
         # Next, since plain rounds should cost nothing; nor is learnt from their look-ups.
-        if all(_sleeps(row, len(rows)) for row in rows):
+        if _all_sleep(rows):
             guesses = [NO_GUESS] * len(rows)
         else:
             guesses = [guess_for(row, self.store, looks_up=self.looks_up) for row in rows]
@@ -89,10 +89,11 @@ class Speculator:
 
     def _look_back(self, row: Row) -> None:
         """Learn from rounds without drafts what these would have come to."""
-        controller, state, drafter = self._by_host, row.state, self.drafter
-        if not row.seen or state is None or drafter is None or controller is None:
-            return
-        if room(row) < 1:
+        state, drafter = row.state, self.drafter
+        if state is None or state.next_look > 0 or not row.seen or drafter is None:
+            return  # of most rounds, which should cost nothing
+        controller = self._by_host
+        if controller is None or room(row) < 1:
             return
         if controller.looks_back(state, len(row.seen), row.length):
             head = None
@@ -460,8 +461,6 @@ class Speculator:
                 pending, and of those that were drafted.
             by_host: whether the host drove the round; else the device ran it by itself.
         """
-        if row.index is not None:
-            row.index.extend(emitted)
         if states is None or attempt.draft.num_passes or row.finish_reason is not None:
             row.seen.clear()
         elif tells(row, self.drafter) and row.state is not None and not row.state.last:
@@ -497,10 +496,13 @@ def _with_more(
     return replace(draft, tokens=tokens, num_looked_up=count), found
 
 
-def _sleeps(row: Row, beside: int) -> bool:
-    """Whether nothing is looked up for it; what a grammar forces pays in any batch."""
-    free = row.spec.sampler.constraint is None
-    return free and row.state is not None and row.state.sleeps(beside)
+def _all_sleep(rows: Sequence[Row]) -> bool:
+    """Whether nothing is looked up for them; what a grammar forces pays in any batch."""
+    for row in rows:  # a plain loop: each round asks
+        free = row.spec.sampler.constraint is None
+        if not free or row.state is None or not row.state.sleeps(len(rows)):
+            return False
+    return True
 
 
 def _looked_up(request: DraftRequest, tokens: tuple[int, ...]) -> Draft:

@@ -269,7 +269,7 @@ def test_no_clock_makes_a_longer_pass_cheaper_than_a_plain_one():
     assert min(alone) < 0.8 * alone[0]  # so it is believed
     pace = controller._pace(CONTEXT, 1, greedy=False)
     assert min(pace.steps) == 0.0
-    assert pace.verify(1) == alone[0] == pace.verify(8)
+    assert pace.plain == pace.verify(1) == alone[0] == pace.verify(8)
 
 
 def test_no_table_makes_a_longer_pass_of_a_batch_cheaper_than_a_plain_one():

@@ -164,9 +164,10 @@ def test_rest_is_over_when_another_row_has_ended():
     assert not states[0].rests(1)
 
 
-def awake_rounds(controller: Controller, states: Sequence[RowState]) -> int:
-    """Rounds of a rest in which tokens are looked up."""
-    assert {c.source for c in controller.choose(asked(states, 1), drafts=False)} == {"none"}
+def awake_rounds(controller: Controller, states: Sequence[RowState], match_length: int = 1) -> int:
+    """Rounds of a rest in which tokens are looked up, after such a match was declined."""
+    asks = asked(states, match_length)
+    assert {c.source for c in controller.choose(asks, drafts=False)} == {"none"}
     awake = 0
     for _ in range(MOST_AT_REST):
         awake += not all(state.sleeps(len(states)) for state in states)
@@ -179,6 +180,14 @@ def test_where_verifying_is_dear_most_rounds_at_rest_look_nothing_up():
         controller, states = looking_up(2, slope=slope)
         assert awake_rounds(controller, states) == wanted
         assert not any(state.sleeps(2) for state in states)
+
+
+def test_where_the_longest_match_was_declined_a_rest_looks_nothing_up():
+    for match_length, wanted in ((16, MOST_AT_REST), (17, 0)):
+        controller, states = looking_up(2, slope=0.02)
+        for _ in range(20):
+            states[0].add_lookup(match_length, [False], stored=False)
+        assert awake_rounds(controller, states, match_length) == wanted
 
 
 def test_rows_that_go_on_resting_are_looked_up_for_more_and_more_seldom():

@@ -36,7 +36,7 @@ from layerskip.cost import CostTable, Curve
 from layerskip.decode import Decoder
 from layerskip.drafting import DraftRequest, EarlyExitDrafter
 from layerskip.guessing import Lookahead, guess_for, judged, lookahead
-from layerskip.lookup import FORCED_MATCH, Guess, TokenIndex
+from layerskip.lookup import FORCED_MATCH, Guess, TokenIndex, _IndexedText
 from layerskip.plan import PlanFile
 from layerskip.sampling import Sampler
 from layerskip.speculation import _looked_up
@@ -368,11 +368,37 @@ def test_wrong_guesses_are_counted_among_the_positions(toy):
     decoder = Decoder(stack, EarlyExitDrafter(stack, plan), plan, looks_up=True)
     row = join(decoder, REPEATING, num_draft_tokens=4)
     decoder.step()
+    known = len(row.context)
     (record,) = decoder.step()
     assert record.positions >= record.num_draft_tokens + 1
     assert record.num_draft_passes <= record.num_draft_tokens
     assert row.index is not None
-    assert len(row.index) == len(REPEATING) + len(row.token_ids)
+    assert len(row.index) == known
+
+
+def test_a_look_up_knows_all_that_was_emitted_since_the_last_one(toy, monkeypatch):
+    """Rounds that look nothing up add nothing; an interrupt that left half of it is survived."""
+    lm = SelfSpeculativeLM(toy(), None, PLANS["exit"])
+    decoder = Decoder(lm.stack, EarlyExitDrafter(lm.stack, lm.plan), lm.plan, looks_up=True)
+    row = join(decoder, REPEATING, num_draft_tokens=4, max_new_tokens=40)
+    decoder.step()
+    guess_for(row, None, looks_up=True)
+
+    def interrupted(text, tokens):
+        text.tokens.extend(tokens)
+        raise KeyboardInterrupt
+
+    fresh = random_ids(6)
+    row.token_ids += fresh
+    with monkeypatch.context() as patched:
+        patched.setattr(_IndexedText, "extend", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            guess_for(row, None, looks_up=True)
+    for _ in range(2):
+        row.token_ids += fresh[:3]
+        found = guess_for(row, None, looks_up=True)
+        assert found == TokenIndex(row.context).guess(4)
+        assert found.match_length == 3
 
 
 def test_without_a_plan_a_number_looks_up_alone(toy, plain):
@@ -415,8 +441,7 @@ def test_what_a_grammar_forces_is_not_slept_through():
         for constraint in (None, object())
     )
     batches = ([free, free], [free, forced], [free])
-    asleep = [all(layerskip.speculation._sleeps(r, len(rows)) for r in rows) for rows in batches]
-    assert asleep == [True, False, False]
+    assert [layerskip.speculation._all_sleep(rows) for rows in batches] == [True, False, False]
 
 
 def test_rows_at_rest_are_seldom_looked_up_for_and_their_text_is_plain_text(toy, monkeypatch):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from layerskip.control.experience import (
     LARGEST,
+    LOOKUP_PRIORS,
     SHARED_DISCOUNT,
     Experience,
     bin_of_match,
@@ -286,8 +287,10 @@ class RowState:
         return idle and beside == self._beside and confidence <= self._declined
 
     def sleeps(self, beside: int) -> bool:
-        """Whether it is one of those in which nothing is looked up either."""
-        return self._rests % self._awake_one_in != 0 and self.rests(beside)
+        """Whether it is one of those in which nothing is looked up either: nothing that could be
+        found would end the rest, or its turn has not come."""
+        deaf = self._declined >= LOOKUP_PRIORS[-2] or self._rests % self._awake_one_in != 0
+        return deaf and self.rests(beside)
 
     def rest(self) -> float:
         """One of them: the seconds that it is expected to take."""

@@ -54,7 +54,7 @@ class Pace:
         alone = times.alone(context, greedy=greedy, charged=charged) if rows == 1 else []
         self._alone = list(itertools.accumulate(alone, max))
         self._settled: dict[tuple[int, int], Pace] = {}  # most rounds are as one before
-        self.plain = times.verify(1, context, greedy=greedy)
+        self.plain = times.plain(context, greedy=greedy)
         self.drawing = times.drawing(greedy=greedy)
         self._verify: dict[int, float] = {}  # tokens of a pass: each choice asks for dozens
         self._step = step_of(rows)

@@ -95,6 +95,10 @@ class PassTimes:
             return self._clocks.ratios[clock] * seconds
         return self._charged(clock, seconds, self._looked_up("verify", rows, context, rows, greedy))
 
+    def plain(self, context: int, *, greedy: bool = False) -> float:
+        """Of a plain pass of one row, as ``verify`` has it, in few steps: each round asks."""
+        return self._clocks.ratios[PACE] * self._looked_up("verify", 1, context, 1, greedy)
+
     def alone(self, context: int, *, greedy: bool = False, charged: bool = False) -> list[float]:
         """Of full-depth passes over one, two, ... tokens of one row; one more than may be drafted.
 
