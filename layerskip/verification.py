@@ -70,6 +70,8 @@ def judge_all(cases: Sequence[Case]) -> list[Verdict]:
     Raises:
         RowError: as ``judge``, of one of the rows.
     """
+    if len(cases) == 1:
+        return [judge(cases[0])]
     found, logits = dict[int, Verdict](), cases[0].logits
     greedy = [i for i, case in enumerate(cases) if case.sampler.is_argmax]
     sampled = [i for i, case in enumerate(cases) if case.sampler.is_noisy_argmax]

@@ -45,7 +45,10 @@ class Verifier:
             if r.sampler.constraint is not None:
                 r.sampler.constraint.prepare(r.context + d.tokens, len(d.tokens) + 1)
         states = list(shared[: sum(counts)].split(counts))
-        if not hidden[: sum(counts)].isfinite().all():
+        # Nothing spoils a pass without drafts; on a GPU to ask is also to wait for its end, by
+        # which sampling is told from it.
+        asks = hidden.is_cuda or any(d.tokens for d in drafts)
+        if asks and not hidden[: sum(counts)].isfinite().all():
             for i, (r, d) in enumerate(zip(requests, drafts, strict=True)):
                 if d.tokens:
                     parts[i], states[i] = self._one_by_one(r, d, cache)
