@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
+from layerskip.ops.definitions import rms_norm
 from layerskip.ops.reference import (
     UNIFORM_BITS,
     Philox,
@@ -135,6 +136,17 @@ def in_odd_pieces(bits: np.ndarray) -> np.ndarray:
         parts.append(gumbel_from_bits(bits[start : start + size]))
         start, size = start + size, 2 * size + 3
     return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_norm_has_the_bits_of_its_formula(dtype):
+    """And leaves what it is given alone."""
+    x, weight = (torch.randn(*shape, dtype=torch.float64) for shape in ((5, 96), (96,)))
+    x, weight = (3.0 * x).to(dtype), weight.to(dtype)
+    given, wide = x.clone(), x.to(torch.promote_types(dtype, torch.float32))
+    wanted = (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5)).to(dtype) * weight
+    assert torch.equal(rms_norm(x, weight, eps=1e-5), wanted)
+    assert torch.equal(x, given)
 
 
 def test_noise_has_the_same_bits_for_every_uniform_in_any_shape():
