@@ -55,7 +55,8 @@ class Curve:
 
     def __post_init__(self) -> None:
         for name, axis in (("rows", self.rows), ("contexts", self.contexts)):
-            if not axis or not all(a < b for a, b in pairwise((-1, *axis, inf))):  # nor NaN
+            ascends = all(a < b for a, b in pairwise((*axis, inf)))  # nor is any NaN
+            if not axis or axis[0] < 0 or not ascends:
                 raise ValueError(f"a cost table's {name} must ascend from 0 on, got {axis}")
         shape = [len(line) for line in self.seconds]
         if shape != [len(self.rows)] * len(self.contexts):

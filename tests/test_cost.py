@@ -249,6 +249,7 @@ def test_a_table_that_lacks_a_field_is_refused(name):
     [
         (((16, 8), (0,), ((1.0, 1.0),)), "rows must ascend"),
         (((8,), (), ()), "contexts must ascend"),
+        (((8,), (-0.5, 4), ((1.0,), (2.0,))), "contexts must ascend from 0 on"),
         (((8,), (0, float("nan")), ((1.0,), (2.0,))), "contexts must ascend"),
         (((8,), (0, float("inf")), ((1.0,), (2.0,))), "contexts must ascend"),
         (((8,), (0,), ((1.0, 2.0),)), "1 lines of 1 times"),
