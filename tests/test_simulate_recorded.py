@@ -401,7 +401,7 @@ BAD = {
     "both": (["--runs", "r", "--acceptance", "0.5"], "not allowed with"),
     "neither": ([], "one of the arguments"),
     "html": (["--acceptance", "0.5", "--html", "{tmp}/no/sim.html"], "there is no folder"),
-    "html, no name": (["--acceptance", "0.5", "--html", ""], "is a folder"),
+    "html, no name": (["--acceptance", "0.5", "--html", ""], "--html must name a file, got ''"),
 }
 
 
