@@ -123,7 +123,7 @@ class Row:
         length: committed slots; the same number as ``cache.lengths[slot_row]``, unless a round is
             in flight on the device.
         state: the controller's, of a row that leaves the number of draft tokens to it.
-        index: of prompt and output, for look-ups; made in the first round that looks up.
+        index: of prompt and output up to the last round that looked up, for look-ups.
         own_ids: tokens of prompt and output, and few that a grammar allowed, which the draft
             vocabulary lacks, if there is one.
         exit_states: what an adapter's block has yet to see; None: this row never runs it.
