@@ -373,7 +373,8 @@ class Controller:
         """
         if alone:
             pace = self._pace(context, 1, greedy=state.greedy)
-            choice = _drafting(choice.num_draft_tokens, choice.rate, pace, choice.may_lose)
+            if choice.verify_seconds is not pace.steps:  # clocks say something else by now
+                choice = _drafting(choice.num_draft_tokens, choice.rate, pace, choice.may_lose)
         drafted = len(confidences) if num_drafted is None else num_drafted
         each = round(num_positions / num_passes)
         wider = 1.0
@@ -382,15 +383,16 @@ class Controller:
             wider = self.times.draft(1, context, each=each, greedy=state.greedy) / one
         saved = sum(accepted) if num_saved is None else num_saved
         seconds = choice.gained(saved, drafted + num_behind, wider * num_passes)
-        seconds -= num_behind * self.times.drawing(greedy=state.greedy)
+        if num_behind:
+            seconds -= num_behind * self.times.drawing(greedy=state.greedy)
+        plain = self.times.plain(context, greedy=state.greedy)
         if choice.plain_seconds > 0.0:
-            plain = self.times.plain(context, greedy=state.greedy)
             spent = 0.0
             if state.probing and choice.held:
                 spent = -choice.gained(0, drafted + num_behind, wider * num_passes) / plain
             state.settle(seconds / choice.plain_seconds, seconds / plain, spent=spent)
-        if not state.probing:
-            self.observe_plain(state, choice, context)
+        if not state.probing and not state.repays():
+            state.earn(PROBE_SHARE * choice.plain_seconds / plain)
         state.add_draft(accepted, confidences, chances)
 
 

@@ -131,6 +131,8 @@ class Stopper:
         gain = self.gain - self.rate * self._choice.draft_seconds
         if not self._gains(done, gain):
             return False
+        if self._behind is None:
+            return True
         instead = self._gain_behind(self._looked_up(draft, 1))[0]
         return instead <= 0.0 or self._gains(done, gain - instead)
 
@@ -152,10 +154,11 @@ class Stopper:
         """How many looked-up tokens go to the verify pass behind a draft that has ended, of a row
         by itself. No pass drafts them, and where the verify pass is padded the first are next to
         free."""
-        steps = self._choice.verify_seconds[len(self.chances) :][: self._bearable()]
-        if not self._gain_behind([1.0] * len(steps))[1]:  # nor would any, were all of them right
+        most = len(self._choice.verify_seconds) - len(self.chances)
+        # Were all of them right: mostly none would pay, and the rest need not be asked.
+        if not self._gain_behind([1.0] * most)[1] or not (most := min(most, self._bearable())):
             return 0
-        return self._gain_behind(self._looked_up(draft, len(steps)))[1]
+        return self._gain_behind(self._looked_up(draft, most))[1]
 
     def _bearable(self) -> int:
         """How many looked-up tokens behind the draft may be wrong with all of it."""
