@@ -12,13 +12,14 @@ import re
 from pathlib import Path
 
 from goals import goals
+from history import HISTORY
 from tables import TABLES, Files
 
 from layerskip.files import write_text
 
 REPO = Path(__file__).parents[1]
 PAGES = (REPO / "README.md", REPO / "bench" / "README.md")
-KNOWN = {**TABLES, "goals": goals}
+KNOWN = {**TABLES, **HISTORY, "goals": goals}
 MARKED = re.compile(r"(<!-- bench:([a-z-]+):begin -->\n).*?(<!-- bench:\2:end -->)", re.DOTALL)
 
 

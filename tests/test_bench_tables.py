@@ -19,6 +19,7 @@ bench, folder, lab = lab_fixtures(
     "cells",
     "figures",
     "goals",
+    "history",
     "lab",
     "measuring",
     "modes",
@@ -307,8 +308,76 @@ def test_a_mode_is_held_against_the_fastest_number_of_its_kind(bench: SimpleName
     assert over(slow | {"plain": modes["plain"]}, "automatic", looking_up=False) == 0.5
 
 
+def write_record(folder: Path, name: str, **content: Any) -> None:
+    record = {"commit": "0123456789ab", "machine": "a machine"} | content
+    (folder / f"{name}.json").write_text(json.dumps(record), encoding="utf-8")
+
+
+def lines_of(table: str) -> list[list[str]]:
+    """Cells of each line below the header."""
+    return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+
+
+def test_every_run_of_the_bounds_says_what_was_beyond(
+    bench: SimpleNamespace, tmp_path: Path
+) -> None:
+    def case(wall: float, bound: float, counted: float | None = 1.5) -> dict[str, Any]:
+        interval = [wall - 0.5, wall + 0.5]
+        within = wall <= bound
+        return {"wall": wall, "wall_ci95": interval, "wall_within": within, "counted": counted}
+
+    good = {"adversarial, cold": case(2.0, 3.0), "switching": case(0.1, 1.0, None)}
+    bad = {"adversarial, cold": case(3.2, 3.0), "switching": case(1.4, 1.0, None)}
+    write_record(tmp_path, "2026-01-02-never-slower", cases=good)
+    write_record(tmp_path, "2026-01-02-never-slower-second", cases=bad)
+    write_record(tmp_path, "2026-01-02-never-slower-first", cases=good)
+    write_record(tmp_path, "2026-01-01-never-slower-float32-sampled", cases=good)
+    write_record(tmp_path, "2026-01-01-workloads", workloads=[])
+    found = lines_of(bench.history.bounds(bench.tables.Files(tmp_path)))
+    of = ["`0123456`", "a machine, bfloat16", "0"]
+    cold = "+2.0 (+1.5 to +2.5)"
+    assert found[0][:4] == ["`2026-01-01-float32-sampled`", of[0], "a machine, float32", "0.8"]
+    assert found[1] == ["`2026-01-02-first`", *of, "2 of 2", cold, "-"]
+    beyond = [
+        "adversarial, cold +3.2 (+2.7 to +3.7), counted +1.5",
+        "switching +1.4 (+0.9 to +1.9), counted -",
+    ]
+    assert found[2][0] == "`2026-01-02-second`"
+    assert found[2][-3:] == ["0 of 2", "+3.2 (+2.7 to +3.7)", "; ".join(beyond)]
+    assert found[3] == ["`2026-01-02`", *of, "2 of 2", cold, "-"]
+    assert len(found) == 4
+
+
+def test_every_run_of_the_workloads_says_which_texts_missed_the_goal(
+    bench: SimpleNamespace, tmp_path: Path
+) -> None:
+    def text(name: str, prompts: int, automatic: float, **more: float) -> dict[str, Any]:
+        speeds = {"plain": 1.0, "k=3": 2.0, "automatic": automatic, "combined": automatic} | more
+        modes = {mode: {"measured_cpu_speedup": speed} for mode, speed in speeds.items()}
+        return {"workload": name, "temperature": 0.8, "prompts": prompts, "modes": modes}
+
+    def beside(name: str, prompts: int, automatic: float) -> dict[str, Any]:
+        return text(name, prompts, automatic, **{"k=3, look-up": 1.6})
+
+    bad = beside("adversarial", 4, 0.1)
+    write_record(tmp_path, "2026-01-01-workloads", workloads=[text("code", 4, 1.94), bad])
+    texts = [beside("code", 4, 2.0), beside("chat", 5, 1.5), {"workload": "math", "prompts": 0}]
+    write_record(tmp_path, "2026-01-02-workloads-float32", workloads=[*texts, bad])
+    write_record(tmp_path, "2026-01-03-workloads", workloads=[bad])
+    found = lines_of(bench.history.workloads(bench.tables.Files(tmp_path)))
+    of = ["`0123456`", "a machine, bfloat16"]
+    assert found[0] == ["`2026-01-01`", *of, "1 x 4", "0.970 to 0.970", "-", "-", "-"]
+    assert found[1][:4] == ["`2026-01-02-float32`", of[0], "a machine, float32", "2 x 4 to 5"]
+    missed = ["0.750 to 1.000", "chat, 0.8 0.750", "0.938 to 1.250", "chat, 0.8 0.938"]
+    assert found[1][4:] == missed
+    assert len(found) == 2
+
+
 # Tables of make bench, of trainings and of a GPU, and those that name what they show themselves.
-TELL_ELSEWHERE = ("speed", "where", "cells", "latency", "exactness", "recipes", "gpu", "goals")
+TELL_ELSEWHERE = (
+    *("speed", "where", "cells", "latency", "exactness", "recipes", "gpu", "goals"),
+    *("never-slower-runs", "workloads-runs"),
+)
 
 
 def marked(name: str, inside: str = "out of date\n") -> str:
