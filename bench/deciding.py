@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -20,19 +21,18 @@ from paired import circumstances, dated, quiet, sampling_at, write
 from rich.progress import track
 from tasks import examples_from, spread
 
-from layerskip import SelfSpeculativeLM
+from layerskip import SelfSpeculativeLM, decode
 from layerskip.control.stopping import Stopper
 from layerskip.controller import Controller
-from layerskip.speculation import Speculator
 
 LONGEST = 300  # tokens of a prompt
-CALLS: tuple[tuple[type, str], ...] = (
+CALLS: tuple[tuple[type | ModuleType, str], ...] = (
     (Controller, "choose"),
     (Stopper, "goes_on"),
     (Controller, "going_on"),
     (Controller, "observe_draft"),
     (Controller, "observe_plain"),
-    (Speculator, "observe_seconds"),
+    (decode, "observe_seconds"),
 )
 
 

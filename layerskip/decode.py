@@ -18,6 +18,7 @@ from layerskip.cache import CachedText
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
 from layerskip.errors import RowError, UndecodableError
+from layerskip.learning import observe_round_seconds, observe_seconds
 from layerskip.lookup import LookupStore
 from layerskip.model import DecoderStack
 from layerskip.outcome import NO_LOGITS, Outcome, Times, record_of
@@ -261,7 +262,8 @@ class Decoder:
         passes = (on_device or seconds) if self.rounds.usual else None
         context = sum([one.row.length for one in landings]) // len(landings)
         shape = landings[0].shape
-        draft = self.speculator.observe_round_seconds(shape, context, seconds, passes)
+        controller = self.speculator.controller
+        draft = observe_round_seconds(controller, self.plan, shape, context, seconds, passes)
         times = Times(draft, read - (seconds - draft), 0.0, landings[0].num_rows)
         return [
             self._landed(landing, attempt, times)
@@ -350,7 +352,8 @@ class Decoder:
         verdicts = judge_all(cases)
         ended = time.perf_counter()
         if sizes.num_proofs == num_proofs:  # a proof's time is no pass's
-            self.speculator.observe_seconds(rows, attempts, drafted - chosen, ended - drafted)
+            controller = self.speculator.by_host
+            observe_seconds(controller, rows, attempts, drafted - chosen, ended - drafted)
         times = Times(drafted - began, drafted, ended - verified, len(rows))
         return [
             self._finished(row, attempt, verdict, times, (after,))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from layerskip.attempt import Attempt, expected_seconds, learn, num_tokens
+from layerskip.attempt import Attempt
 from layerskip.cache import KVCache
 from layerskip.constraint import NO_CONTEXT
 from layerskip.control.asks import Ask, speaks_for
@@ -17,10 +17,11 @@ from layerskip.draft_head import DraftHead
 from layerskip.drafting import NO_DRAFT, Draft, DraftRequest, EarlyExitDrafter
 from layerskip.guessing import Lookahead, guess_for, judged, lookahead, room
 from layerskip.hindsight import look_back, remember, tells
+from layerskip.learning import learn
 from layerskip.lookup import FORCED_MATCH, NO_GUESS, Guess, LookupStore
 from layerskip.params import AUTO, most_draft_tokens
 from layerskip.row import Row
-from layerskip.seats import Landing, Shape
+from layerskip.seats import Landing
 
 
 class Speculator:
@@ -80,11 +81,11 @@ class Speculator:
             guesses = [NO_GUESS] * len(rows)
         else:
             guesses = [guess_for(row, self.store, looks_up=self.looks_up) for row in rows]
-        if (rest := self._at_rest(rows, guesses, self._by_host)) is not None:
+        if (rest := self._at_rest(rows, guesses, self.by_host)) is not None:
             return [(choice, NO_GUESS) for choice in rest]
         drafts = self.drafter is not None
         looks_back = alone and tells(rows[0], self.drafter)
-        choices = self._choices(rows, guesses, self._by_host, drafts=drafts, looks_back=looks_back)
+        choices = self._choices(rows, guesses, self.by_host, drafts=drafts, looks_back=looks_back)
         return list(zip(choices, guesses, strict=True))
 
     def _look_back(self, row: Row) -> None:
@@ -92,7 +93,7 @@ class Speculator:
         state, drafter = row.state, self.drafter
         if state is None or state.next_look > 0 or not row.seen or drafter is None:
             return  # of most rounds, which should cost nothing
-        controller = self._by_host
+        controller = self.by_host
         if controller is None or room(row) < 1:
             return
         if controller.looks_back(state, len(row.seen), row.length):
@@ -184,7 +185,7 @@ class Speculator:
         return controller.at_rest(states, map(speaks_for, guesses))
 
     @property
-    def _by_host(self) -> Controller | None:
+    def by_host(self) -> Controller | None:
         """Decides for rounds that the host drives."""
         known = self.controller
         return known if known is None or known.by_host is None else known.by_host
@@ -245,22 +246,22 @@ class Speculator:
         """Looked-up or forced tokens that each row brings into a draft pass."""
         if not guessing or not drafting:
             return 0
-        if self._by_host is not None:
-            return self._by_host.guesses(drafting, context)
+        if self.by_host is not None:
+            return self.by_host.guesses(drafting, context)
         return max(0, self.free_rows // drafting - 1)
 
     def _guess_prices(self, row: Row) -> Sequence[float] | None:
         """Of looked-up tokens in a draft pass of one row; None if nobody knows how often its are
         right."""
-        if row.state is None or self._by_host is None:
+        if row.state is None or self.by_host is None:
             return None
-        return self._by_host.guess_prices(row.length, greedy=row.state.greedy)
+        return self.by_host.guess_prices(row.length, greedy=row.state.greedy)
 
     def _stopper(
         self, row: Row, choice: Choice, ahead: Lookahead | None, *, alone: bool
     ) -> Stopper | None:
         state, sampler = row.state, row.spec.sampler
-        if state is None or choice.source != "early_exit" or self._by_host is None:
+        if state is None or choice.source != "early_exit" or self.by_host is None:
             return None
         # A looked-up token behind a draft has no distribution that it was drawn from.
         compared = sampler.verification == "coupled"
@@ -272,7 +273,7 @@ class Speculator:
             most = min(most, len(found.tokens))
             return state.lookup_survivals(found.match_length, found.stored, most)
 
-        drawing = self._by_host.times.drawing(greedy=state.greedy)
+        drawing = self.by_host.times.drawing(greedy=state.greedy)
         return Stopper(state, choice, behind=behind, drawing=drawing)
 
     def _request(
@@ -344,7 +345,7 @@ class Speculator:
             r.num_draft_tokens for r, s in zip(requests, stoppers, strict=True) if s is None
         )
 
-        controller = self._by_host
+        controller = self.by_host
 
         def going_on(places: Sequence[int]) -> Collection[int]:
             asking = [(i, s) for i in places if (s := stoppers[i]) is not None]
@@ -372,56 +373,6 @@ class Speculator:
     def uncovered(self, emitted: Sequence[int]) -> int:
         """Emitted tokens that the draft vocabulary lacks."""
         return 0 if self._base is None else sum(t not in self._kept for t in emitted)
-
-    def observe_seconds(
-        self,
-        rows: Sequence[Row],
-        attempts: Sequence[Attempt],
-        draft_seconds: float,
-        verify_seconds: float,
-    ) -> None:
-        """What a round that the host drove took, for the cost table, if that is of such passes.
-
-        Beside one of recorded passes it would look as if the machine were slow, and rounds that the
-        device runs by itself, which come and go with the requests, as if drafts were cheap.
-        """
-        controller = self._by_host
-        if controller is None or controller.cost.recorded:
-            return
-        if not controller.times.due(drafted=any(a.draft.tokens for a in attempts)):
-            return
-        expected = expected_seconds(rows, attempts, controller.times)
-        size = num_tokens(attempts), len(attempts)
-        controller.times.observe_phases(draft_seconds, verify_seconds, *expected, *size)
-
-    def observe_round_seconds(
-        self, shape: Shape, context: int, seconds: float, passes: float | None
-    ) -> float:
-        """The same of a round that the device ran by itself, whose phases no clock can tell apart:
-        all rows of its shape went through all its passes, those at rest and short drafts, too.
-
-        Args:
-            context: committed slots of a row, on the average.
-            seconds: of the round.
-            passes: what the cost table may learn from, of the passes alone where a clock can tell;
-                None: nothing, as such rounds will take less.
-
-        Returns:
-            What its draft is thought to have taken of it: by the cost table, or where there is
-            none by the layers that were run.
-        """
-        count, rows, greedy = shape.num_draft_tokens, shape.num_rows, not shape.sampled
-        if self.controller is None:
-            plan = self.drafter.plan if self.drafter is not None else None
-            run = count * len(plan.layers) if plan is not None else 0
-            return seconds * run / (run + plan.num_layers) if plan is not None else 0.0
-        times, tokens = self.controller.times, rows * (count + 1)
-        draft = count * times.draft(rows, context, greedy=greedy)
-        draft += times.draft_start() if count else 0.0
-        verify = times.verify(tokens, context, rows=rows, greedy=greedy)
-        if passes is not None and times.due(drafted=count > 0):
-            times.observe_round(passes, draft, verify, tokens, rows)
-        return seconds * draft / (draft + verify)
 
     def began(self, row: Row) -> None:
         """After a row's prefill: its draft may take the tokens of its prompt, and the first one."""
@@ -467,7 +418,7 @@ class Speculator:
             remember(row, emitted, states)
         self._own(row, emitted)
         self._ended(row)
-        controller = self._by_host if by_host else self.controller
+        controller = self.by_host if by_host else self.controller
         if row.state is None or controller is None:
             return
         guess = attempt.guess

@@ -547,7 +547,9 @@ def test_what_deciding_takes_is_part_of_the_rounds_that_do_it(
     )
     assert found["rounds"] > 2
     each = found["seconds"]
-    assert all(each[name] > 0.0 for name in ("Controller.choose", "Speculator.observe_seconds"))
+    assert all(
+        each[name] > 0.0 for name in ("Controller.choose", "layerskip.decode.observe_seconds")
+    )
     assert sum(each.values()) < found["round_seconds"]
     assert scripts.deciding.Controller.choose is choose
 

@@ -57,6 +57,7 @@ ENGINE = [
     {"model"},
     {"drafting", "packed"},
     {"attempt", "hindsight", "seats", "verify"},
+    {"learning"},
     {"device_round", "outcome", "speculation", "stand_ins"},
     {"rounds"},
     {"workbench"},

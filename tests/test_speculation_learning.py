@@ -156,7 +156,7 @@ def test_no_round_in_which_a_size_was_proven_is_timed(toy, monkeypatch):
     """A proof takes several passes' time, which would be laid to the pass's own charge."""
     timed = []
     lm = with_controller(toy, Controller(cost_of(0.1)), num_draft_tokens=2)
-    monkeypatch.setattr(Speculator, "observe_seconds", lambda *_: timed.append(len(counted)))
+    monkeypatch.setattr("layerskip.decode.observe_seconds", lambda *_: timed.append(len(counted)))
     counted, prove = [], lm.stack.pass_sizes._prove
     monkeypatch.setattr(
         lm.stack.pass_sizes, "_prove", lambda size: counted.append(size) or prove(size)
@@ -230,7 +230,7 @@ def test_what_deciding_takes_is_no_draft_s(toy, monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr("layerskip.decode.time", clock)
     monkeypatch.setattr(Speculator, "decide", deciding)
-    monkeypatch.setattr(Speculator, "observe_seconds", lambda *given: timed.append(given[3:]))
+    monkeypatch.setattr("layerskip.decode.observe_seconds", lambda *given: timed.append(given[3:]))
     run(lm, max_new_tokens=6)
     assert timed
     assert set(timed) == {(0.0, 0.0)}
