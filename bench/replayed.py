@@ -31,7 +31,7 @@ from rich.progress import track
 from rich.table import Table
 from tasks import examples_from, spread
 
-import layerskip.speculation
+import layerskip.attempt
 from layerskip import SelfSpeculativeLM
 from layerskip.bare_passes import TWICE_AS_MANY
 from layerskip.compare import repeated_share
@@ -100,19 +100,17 @@ class told:  # noqa: N801
 
     def __enter__(self) -> dict[int, list[float]]:
         confidences: dict[int, list[float]] = {}
-        self._kept = request = layerskip.speculation.Speculator._request
+        self._kept = request = layerskip.attempt._request
 
-        def telling(speculator: Any, row: Any, *rest: Any) -> Any:
+        def telling(row: Any, *rest: Any) -> Any:
             found = confidences.setdefault(row.slot_row, [])
-            return replace(
-                request(speculator, row, *rest), goes_on=lambda c, *_: not found.append(c)
-            )
+            return replace(request(row, *rest), goes_on=lambda c, *_: not found.append(c))
 
-        layerskip.speculation.Speculator._request = telling
+        layerskip.attempt._request = telling
         return confidences
 
     def __exit__(self, *_: object) -> None:
-        layerskip.speculation.Speculator._request = self._kept
+        layerskip.attempt._request = self._kept
 
 
 def truth(c: float) -> CostTable:

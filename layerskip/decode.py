@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from layerskip.ambient import Decoding
-from layerskip.attempt import Attempt
+from layerskip.attempt import Attempt, RoundDrafter
 from layerskip.cache import CachedText
 from layerskip.draft_head import DraftHead
 from layerskip.drafting import EarlyExitDrafter
@@ -55,9 +55,10 @@ class Decoder:
         grows: bool = False,
     ) -> None:
         self.stack = stack
-        self.speculator = Speculator(
-            drafter, looks_up=looks_up, store=store, free_rows=stack.free_rows, head=head
+        self.round_drafter = RoundDrafter(
+            drafter, looks_up=looks_up, free_rows=stack.free_rows, head=head
         )
+        self.speculator = Speculator(self.round_drafter, store=store)
         self.plan = plan
         self._has_block = drafter is not None and stack.has_block_at(plan)
         shared_depth = plan.shared_depth if plan is not None else 0
@@ -253,7 +254,7 @@ class Decoder:
         landings = self.rounds.advance(rows, self.speculator, ahead=ahead)
         if not landings:
             return []
-        attempts = [self.speculator.attempted(one) for one in landings]
+        attempts = [self.round_drafter.attempted(one) for one in landings]
         read = time.perf_counter()
         on_device = landings[0].seconds
         seconds = max(read - began, on_device)
@@ -340,7 +341,8 @@ class Decoder:
         num_proofs = sizes.num_proofs
         decided = self.speculator.decide(rows)
         chosen = time.perf_counter()
-        requests, attempts = self.speculator.attempt(rows, decided, self.cache)
+        controller = self.speculator.by_host
+        requests, attempts = self.round_drafter.attempt(rows, decided, self.cache, controller)
         drafted = time.perf_counter()
         drafts = [a.draft for a in attempts]
         logits, states = self.verifier.verify(requests, drafts, self.cache)
@@ -352,7 +354,6 @@ class Decoder:
         verdicts = judge_all(cases)
         ended = time.perf_counter()
         if sizes.num_proofs == num_proofs:  # a proof's time is no pass's
-            controller = self.speculator.by_host
             observe_seconds(controller, rows, attempts, drafted - chosen, ended - drafted)
         times = Times(drafted - began, drafted, ended - verified, len(rows))
         return [
@@ -383,7 +384,7 @@ class Decoder:
             emission,
             times,
             ended=time.perf_counter(),
-            num_uncovered_tokens=self.speculator.uncovered(emission.token_ids),
+            num_uncovered_tokens=self.round_drafter.uncovered(emission.token_ids),
             exit_layer=self._exit_layer(attempt),
         )
         missing = len(row.spec.prompt) - row.length

@@ -72,9 +72,6 @@ def observe_seconds(
 
     Beside one of recorded passes it would look as if the machine were slow, and rounds that the
     device runs by itself, which come and go with the requests, as if drafts were cheap.
-
-    Args:
-        controller: decides for such rounds; None: nobody learns.
     """
     if controller is None or controller.cost.recorded:
         return

@@ -289,8 +289,8 @@ def test_drafts_may_have_a_vocabulary_of_their_own(stack, text):
     """A token that it lacks is never drafted, and emitted all the same."""
     bench, _ = open_bench(stack, EXIT, stack.head_over(range(0, VOCAB_SIZE, 2)))
     decoder = decoder_of(stack, bench)
-    drafted, attempted = [], decoder.speculator.attempted
-    decoder.speculator.attempted = lambda landing: (
+    drafted, attempted = [], decoder.round_drafter.attempted
+    decoder.round_drafter.attempted = lambda landing: (
         drafted.extend(landing.draft) or attempted(landing)
     )
     assert decode(decoder, spec(PROMPTS[0]))[0].token_ids == text

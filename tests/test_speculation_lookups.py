@@ -27,6 +27,7 @@ from zoo import make_toy
 import layerskip.guessing
 import layerskip.speculation
 from layerskip import DraftPlan, LookupStore, SamplingParams, SelfSpeculativeLM
+from layerskip.attempt import _looked_up
 from layerskip.constraint import Context
 from layerskip.control.experience import lookup_confidence
 from layerskip.control.pass_times import PassTimes
@@ -39,7 +40,6 @@ from layerskip.guessing import Lookahead, guess_for, judged, lookahead
 from layerskip.lookup import FORCED_MATCH, Guess, TokenIndex, _IndexedText
 from layerskip.plan import PlanFile
 from layerskip.sampling import Sampler
-from layerskip.speculation import _looked_up
 
 
 @pytest.fixture(scope="module")
