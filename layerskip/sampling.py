@@ -180,6 +180,7 @@ class Sampler:
         self.processors, self.warpers = tuple(processors), tuple(warpers)
         self.verification: Verification = "coupled" if params.greedy else verification
         self._noise: dict[int, Tensor] = {}
+        self._temperature: Tensor | None = None
 
     def draw_apart(self, number: int) -> None:
         """Draw by a seed that no other request has, as nothing was drawn yet: for token and block
@@ -278,8 +279,17 @@ class Sampler:
                 scores = self.constraint.masked(scores, context)
         if self.params.greedy:
             return scores
-        # By a tensor: a GPU multiplies by a number's reciprocal, which ``lm_head_argmax`` does not.
-        return keep_mask(scores / scores.new_full((1,), self.params.temperature), self.params)
+        return keep_mask(scores / self._temperature_on(scores.device), self.params)
+
+    def _temperature_on(self, device: torch.device) -> Tensor:
+        """``(1,)`` float32, made once. By a number a GPU multiplies its reciprocal, which
+        ``lm_head_argmax`` does not."""
+        kept = self._temperature
+        if kept is None or kept.device != device:
+            temperature = self.params.temperature
+            kept = torch.full((1,), temperature, dtype=torch.float32, device=device)
+            self._temperature = kept
+        return kept
 
     def _after(
         self, processors: Sequence[Processor], scores: Tensor, context: Sequence[int]
@@ -302,6 +312,8 @@ class Sampler:
         if self.params.greedy:
             return scores
         rows, device = range(scores.shape[0]), scores.device
+        if len(rows) == 1:  # each drafted token is one
+            return scores + self.noise(position, device)
         # As ``lm_head_argmax`` does: to normalise the scores first would round them differently.
         return scores + torch.stack([self.noise(position + i, device) for i in rows])
 
@@ -343,7 +355,7 @@ class Sampler:
         if self.verification == "coupled":
             scores = self.scores(logits, context)
             noisy = self._noisy(scores, position)
-            token = int(noisy[0].argmax())
+            token = int(noisy.argmax())
             if self.reads_context and float(noisy[0, token]) == -math.inf:  # nothing is allowed
                 return None
             if not with_confidence:
