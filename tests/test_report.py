@@ -495,6 +495,11 @@ def test_broken_folders_are_refused_in_a_sentence(tmp_path, case, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"none is no runs folder \(there is no such folder\): gi"):
+        acceptance_report(tmp_path / "none")
+
+
 def test_damaged_samples_leave_no_policy_behind(tmp_path, capsys):
     folder = write_run(tmp_path / "runs", pair(0, ((4, 2),) * 3))
     (folder / "samples.jsonl").write_text("no JSON\n")

@@ -379,7 +379,8 @@ def test_synthetic_acceptance_is_called_so(tmp_path, capsys):
 
 
 BAD = {
-    "no runs": (["--runs", "{tmp}/none"], "cannot be read"),
+    "no runs": (["--runs", "{tmp}/none"], "none is no runs folder (there is no such folder): gi"),
+    "no run.json": (["--runs", "{tmp}"], "is no runs folder (it has no run.json): give"),
     "no requests": (["--runs", "{tmp}/empty"], "has no finished request"),
     "no drafts": (["--runs", "{tmp}/plain"], "measure with an arm other than 0"),
     "damaged": (["--runs", "{tmp}/damaged"], "is not complete"),

@@ -83,11 +83,7 @@ def measured_run(folder: str | Path, arm: str | None) -> MeasuredRun:
         ValueError: it is no runs folder, lacks a file, or has no such arm.
     """
     folder = Path(folder)
-    if not (folder / runs.RUN).is_file():
-        raise ValueError(
-            f"{folder} is no runs folder (it has no {runs.RUN}): give what "
-            f"`layerskip measure --out` wrote to"
-        )
+    content = runs.read_run(folder)
     if set(str(folder)) & set("*?["):  # DuckDB would look for other folders like it
         raise ValueError(f"{folder} has a name that stands for several: rename it, without * ? [")
     for name in (runs.REQUESTS, runs.ROUNDS):
@@ -96,7 +92,6 @@ def measured_run(folder: str | Path, arm: str | None) -> MeasuredRun:
                 f"{folder} cannot be read: it has no {name}, which `layerskip measure` wrote "
                 f"beside {runs.RUN}; put it back, or measure again"
             )
-    content = runs.read_run(folder)
     arms = content.get("arms")
     if not isinstance(arms, list) or not all(isinstance(name, str) for name in arms):
         raise ValueError(f"{folder}/run.json must list its arms as texts, got {arms!r}")

@@ -200,6 +200,11 @@ def read_run(folder: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: the folder is none of ``layerskip measure``, of another version, or was changed.
     """
+    if not (Path(folder) / RUN).is_file():
+        lacks = f"it has no {RUN}" if Path(folder).is_dir() else "there is no such folder"
+        raise ValueError(
+            f"{folder} is no runs folder ({lacks}): give what `layerskip measure --out` wrote to"
+        )
     content = read_json(Path(folder) / RUN, "measurement")
     if not isinstance(content, dict) or content.get("version") != RUNS_VERSION:
         raise ValueError(f"{Path(folder) / RUN} is no measurement of version {RUNS_VERSION}")
