@@ -309,6 +309,34 @@ def test_what_nobody_accepts_is_refused_and_counts_for_nothing(
     assert without.states()[""].num_down_alarms
 
 
+def test_confidences_may_be_an_array_and_alarms_nobodys(
+    usual: list[list[int]], worse: list[list[int]]
+) -> None:
+    monitors = [DriftMonitor(baselines={"": baseline_of(usual)}, on_alarm=None) for _ in range(2)]
+    for monitor, array in zip(monitors, (list, np.array), strict=True):
+        for i, request in enumerate(worse):
+            for accepted in request:
+                monitor.observe("", str(i), accepted, confidences=array([0.5, 0.25]))
+    one, other = monitors
+    assert one.states() == other.states()
+    assert one.states()[""].num_down_alarms
+
+
+@pytest.mark.parametrize("confidences", [0.5, "ab", [0.5, None]])
+def test_what_are_no_confidences_is_refused_and_counts_for_nothing(confidences: Any) -> None:
+    monitor = DriftMonitor()
+    with pytest.raises(
+        TypeError, match=r"^confidences must be a sequence of numbers, or None, got"
+    ):
+        monitor.observe("", "a", 1, confidences=confidences)
+    assert not monitor.states()
+
+
+def test_what_no_alarm_can_be_told_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match="on_alarm must be callable, or None, got 5"):
+        DriftMonitor(on_alarm=5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("baselines", "got"),
     [

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from numpy.typing import NDArray
+
 from layerskip.outputs import Round
 from layerskip.params import check_integer, check_number
 from layerskip.policy import task_of
@@ -57,11 +59,13 @@ class DriftMonitor:
         num_reference_requests: int = REFERENCE_REQUESTS,
         shift: float = SHIFT,
         drafts_per_false_alarm: float = DRAFTS_PER_FALSE_ALARM,
-        on_alarm: Callable[[Alarm], None] = lambda alarm: None,
+        on_alarm: Callable[[Alarm], None] | None = None,
     ) -> None:
         check_integer("num_reference_requests", num_reference_requests, LEAST_REQUESTS)
         check_number("shift", shift, 0.1, 3.0)
         check_number("drafts_per_false_alarm", drafts_per_false_alarm, 1e3, 1e12)
+        if on_alarm is not None and not callable(on_alarm):
+            raise TypeError(f"on_alarm must be callable, or None, got {on_alarm!r}")
         _check_baselines(baselines)
         named = len(set(baselines or ()) - {OTHER})
         if named > MOST_NAMES:
@@ -90,7 +94,7 @@ class DriftMonitor:
         request_id: str,
         accepted: int | None,
         *,
-        confidences: Sequence[float] = (),
+        confidences: Sequence[float] | NDArray[Any] | None = (),
         looked_up: bool = False,
         finished: bool = False,
     ) -> None:
@@ -100,18 +104,23 @@ class DriftMonitor:
             bucket: of the request.
             request_id: the same for all rounds of a request.
             accepted: tokens; None where nothing was drafted.
-            confidences: of all drafted tokens; none where they are not known.
+            confidences: of all drafted tokens; none, or None, where they are not known.
             looked_up: whether the tokens were, rather than drafted by an early exit.
             finished: whether it was the request's last.
 
         Raises:
-            TypeError, ValueError: no such number of tokens can be accepted; nothing is counted.
+            TypeError, ValueError: no such number of tokens can be accepted, or confidences are no
+                numbers; nothing is counted.
         """
+        draft = None
         if accepted is not None:  # one NaN in a sum would hide all shifts to come
             check_integer("accepted", accepted, 0, MOST_ACCEPTED)
-        draft = None
-        if confidences and accepted is not None and not finished:
-            draft = BinnedDraft.of(accepted, confidences, looked_up=looked_up)
+            try:
+                if confidences is not None and len(confidences) and not finished:
+                    draft = BinnedDraft.of(accepted, confidences, looked_up=looked_up)
+            except TypeError:
+                what = "a sequence of numbers, or None"
+                raise TypeError(f"confidences must be {what}, got {confidences!r:.80}") from None
         with self._lock:
             watched = self._bucket(bucket)
             alarms = watched.observe(request_id, accepted, draft, finished)
@@ -119,7 +128,8 @@ class DriftMonitor:
             if watched.baseline is None and enough:
                 watched.watch(self._tests(watched.learnt()))
         for alarm in alarms:
-            self._on_alarm(alarm)
+            if self._on_alarm is not None:
+                self._on_alarm(alarm)
 
     def states(self) -> dict[str, DriftState]:
         """Every bucket's, as it is now."""
