@@ -20,6 +20,7 @@ from layerskip.params import (
     check_labels,
     check_num_draft_tokens,
     check_sampling,
+    check_text,
     check_verification,
     most_draft_tokens,
 )
@@ -130,6 +131,8 @@ def stops_of(stop: str | Sequence[str]) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, Sequence) or any(not isinstance(s, str) or not s for s in stops):
         raise ValueError(f"stop must be one or more non-empty strings, got {stop!r}")
+    for text in stops:
+        check_text("stop", text)
     return tuple(stops)
 
 

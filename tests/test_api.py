@@ -257,6 +257,7 @@ BAD_REQUESTS = [
     (("a",), {"logits_processor": print}, TypeError, "logits_processor must be a list, got <"),
     (("a",), {"stop": ""}, ValueError, "stop must be one or more non-empty strings, got ''"),
     (("a",), {"stop": [3]}, ValueError, r"stop must be one or more non-empty strings, got \[3\]"),
+    (("a",), {"stop": "\udcff"}, ValueError, "stop is not valid Unicode: .*surrogates not allowed"),
     (("a",), {"stop": 3}, (TypeError, ValueError), "stop must be one or more non-empty strings"),
 ]
 

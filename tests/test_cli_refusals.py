@@ -161,6 +161,7 @@ def test_other_options_that_make_no_sense(folder: Path, options: tuple[Any, ...]
         ("--max-new-tokens", 0, "max_new_tokens must be at least 1, got 0"),
         ("--logprobs", 101, "logprobs must be between 0 and 100, got 101"),
         ("--stop", "", "stop must be one or more non-empty strings"),
+        ("--stop", "\udcff", "stop is not valid Unicode"),  # what a shell makes of other bytes
         ("--num-draft-tokens", 33, "num_draft_tokens must be between 0 and 32, got 33"),
     ],
 )
