@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.utils.hub import has_file
 
 from layerskip.admission import refusal
@@ -17,6 +23,7 @@ from layerskip.plan import PlanFile
 
 BUILTIN = "builtin"
 PLAN_FILE = "layerskip.json"
+GENERATION_CONFIG = "generation_config.json"
 # Vocabularies of tokenizers, by the names that most kinds have for them.
 VOCABULARY_FILES = (
     "tokenizer.json",
@@ -132,7 +139,10 @@ def read_checkpoint(
     if reason is not None:
         raise UnsupportedModelError(f"model {str(folder)!r}: {reason}")
     check(config)
+    ends = Path(_weights_of(folder)) / GENERATION_CONFIG
     try:
+        if ends.is_file():  # transformers passes over one that it can't read: text would not end
+            GenerationConfig.from_pretrained(ends.parent)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=wanted,

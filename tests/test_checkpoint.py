@@ -173,6 +173,15 @@ def test_a_damaged_config(folder, content):
         SelfSpeculativeLM.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'\xef\xbb\xbf{"eos_token_id": 2}'])
+def test_a_damaged_generation_config_is_not_passed_over(folder, content):
+    (folder / "generation_config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model '.*checkpoint' cannot be loaded: "):
+        SelfSpeculativeLM.from_pretrained(folder)
+    (folder / "generation_config.json").unlink()
+    SelfSpeculativeLM.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"{", b"[]", b"{}"])
 def test_a_damaged_plan_file(folder, content):
     (folder / "layerskip.json").write_bytes(content)
