@@ -459,6 +459,16 @@ BROKEN = {
     ),
     "half a line": (damage("rounds.jsonl", '"rows": 1', '"rows": '), "1 of its lines are no rec"),
     "wrong type": (damage("requests.jsonl", '"new_tokens": 10', '"new_tokens": []'), "no records"),
+    "no end": (
+        damage("requests.jsonl", '"e2e_seconds": ', '"e2e_seconds": 1e400, "": '),
+        "no records",
+    ),
+    "no number": (  # not in the prefill, which is the first line
+        lambda folder: (folder / "rounds.jsonl").write_text(
+            (folder / "rounds.jsonl").read_text().replace('fy_seconds": ', 'fy_seconds": NaN, "": ')
+        ),
+        "no records of rounds",
+    ),
     "rounds lost": (
         lambda folder: (folder / "rounds.jsonl").write_text(""),
         "has not the rounds that requests.jsonl counts, for 2 requests; measure again into another",

@@ -384,6 +384,7 @@ BAD = {
     "no requests": (["--runs", "{tmp}/empty"], "has no finished request"),
     "no drafts": (["--runs", "{tmp}/plain"], "measure with an arm other than 0"),
     "damaged": (["--runs", "{tmp}/damaged"], "is not complete"),
+    "no number": (["--runs", "{tmp}/nan"], "rounds.jsonl is damaged (line 1)"),
     "no rounds": (["--runs", "{tmp}/lost"], "rounds.jsonl lacks the rounds of 1 of"),
     "no file of rounds": (["--runs", "{tmp}/gone"], "put it back, or measure again"),
     "users": (
@@ -417,6 +418,8 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, words):
     lines = lost.read_text().splitlines(keepends=True)
     lost.write_text("".join(line for line in lines if json.loads(line)["request_id"] != first))
     gone.unlink()
+    endless = runs(tmp_path / "nan", EXITS) / "rounds.jsonl"
+    endless.write_text(endless.read_text().replace('_seconds": ', '_seconds": NaN, "": ', 1))
     with (damaged / "rounds.jsonl").open("a") as file:
         file.write('{"request_id": "0/4"}\n')
     try:

@@ -245,7 +245,9 @@ def _source(columns: Mapping[str, str]) -> str:
 
 
 def _is_broken(columns: Mapping[str, str], optional: set[str]) -> str:
-    return " OR ".join(f"{name} IS NULL" for name in columns if name not in optional)
+    lacking = [f"{name} IS NULL" for name in columns if name not in optional]
+    endless = [f"NOT isfinite({name})" for name, kind in columns.items() if kind == "DOUBLE"]
+    return " OR ".join([*lacking, *endless])
 
 
 def _range_of(column: str, ranges: tuple[Lengths, ...]) -> str:

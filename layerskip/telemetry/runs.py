@@ -19,6 +19,7 @@ RUNS_VERSION = 1
 RUN, ROUNDS, REQUESTS, SAMPLES = "run.json", "rounds.jsonl", "requests.jsonl", "samples.jsonl"
 FILES = (RUN, ROUNDS, REQUESTS, SAMPLES)
 BLOCK = 1 << 16
+FINITE = json.JSONDecoder(parse_constant=int)  # int takes no NaN or Infinity, which nobody writes
 # What lines must hold to be gone on from and summed up.
 Fields = Mapping[str, type | tuple[type, ...]]
 ROUND_FIELDS: Fields = {"request_id": str, "index": int}
@@ -180,7 +181,7 @@ def read_lines(path: str | Path, fields: Fields | None = None) -> Iterator[dict[
 
 def _parsed(path: Path, where: str, line: bytes, fields: Fields) -> dict[str, Any]:
     try:
-        entry = json.loads(line)
+        entry = FINITE.decode(line.decode())
     except (ValueError, RecursionError):
         entry = None
     whole = isinstance(entry, dict)
