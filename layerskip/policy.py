@@ -138,7 +138,8 @@ def _rule(number: int, content: Any) -> Rule:
     ):
         raise ValueError(f"rule {number} needs prompt_tokens and max_draft_tokens, got {content!r}")
     if not set(content) <= fields:
-        raise ValueError(f"rule {number} has no {', '.join(sorted(set(content) - fields))}")
+        unknown = ", ".join(map(repr, sorted(set(content) - fields)))
+        raise ValueError(f"rule {number} has no {unknown}")
     span = content["prompt_tokens"]
     if not isinstance(span, list) or len(span) != 2:
         raise ValueError(f"rule {number}: prompt_tokens must be two numbers, got {span!r}")

@@ -65,7 +65,8 @@ def read_prompts(path: str | Path) -> list[Example]:
     taken).
     """
     examples = []
-    for number, line in enumerate(read_text(path).split("\n"), 1):
+    lines = read_text(path).replace("\n\ufeff", "\n").split("\n")  # files that were joined
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -105,20 +106,22 @@ def example_of(row: Mapping[str, Any]) -> Example:
     row = {name: value for name, value in row.items() if value is not None}  # null: not known
     others = row if "prompt" not in row else {}  # a prompt goes before what else there is
     if "question" in others:
-        question, answer = _text(row["question"]), _text(row.get("answer", ""))
+        question, answer = _text(row, "question"), _text({"answer": ""} | row, "answer")
         return Example(f"Question: {question}\nAnswer:", " " + answer if answer else "")
     if "turns" in others:
-        if not isinstance(row["turns"], list) or not row["turns"]:
-            raise TypeError("'turns' must be a list of one or more texts")
-        return Example(_text(row["turns"][0]))
-    follows = next((row[name] for name in CONTINUATION_FIELDS if name in row), "")
-    return Example(_text(row["prompt"]), _text(follows))
+        turns = row["turns"]
+        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+            raise TypeError(f"'turns' must be a list of one or more texts, got {turns!r:.80}")
+        return Example(turns[0])
+    follows = next((name for name in CONTINUATION_FIELDS if name in row), None)
+    return Example(_text(row, "prompt"), _text(row, follows) if follows else "")
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"text expected, got {value!r:.80}")
-    return value
+def _text(row: Mapping[str, Any], name: str) -> str:
+    if not isinstance(row[name], str):
+        raise TypeError(f"{name!r} must be text, got {row[name]!r:.80}")
+    text: str = row[name]
+    return text
 
 
 def held_out_code(modules: list[str], limit: int) -> list[Example]:

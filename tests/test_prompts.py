@@ -102,7 +102,9 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, row: Any) -> None:
 
 def test_turns_without_a_text_are_named(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "p.jsonl", [{"turns": []}])
-    with pytest.raises(ValueError, match=r"\('turns' must be a list of one or more texts\)"):
+    with pytest.raises(
+        ValueError, match=r"\('turns' must be a list of one or more texts, got \[\]\)"
+    ):
         read_prompts(path)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from layerskip.prompts import read_prompts
 from layerskip.telemetry.traffic import MOST_KEPT, LeftOut, Request, Traffic
 
 USER = {"role": "user", "content": "why?"}
@@ -61,8 +62,9 @@ def test_a_line_may_have_any_of_the_known_shapes(
         (b"[" * 100_000, "not JSON: "),
         ([1, 2], "an object was expected, got list"),
         ({"text": "a"}, "it has none of prompt, prompt_token_ids, messages, turns, question"),
-        ({"prompt": 7}, "text expected, got 7"),
-        ({"prompt": {"x": "y" * 10_000}}, "text expected, got {'x': 'yyyy"),
+        ({"prompt": 7}, "'prompt' must be text, got 7"),
+        ({"prompt": {"x": "y" * 10_000}}, "'prompt' must be text, got {'x': 'yyyy"),
+        ({"turns": [7]}, "'turns' must be a list of one or more texts, got [7]"),
         ({"turns": []}, "'turns' must be a list of one or more texts"),
         ({"turns": "text"}, "'turns' must be a list"),
         ({"prompt_token_ids": []}, "token ids must be a list of one or more ints"),
@@ -96,6 +98,20 @@ def test_a_line_that_is_no_prompt_is_named_with_its_number(
 def test_a_byte_order_mark_is_no_prompt(file: Path) -> None:
     file.write_bytes(b'\xef\xbb\xbf\n{"prompt": "a"}\n')
     assert [r.index for r in Traffic.read(file)] == [1]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"prompt": "a"}\r{"prompt": "b"}\r',
+        b'{"prompt": "a"}\r\n\r\n{"prompt": "b"}',
+        b'{"prompt": "a"}\n\xef\xbb\xbf{"prompt": "b"}\n\xef\xbb\xbf\n',
+    ],
+)
+def test_all_commands_read_the_same_lines(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    assert [r.prompt for r in Traffic.read(file)] == [e.prompt for e in read_prompts(file)]
+    assert [e.prompt for e in read_prompts(file)] == ["a", "b"]
 
 
 def test_only_the_first_bad_lines_are_kept(file: Path) -> None:

@@ -208,7 +208,8 @@ class _Lines:
     def _raw(self) -> Iterator[bytes]:
         try:
             with self.path.open("rb") as file:
-                yield from file
+                for lines in file:
+                    yield from lines.splitlines(keepends=True)  # at "\r" alone, too
         except OSError as error:
             raise ValueError(f"{self.path} cannot be read: {error.strerror}") from None
 
