@@ -2,10 +2,10 @@
 
 import functools
 import gc
-import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -33,17 +33,19 @@ settings.register_profile("layerskip", deadline=None, derandomize=True, database
 settings.load_profile("layerskip")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest looks for what is slow
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
     """Of the cases of a test that is marked ``one_in(n)`` those run whose place in the list has
     digits, in base n, that sum up to a multiple of n: one of n, and of parameters with n values
-    each pair. The others are slow. With ``one_in(n, others=1)`` it is the next case of each n."""
-    for _, cases in itertools.groupby(items, key=lambda item: item.nodeid.split("[")[0]):
-        for place, item in enumerate(cases):
-            if marker := item.get_closest_marker("one_in"):
-                (base,), others = marker.args, marker.kwargs.get("others", 0)
-                if (_sum_of_digits(place, base) - others) % base:
-                    item.add_marker(pytest.mark.slow)
+    each pair. The others are slow. With ``one_in(n, others=1)`` it is the next case of each n. The
+    list is of all its cases, also where pytest was given the ids of some."""
+    cases = yield
+    for place, case in enumerate(cases if isinstance(cases, list) else []):
+        if marker := case.get_closest_marker("one_in"):
+            (base,), others = marker.args, marker.kwargs.get("others", 0)
+            if (_sum_of_digits(place, base) - others) % base:
+                case.add_marker(pytest.mark.slow)
+    return cases
 
 
 def pytest_collection_finish() -> None:

@@ -5,6 +5,8 @@ The README's table is what these tests find. ``make table`` writes it again.
 
 import functools
 import re
+import subprocess
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -411,6 +413,15 @@ def test_passes_are_measured_where_embeddings_are_narrower_than_layers():
     lm = SelfSpeculativeLM(model, None, PLANS["exit"])
     out = lm.generate(PROMPTS[0], max_new_tokens=COUNT)  # drafts "auto"
     assert list(out.token_ids) == hf_text(model, PROMPTS[0], COUNT)
+
+
+@pytest.mark.slow
+def test_a_slow_case_is_slow_where_its_id_is_given():
+    """Whether a case runs every time hangs on its place among all cases of its test."""
+    slow = f"{__file__}::test_greedy_tokens_are_those_of_generate[{list(ZOO)[1]}]"
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "slow", slow]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=README.parent, check=False)
+    assert "1 test collected" in ran.stdout, ran.stdout
 
 
 if __name__ == "__main__":
