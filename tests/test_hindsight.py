@@ -230,6 +230,29 @@ def test_a_row_with_nothing_to_stake_probes_if_hindsight_says_that_it_pays(right
     assert (choice.num_draft_tokens, state.probing) == ((1, True) if right else (0, False))
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_what_the_stake_lacks_for_a_probe_is_taken_of_what_was_for_looking_back(right):
+    """Of a short request, whose stake pays for no draft any more; the rest stays."""
+    controller = Controller(COSTS["usual"], (0.8,), follows_clock=False)
+    state, had = controller.row("greedy", 16), 0.16
+    state.reserve(0.01)
+    state.settle(-0.2, -0.2)
+    assert state.lacks(had) == pytest.approx(0.0)
+    for _ in range(2):
+        state.look_back([([right], [0.9])] * 8, 0.0, 0.2)
+    (choice,) = controller.choose([Ask(state, 100, 10, looks_back=True)], drafts=True)
+    assert (choice.num_draft_tokens, state.probing) == ((1, True) if right else (0, False))
+    assert (0.0 < state.shared.credit < had) == right
+    assert state.lacks(had) == pytest.approx(0.0)  # both together are what it had
+
+
+@pytest.mark.parametrize(("count", "least"), [(1, 1.4), (4, 1.4)])
+def test_the_first_short_texts_are_drafted(count, least):
+    """Their stakes pay for no draft, nor does what they have for looking back."""
+    texts = steady(0.8, count=count, tokens=16)
+    assert against_plain(looking("usual").run(texts)) > least
+
+
 def test_a_look_that_nothing_can_pay_for_is_put_off():
     """A head that takes 1e300 s beside a pass that takes none."""
     nothing, endless = (Curve((1, 8), (0,), ((s, s),)) for s in (0.0, 1e300))

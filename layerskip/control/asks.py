@@ -180,13 +180,14 @@ def may_probe(asks: Sequence[Ask], pace: Pace, left: float, *, claims: bool) -> 
     for shared in (a.state.shared for a in asks):  # of each kind of request, once or more
         shared.credit = min(shared.credit, max(MOST_CREDIT, cost))  # a long rest buys no long run
     missing = cost - min(a.state.shared.credit for a in asks)
-    for a in trying:  # what it looked back at says that a draft pays, and it has nothing to stake
-        pays = a.looks_back and missing > 0.0 and a.state.survivals(1, pace.least)
-        if pays and a.state.release(missing):
-            missing = 0.0
+    lacking = missing - left * rows / pace.plain
+    for a in trying:  # what it looked back at says that a draft pays, and its stake does not do
+        pays = a.looks_back and lacking > 0.0 and a.state.survivals(1, pace.least)
+        if pays and a.state.release(lacking):
+            lacking = 0.0
     if missing <= 0.0:
         return _tries(asks, pace)
-    return left * rows >= missing * pace.plain and _promising(asks, pace)
+    return lacking <= 0.0 and _promising(asks, pace)
 
 
 def _tries(asks: Sequence[Ask], pace: Pace) -> bool:
