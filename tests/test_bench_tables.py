@@ -218,6 +218,22 @@ def speed_of(figures: dict[str, Any]) -> float:
     return figures["speedup_vs_autoregressive"]
 
 
+def test_what_is_learnt_while_memory_is_counted_is_forgotten(
+    bench: SimpleNamespace, lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes take longer then: in a cell of 16 tokens six texts were decoded plainly after it."""
+    measured = bench.measuring.Measured(lab, bench.cells.Cell("prompts", "greedy"))
+    lm, learnt = measured.source.ways["automatic"].lm, []
+    peak = bench.measuring.peak_memory
+    monkeypatch.setattr(
+        bench.measuring, "peak_memory", lambda device: learnt.append(lm.controller) or peak(device)
+    )
+    measured._warm_up(measured.source.groups[0])
+    assert learnt
+    assert lm.controller not in learnt
+    assert lm.controller._experiences, "it has seen a text since"
+
+
 def test_each_bound_is_held_against_its_own_case(bench: SimpleNamespace) -> None:
     cases = {"cold": {"wall": 2.9, "bound": 3.0}, "switching": {"wall": 1.4, "bound": 1.0}}
     assert bench.goals.of_bounds(cases)[1:] == ["all", "1 of 2; switching 1.4 of 1"]
