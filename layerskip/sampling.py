@@ -279,16 +279,14 @@ class Sampler:
                 scores = self.constraint.masked(scores, context)
         if self.params.greedy:
             return scores
-        return keep_mask(scores / self._temperature_on(scores.device), self.params)
+        return keep_mask(scores / self._temperature_for(scores), self.params)
 
-    def _temperature_on(self, device: torch.device) -> Tensor:
-        """``(1,)`` float32, made once. By a number a GPU multiplies its reciprocal, which
-        ``lm_head_argmax`` does not."""
+    def _temperature_for(self, scores: Tensor) -> Tensor:
+        """``(1,)`` as scores are, float64 where a processor gives that; made once. By a number a
+        GPU multiplies its reciprocal, which ``lm_head_argmax`` does not."""
         kept = self._temperature
-        if kept is None or kept.device != device:
-            temperature = self.params.temperature
-            kept = torch.full((1,), temperature, dtype=torch.float32, device=device)
-            self._temperature = kept
+        if kept is None or kept.device != scores.device or kept.dtype != scores.dtype:
+            kept = self._temperature = scores.new_full((1,), self.params.temperature)
         return kept
 
     def _after(

@@ -222,6 +222,13 @@ def test_a_sampled_draft_is_as_sure_as_its_noise_lets_it_be():
     assert told[0] != told[1]
 
 
+def test_scores_of_doubles_are_over_the_whole_temperature():
+    doubled = [lambda ids, scores: scores.double()]
+    sampler = Sampler(SamplingParams(temperature=0.8), 3, VOCAB_SIZE, processors=doubled)
+    logits = random_logits(1)
+    assert torch.equal(sampler.scores(logits, (1, 2)), logits.double() / 0.8)
+
+
 def test_token_and_block_drafts_are_as_sure_as_their_probability():
     for verification in ("token", "block"):
         params = SamplingParams(temperature=0.8)
