@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import over_best
-from tables import Files, number, rows
+from tables import Files, by_wall, number, rows
 
 GOAL = 0.97  # of the best fixed number
 # What was run again the same day has the plain name last.
@@ -37,30 +37,17 @@ def bounds(files: Files) -> str:
     for name, record in kept(files.folder, "never-slower"):
         cases = record["cases"]
         beyond = [
-            f"{case} {with_interval(found)}, counted {number(found['counted'], '+.1f')}"
+            f"{case} {by_wall(found)}, counted {number(found['counted'], '+.1f')}"
             for case, found in cases.items()
             if not found["wall_within"]
         ]
         within = f"{len(cases) - len(beyond)} of {len(cases)}"
         drawn = "0.8" if "sampled" in name else "0"
-        cold = with_interval(cases["adversarial, cold"])
+        cold = by_wall(cases["adversarial, cold"])
         line = [f"`{name[:10]}{name[23:]}`", f"`{record['commit'][:7]}`", kind(name, record), drawn]
         lines.append([*line, within, cold, "; ".join(beyond) or "-"])
-    header = [
-        "run",
-        "commit",
-        "machine",
-        "temperature",
-        "within",
-        "cold, by the wall (95 %)",
-        "beyond",
-    ]
-    return rows(header, lines, left=len(header))
-
-
-def with_interval(found: Record) -> str:
-    low, high = found["wall_ci95"]
-    return f"{found['wall']:+.1f} ({low:+.1f} to {high:+.1f})"
+    header = ["run", "commit", "machine", "temperature", "within", "cold, by the wall (95 %)"]
+    return rows([*header, "beyond"], lines, left=7)
 
 
 def workloads(files: Files) -> str:

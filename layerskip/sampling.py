@@ -310,9 +310,9 @@ class Sampler:
         if self.params.greedy:
             return scores
         rows, device = range(scores.shape[0]), scores.device
-        if len(rows) == 1:  # each drafted token is one
-            return scores + self.noise(position, device)
         # As ``lm_head_argmax`` does: to normalise the scores first would round them differently.
+        if len(rows) == 1:  # as of each drafted token
+            return scores + self.noise(position, device)
         return scores + torch.stack([self.noise(position + i, device) for i in rows])
 
     def pick(self, logits: Tensor, position: int) -> list[int]:
