@@ -246,6 +246,20 @@ def test_what_the_stake_lacks_for_a_probe_is_taken_of_what_was_for_looking_back(
     assert state.lacks(had) == pytest.approx(0.0)  # both together are what it had
 
 
+@pytest.mark.parametrize(("lost", "right"), [(0.0, None), (0.1, None), (0.1, True), (0.1, False)])
+def test_what_has_lost_is_tried_again_if_it_would_have_gained(lost, right):
+    """Drafts that are right as often as all were before gain; these did not, so that is not enough
+    to take what was for looking back."""
+    controller = Controller(COSTS["usual"], (0.8,), follows_clock=False)
+    state = controller.row("greedy", 16)
+    state.reserve(0.01)
+    state.settle(-lost, -lost)
+    if right is not None:
+        state.look_back([([right], [0.9])], 0.0, 0.2)
+    (choice,) = controller.choose([Ask(state, 100, 10, looks_back=True)], drafts=True)
+    assert choice.num_draft_tokens == (1 if right or not lost else 0)
+
+
 @pytest.mark.parametrize(("count", "least"), [(1, 1.4), (4, 1.4)])
 def test_the_first_short_texts_are_drafted(count, least):
     """Their stakes pay for no draft, nor does what they have for looking back."""

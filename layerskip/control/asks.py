@@ -181,9 +181,9 @@ def may_probe(asks: Sequence[Ask], pace: Pace, left: float, *, claims: bool) -> 
         shared.credit = min(shared.credit, max(MOST_CREDIT, cost))  # a long rest buys no long run
     missing = cost - min(a.state.shared.credit for a in asks)
     lacking = missing - left * rows / pace.plain
-    for a in trying:  # what it looked back at says that a draft pays, and its stake does not do
+    for a in trying:  # by what is known a draft pays, and its stake does not do
         pays = a.looks_back and lacking > 0.0 and a.state.survivals(1, pace.least)
-        if pays and a.state.release(lacking):
+        if pays and a.state.is_hopeful and a.state.release(lacking):
             lacking = 0.0
     if missing <= 0.0:
         return _tries(asks, pace)

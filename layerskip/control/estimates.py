@@ -89,7 +89,7 @@ class RowState:
         self._staked, self._is_over = stake, False
         self.last, self.probing = 0, False
         self.next_look, self._waits, self._purse = FIRST_LOOK, FIRST_LOOK, 0.0
-        self.look_ratio = 1.0
+        self.look_ratio, self._gains = 1.0, False
         self._missed, self._trust, self._granted = 0.0, TRUST_SHARE * stake, 0.0
         self._since = 0.0  # the last grant: what drafts gained less what they lost
         self._rests, self._awaited, self._token = 0, 0.0, 0.0
@@ -270,6 +270,11 @@ class RowState:
         return self._kept < self._staked
 
     @property
+    def is_hopeful(self) -> bool:
+        """Whether it has lost nothing, or what it looked back at says that its drafts gain."""
+        return self._gains or not self.has_lost
+
+    @property
     def _kept(self) -> float:
         """What it began with and gained: its stake without what hindsight granted."""
         return self.stake - self._granted
@@ -354,6 +359,7 @@ class RowState:
                 self._confidence_ratio.add(success, chance)
             missed = self._missed + sum(accepted) - LOOK_MARGIN * price * len(accepted)
             self._missed = min(self._staked, max(-self._staked, missed))
+        self._gains = self._missed > 0.0
         # What was gained and lost again is not granted as well.
         trust = min(self._trust + max(0.0, self._since), TRUST_SHARE * self._staked)
         granted = min(self._missed, trust, self._staked - self.stake)
