@@ -9,6 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+try:  # here: a sink of rounds asks for it twice a line
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 
 def read_json(path: str | Path, what: str) -> Any:
     """The content of a JSON file.
@@ -122,9 +127,7 @@ def _umask() -> int:
 def locked(file: BinaryIO | int, *, wait: bool = True) -> bool:
     """Whether no other process holds a file, or a folder by its number; it is this one's until it
     is closed or unlocked. Windows and some network disks know no such lock: as if nobody did."""
-    try:
-        import fcntl
-    except ImportError:
+    if fcntl is None:
         return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -137,7 +140,7 @@ def locked(file: BinaryIO | int, *, wait: bool = True) -> bool:
 
 def unlock(file: BinaryIO | int) -> None:
     """Let others have it."""
-    with suppress(ImportError, OSError):
-        import fcntl
-
+    if fcntl is None:
+        return
+    with suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_UN)

@@ -19,6 +19,7 @@ RUNS_VERSION = 1
 RUN, ROUNDS, REQUESTS, SAMPLES = "run.json", "rounds.jsonl", "requests.jsonl", "samples.jsonl"
 FILES = (RUN, ROUNDS, REQUESTS, SAMPLES)
 BLOCK = 1 << 16
+ENCODED = json.JSONEncoder(allow_nan=False).encode
 FINITE = json.JSONDecoder(parse_constant=int)  # int takes no NaN or Infinity, which nobody writes
 # What lines must hold to be gone on from and summed up.
 Fields = Mapping[str, type | tuple[type, ...]]
@@ -58,6 +59,7 @@ class JsonLines:
 
     def __init__(self, path: str | Path, *, alone: bool = False) -> None:
         self.path, self._alone, self._turn = Path(path), alone, threading.Lock()
+        self._ended = 0  # what was added last
         with ExitStack() as opened:
             try:
                 self._file = opened.enter_context(self.path.open("a+b", buffering=0))
@@ -93,9 +95,7 @@ class JsonLines:
 
     def append(self, entries: Iterable[Mapping[str, Any]]) -> None:
         """Add a line for each entry; none of them if there is no room for all."""
-        left = memoryview(
-            b"".join(json.dumps(e, allow_nan=False).encode() + b"\n" for e in entries)
-        )
+        left = memoryview("".join(f"{ENCODED(e)}\n" for e in entries).encode())
         with self._to_itself():
             before = self._line_start()
             end = before + len(left)
@@ -108,13 +108,14 @@ class JsonLines:
                 if not isinstance(error, OSError):
                     raise
                 raise self._unwritable(error) from None
+            self._ended = end
 
     def _line_start(self) -> int:
         """The file's size. Another writer may have died within a line since this one opened it,
         and a line that is added to such a one is lost with it."""
         descriptor, size = self._file.fileno(), self._size()
         try:
-            if size:
+            if size and size != self._ended:  # else the last line is of this writer, and whole
                 os.lseek(descriptor, -1, os.SEEK_END)
                 if os.read(descriptor, 1) != b"\n":
                     self._mend()
