@@ -45,7 +45,13 @@ def run_info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "num_layers": stack.num_layers,
         "exit_layers": f"1 to {stack.num_layers - 1}" if stack.num_layers > 1 else "none",
         "trained_exits": list(lm.trained_exits) or "the checkpoint does not say",
-        **_plan_facts(args, lm),
+        "plan_from": _source(args, lm),
+        "draft_layers": list(lm.plan.layers) if lm.plan else None,
+        "shared_depth": lm.plan.shared_depth if lm.plan else None,
+        "exit_adapter": _adapter(lm),
+        "draft_vocabulary": _vocabulary(lm),
+        "num_draft_tokens": lm.num_draft_tokens,
+        "cost_table": _cost(lm),
         "vocab_size": stack.vocab_size,
         "max_positions": stack.max_positions,
         "parameters": sum(p.numel() for p in stack.twin.parameters()),
@@ -70,19 +76,6 @@ def _facts_table(document: dict[str, Any]) -> Table:
     for key, value in document.items():
         table.add_row(key.replace("_", " "), escape(str(value)))
     return table
-
-
-def _plan_facts(args: argparse.Namespace, lm: "SelfSpeculativeLM") -> dict[str, Any]:
-    """Lines about drafting, by name."""
-    return {
-        "plan_from": _source(args, lm),
-        "draft_layers": list(lm.plan.layers) if lm.plan else None,
-        "shared_depth": lm.plan.shared_depth if lm.plan else None,
-        "exit_adapter": _adapter(lm),
-        "draft_vocabulary": _vocabulary(lm),
-        "num_draft_tokens": lm.num_draft_tokens,
-        "cost_table": _cost(lm),
-    }
 
 
 def _source(args: argparse.Namespace, lm: "SelfSpeculativeLM") -> str:
