@@ -97,24 +97,16 @@ def _table(result: "ABResult") -> Table:
         title=f"{len(result.pairs)} prompts, {len(result.pairs[0].a)} runs of each in each arm",
         caption="b's speed over a's; above 1, b is faster",
     )
-    a, b = (result.summaries[side] for side in ("a", "b"))
-    shown.add_row("first token, p50", _ms(a.ttft_p50), _ms(b.ttft_p50), "", "")
-    shown.add_row(
-        "a token after it, p50",
-        _ms(a.per_token_p50),
-        _ms(b.per_token_p50),
-        *_ratio(result.per_token),
-    )
-    shown.add_row(
-        "end to end, p50", _ms(a.end_to_end_p50), _ms(b.end_to_end_p50), *_ratio(result.end_to_end)
-    )
-    shown.add_row("end to end, p90", _ms(a.end_to_end_p90), _ms(b.end_to_end_p90), "", "")
-    shown.add_row(
-        "tokens/s",
-        f"{a.tokens_per_second:.1f}",
-        f"{b.tokens_per_second:.1f}",
-        *_ratio(result.tokens_per_second),
-    )
+    arms = [result.summaries[side] for side in ("a", "b")]
+    for name, time, ratio in (
+        ("first token, p50", "ttft_p50", ("", "")),
+        ("a token after it, p50", "per_token_p50", _ratio(result.per_token)),
+        ("end to end, p50", "end_to_end_p50", _ratio(result.end_to_end)),
+        ("end to end, p90", "end_to_end_p90", ("", "")),
+    ):
+        shown.add_row(name, *(_ms(getattr(arm, time)) for arm in arms), *ratio)
+    speeds = (f"{arm.tokens_per_second:.1f}" for arm in arms)
+    shown.add_row("tokens/s", *speeds, *_ratio(result.tokens_per_second))
     return shown
 
 
