@@ -155,8 +155,8 @@ def row_chart(
     top = 2 * LINE + 2
     bottom = top + ROW_HEIGHT * len(rows)
     x = axis.place(LINE, RIGHT)
-    outlines, texts = _grid(axis, x, top, bottom)
-    texts.append(Label(0.0, LINE - 4, axis.label))
+    outlines = [Outline("grid", f"M{_n(x(v))} {_n(top)}V{_n(bottom)}") for v, _ in axis.ticks]
+    texts = [*_ticks(axis, x, top - 5), Label(0.0, LINE - 4, axis.label)]
     if line_at is not None:
         outlines.append(Outline("strong", f"M{_n(x(line_at))} {_n(top)}V{_n(bottom)}"))
     for line, row in enumerate(rows):
@@ -193,16 +193,15 @@ def line_chart(
     """
     x = x_axis.place(LEFT, RIGHT)
     y, outlines, texts, bottom = _plane(x_axis.label, y_axis)
-    for value, text in x_axis.ticks:
-        anchor = "end" if value == x_axis.ticks[-1][0] else "middle"
-        texts.append(Label(x(value), bottom - LINE - 6, text, anchor))
+    texts += _ticks(x_axis, x, bottom - LINE - 6)
     if line_at is not None:
         outlines.append(Outline("strong", f"M{_n(LEFT)} {_n(y(line_at))}H{_n(RIGHT)}"))
     for i, one in enumerate(series[: len(FORMS)]):
         places = [(x(a), y(b)) for a, b in one.points if math.isfinite(a) and math.isfinite(b)]
         if not places:
             continue
-        outlines.append(Outline(f"line s{i}", _through(places)))
+        through = "L".join(f"{_n(a)} {_n(b)}" for a, b in places)
+        outlines.append(Outline(f"line s{i}", f"M{through}"))
         every = max(1, len(places) // MARKS)
         # Each series starts its marks elsewhere, so that lines on top of one another both show.
         first = i * every // len(FORMS)
@@ -253,24 +252,12 @@ def _n(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def _through(places: Sequence[tuple[float, float]]) -> str:
-    parts = [f"M{_n(places[0][0])} {_n(places[0][1])}"]
-    for a, b in places[1:]:
-        parts.append(f"L{_n(a)} {_n(b)}")
-    return "".join(parts)
-
-
-def _grid(
-    axis: Axis, x: Callable[[float], float], top: float, bottom: float
-) -> tuple[list[Outline], list[Label]]:
-    """Upright lines at the ticks of ``axis``, which are written above them."""
-    outlines = [Outline("grid", f"M{_n(x(v))} {_n(top)}V{_n(bottom)}") for v, _ in axis.ticks]
+def _ticks(axis: Axis, x: Callable[[float], float], y: float) -> list[Label]:
+    """What is written at the ticks of an axis from left to right; the last ends at its own."""
     last = axis.ticks[-1]
-    texts = [
-        Label(x(v), top - 5, text, "end" if (v, text) == last else "middle")
-        for v, text in axis.ticks
+    return [
+        Label(x(v), y, text, "end" if (v, text) == last else "middle") for v, text in axis.ticks
     ]
-    return outlines, texts
 
 
 def _plane(
