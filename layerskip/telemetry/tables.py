@@ -1,13 +1,14 @@
 """A report's tables: its figures written for people."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from layerskip.policy import Policy, Rule
 from layerskip.telemetry.buckets import Bucket
 from layerskip.telemetry.drift import Drift
+from layerskip.telemetry.drift_bucket import DriftState
 from layerskip.telemetry.report import (
     AcceptanceReport,
     BucketReport,
@@ -47,75 +48,49 @@ class Table:
 
 def decision_table(report: AcceptanceReport, policy: Policy) -> Table:
     """What was decided for which requests, why, and by which figures."""
-    routes = {(r.bucket.task, r.bucket.prompt_tokens): r for r in report.routes}
-    rows = []
-    for rule in policy.rules[:MAX_ROWS]:
-        bucket = Bucket(rule.task, rule.prompt_tokens)
-        route = routes.get((rule.task, rule.prompt_tokens), BucketReport(bucket))
-        accepted, found, pair = route.accepted_per_request, route.inequality, route.paired
-        rows.append(
-            (
-                bucket.name,
-                _drafting(rule),
-                rule.reason,
-                _requests(route),
-                number(accepted.at(10) if accepted else None),
-                number(found.gain.at(10) if found else None),
-                interval(pair.p90 if pair else None),
-            )
-        )
-    columns = (
-        "requests",
-        "drafting",
-        "why",
-        "measured",
-        "accepted a draft, p10",
-        "gain, p10",
-        "time on / off, p90",
+    routes = {route.bucket: route for route in report.routes}
+    rules = [(Bucket(r.task, r.prompt_tokens), r) for r in policy.rules[:MAX_ROWS]]
+    decisions = [(b.name, (r, routes.get(b, BucketReport(b)))) for b, r in rules]
+    columns: Columns[tuple[Rule, BucketReport]] = (
+        ("drafting", lambda d: _drafting(d[0])),
+        ("why", lambda d: d[0].reason),
+        ("measured", lambda d: _requests(d[1])),
+        (
+            "accepted a draft, p10",
+            lambda d: number(s.at(10) if (s := d[1].accepted_per_request) else None),
+        ),
+        ("gain, p10", lambda d: number(i.gain.at(10) if (i := d[1].inequality) else None)),
+        ("time on / off, p90", lambda d: interval(p.p90 if (p := d[1].paired) else None)),
     )
-    words = frozenset({"requests", "drafting", "why"})
     caption = "What was decided, by task and length of prompt"
-    return Table(caption, columns, tuple(rows), words, _left_out(len(policy.rules), "rules"))
+    note = _left_out(len(policy.rules), "rules")
+    return _table(caption, "requests", columns, decisions, ("drafting", "why"), note)
 
 
 def acceptance_table(report: AcceptanceReport) -> Table:
     """Accepted tokens a draft, of all drafts and by request."""
-    rows = []
-    for bucket in _with_total(report):
-        mean = bucket.mean_accepted
-        by_round = _quantiles(bucket.accepted_per_round, QUANTILES, 0)
-        by_request = _quantiles(bucket.accepted_per_request, QUANTILES)
-        counts = (_requests(bucket), f"{bucket.num_drafts}", f"{bucket.num_rounds}")
-        rows.append((bucket.bucket.name, *counts, interval(mean), *by_round, *by_request))
-    columns = (
-        "bucket",
-        "requests",
-        "drafts",
-        "rounds",
-        "mean (95 % interval)",
-        *(f"drafts, p{p}" for p in QUANTILES),
-        *(f"requests, p{p}" for p in QUANTILES),
+    columns: Columns[BucketReport] = (
+        ("requests", _requests),
+        ("drafts", lambda b: f"{b.num_drafts}"),
+        ("rounds", lambda b: f"{b.num_rounds}"),
+        ("mean (95 % interval)", lambda b: interval(b.mean_accepted)),
+        *_quantiles("drafts", lambda b: b.accepted_per_round, 0),
+        *_quantiles("requests", lambda b: b.accepted_per_request),
     )
-    return _by_bucket("Accepted tokens a draft", columns, rows, report)
+    return _table_of("Accepted tokens a draft", columns, report, lambda b: b)
 
 
 def position_table(sources: Sequence[tuple[str, Sequence[Position]]]) -> Table:
     """Acceptance of each draft position, of named groups of requests."""
-    rows = [
-        (
-            name,
-            f"{p.position}",
-            f"{p.reached}",
-            f"{p.accepted}",
-            share(p.conditional),
-            share(p.survival),
-        )
-        for name, positions in sources
-        for p in positions
-    ]
-    columns = ("requests", "position", "reached", "accepted", "of those reached", "of all drafts")
-    caption = "Acceptance by draft position"
-    return Table(caption, columns, tuple(rows), frozenset({"requests"}))
+    columns: Columns[Position] = (
+        ("position", lambda p: f"{p.position}"),
+        ("reached", lambda p: f"{p.reached}"),
+        ("accepted", lambda p: f"{p.accepted}"),
+        ("of those reached", lambda p: share(p.conditional)),
+        ("of all drafts", lambda p: share(p.survival)),
+    )
+    found = [(name, p) for name, positions in sources for p in positions]
+    return _table("Acceptance by draft position", "requests", columns, found)
 
 
 def reason_table(report: AcceptanceReport) -> Table:
@@ -174,41 +149,25 @@ def latency_table(report: AcceptanceReport) -> Table:
     kinds = ("first token", "each further token", "last token")
     quantiles = (f"{kind}, p{p}" for kind in kinds for p in LATE)
     columns = ("bucket", "drafting", *quantiles, "tokens a second")
-    return _by_bucket("What requests waited", columns, rows, report)
+    words, note = frozenset({"bucket", "drafting"}), _left_out(len(report.buckets), "buckets")
+    return Table("What requests waited, by bucket", columns, tuple(rows), words, note)
 
 
 def drift_table(drift: Drift) -> Table:
     """What is usual in each bucket, and how far it was left."""
-    rows = []
-    for name, state in list(drift.states.items())[:MAX_ROWS]:
-        baseline = state.baseline
-        sums = (state.down, state.up) if baseline else (None, None)
-        rows.append(
-            (
-                drift.shown(name),
-                f"{state.num_requests}",
-                number(baseline.usual if baseline else None),
-                f"{state.num_drafts}",
-                *(number(value) for value in sums),
-                f"{state.num_down_alarms}",
-                f"{state.num_up_alarms}",
-                str(state.last_alarm or UNKNOWN),
-            )
-        )
-    columns = (
-        "bucket",
-        "requests learnt from",
-        "usual",
-        "drafts watched",
-        "fewer, at the end",
-        "more, at the end",
-        "alarms, fewer",
-        "alarms, more",
-        "last alarm",
+    columns: Columns[DriftState] = (
+        ("requests learnt from", lambda s: f"{s.num_requests}"),
+        ("usual", lambda s: number(s.baseline.usual if s.baseline else None)),
+        ("drafts watched", lambda s: f"{s.num_drafts}"),
+        ("fewer, at the end", lambda s: number(s.down if s.baseline else None)),
+        ("more, at the end", lambda s: number(s.up if s.baseline else None)),
+        ("alarms, fewer", lambda s: f"{s.num_down_alarms}"),
+        ("alarms, more", lambda s: f"{s.num_up_alarms}"),
+        ("last alarm", lambda s: str(s.last_alarm or UNKNOWN)),
     )
-    words = frozenset({"bucket", "last alarm"})
-    note = _left_out(len(drift.states), "buckets")
-    return Table("Accepted tokens a draft, watched", columns, tuple(rows), words, note)
+    states = [(drift.shown(name), s) for name, s in list(drift.states.items())[:MAX_ROWS]]
+    caption, note = "Accepted tokens a draft, watched", _left_out(len(drift.states), "buckets")
+    return _table(caption, "bucket", columns, states, ("last alarm",), note)
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -249,6 +208,20 @@ def _with_total(report: AcceptanceReport) -> list[BucketReport]:
     return [report.total, *largest(report.buckets, MAX_ROWS)]
 
 
+def _table(
+    caption: str,
+    first: str,
+    columns: Columns[T],
+    named: Iterable[tuple[str, T]],
+    words: Sequence[str] = (),
+    note: str = "",
+) -> Table:
+    """A row for each of what is named, its name in the first column."""
+    names, cells = zip(*columns, strict=True)
+    rows = tuple((name, *(cell(of) for cell in cells)) for name, of in named)
+    return Table(caption, (first, *names), rows, frozenset((first, *words)), note)
+
+
 def _table_of(
     caption: str,
     columns: Columns[T],
@@ -256,24 +229,9 @@ def _table_of(
     part: Callable[[BucketReport], T | None],
 ) -> Table:
     """Of one part of the buckets that have it."""
-    names, cells = zip(*columns, strict=True)
-    rows = [
-        (b.bucket.name, *(cell(found) for cell in cells))
-        for b in _with_total(report)
-        if (found := part(b)) is not None
-    ]
-    return _by_bucket(caption, ("bucket", *names), rows, report)
-
-
-def _by_bucket(
-    caption: str,
-    columns: tuple[str, ...],
-    rows: Sequence[tuple[str, ...]],
-    report: AcceptanceReport,
-) -> Table:
+    known = [(b.bucket.name, p) for b in _with_total(report) if (p := part(b)) is not None]
     note = _left_out(len(report.buckets), "buckets")
-    words = frozenset({"bucket", "drafting"})
-    return Table(f"{caption}, by bucket", columns, tuple(rows), words, note)
+    return _table(f"{caption}, by bucket", "bucket", columns, known, note=note)
 
 
 def _left_out(count: int, what: str) -> str:
@@ -293,6 +251,9 @@ def _requests(bucket: BucketReport) -> str:
 
 
 def _quantiles(
-    spread: Distribution | None, percents: Sequence[int], digits: int = 2
-) -> tuple[str, ...]:
-    return tuple(number(spread.at(p) if spread else None, digits) for p in percents)
+    name: str, spread: Callable[[BucketReport], Distribution | None], digits: int = 2
+) -> Columns[BucketReport]:
+    def at(percent: int) -> Callable[[BucketReport], str]:
+        return lambda b: number(s.at(percent) if (s := spread(b)) else None, digits)
+
+    return [(f"{name}, p{p}", at(p)) for p in QUANTILES]
