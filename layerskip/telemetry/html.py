@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -30,25 +29,6 @@ ORIGINS = {
     "plain": "of a round that drafted nothing",
     "prefill": "the first token, of the prompt's pass",
 }
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A generation to be shown.
-
-    Attributes:
-        name: its labels, request and arm.
-        prompt: or its end.
-        runs: (origin, text) of tokens in a row of one origin.
-        shares: of the whole text, what part has which origin, in words.
-        cut: what is not shown; "" if nothing.
-    """
-
-    name: str
-    prompt: str
-    runs: tuple[tuple[str, str], ...]
-    shares: str
-    cut: str
 
 
 def write_html(
@@ -142,7 +122,9 @@ def _choose(
     return [sample for _, sample in chosen]
 
 
-def _sample(sample: Mapping[str, Any]) -> Sample:
+def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """What the template shows of one: tokens in a row of one origin as (origin, text), of the whole
+    text what part has which origin, and in words what is cut off."""
     pieces, prompt = sample["pieces"], sample["prompt"]
     runs: list[tuple[str, str]] = []
     letters: Counter[str] = Counter()
@@ -159,13 +141,15 @@ def _sample(sample: Mapping[str, Any]) -> Sample:
     if room < 0:
         cut.append(f"the text's last {-room} characters")
     labels = [f"{name} {value}" for name, value in sample["labels"].items()]
-    return Sample(
-        ", ".join((*labels, f"request {sample['request_id']}")),
-        prompt[-MAX_PROMPT_LETTERS:],
-        tuple(runs),
-        ", ".join(f"{100 * n / letters.total():.0f} % {o}" for o in ORIGINS if (n := letters[o])),
-        " and ".join(cut),
-    )
+    return {
+        "name": ", ".join((*labels, f"request {sample['request_id']}")),
+        "prompt": prompt[-MAX_PROMPT_LETTERS:],
+        "runs": runs,
+        "shares": ", ".join(
+            f"{100 * n / letters.total():.0f} % {o}" for o in ORIGINS if (n := letters[o])
+        ),
+        "cut": " and ".join(cut),
+    }
 
 
 def _fact(value: Any) -> str:
