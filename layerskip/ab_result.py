@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, Literal
 
 import numpy as np
@@ -52,22 +53,14 @@ class Pair:
     @property
     def differs_at(self) -> int | None:
         """First position at which two runs have not the same token; None if all are equal."""
-        first, *others = [run.token_ids for run in (*self.a, *self.b)]
-        places = [_first_difference(first, other) for other in others]
-        return min((place for place in places if place is not None), default=None)
+        tokens = zip_longest(*(run.token_ids for run in (*self.a, *self.b)))
+        return next((i for i, each in enumerate(tokens) if len(set(each)) > 1), None)
 
     def speedup(self, seconds: Callable[[Run], float | None]) -> float | None:
         """How many times faster b was, the median of the repeats."""
         both = [(seconds(a), seconds(b)) for a, b in zip(self.a, self.b, strict=True)]
         ratios = [a / b for a, b in both if a is not None and b is not None]
         return statistics.median(ratios) if ratios else None
-
-
-def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    if one == other:
-        return None
-    same = (i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y)
-    return next(same, min(len(one), len(other)))
 
 
 @dataclass(frozen=True)
