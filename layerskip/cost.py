@@ -6,8 +6,8 @@ simulator. Pure numbers: nothing here runs a model.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from math import inf, isfinite
 from pathlib import Path
@@ -24,6 +24,9 @@ MOST_PLACES = 2**31 - 1  # rows or slots of any table
 # How passes are started, as the key of a table has it.
 RECORDED, BY_HOST = "recorded", "started by the host"
 OF_SAMPLING = ("sampling", "judging", "draft_sampling")
+OPTIONAL = (*OF_SAMPLING[1:], *(f"greedy_{name}" for name in OF_SAMPLING))
+# Fields that are whole numbers, and the least of each.
+LEASTS = {"row_quantum": 1, "pass_rows": 0, "slot_block": 0, "large_quantum": 0}
 # How a sentence names what differs; other names are said as they are.
 SAID = {
     "fingerprint": "of another checkpoint",
@@ -147,13 +150,11 @@ class CostTable:
     large_quantum: int = 0
 
     def __post_init__(self) -> None:
-        kinds = (*OF_SAMPLING, *(f"greedy_{name}" for name in OF_SAMPLING))
-        for name in (*kinds, "draft_sequence", "verify_sequence", "draft_start"):
+        for name in ("sampling", *OPTIONAL, "draft_sequence", "verify_sequence", "draft_start"):
             value = getattr(self, name)
             if value is not None and not 0.0 <= value < float("inf"):
                 raise ValueError(f"a cost table's {name} must be finite and not negative: {value}")
-        leasts = {"row_quantum": 1, "pass_rows": 0, "slot_block": 0, "large_quantum": 0}
-        for name, least in leasts.items():
+        for name, least in LEASTS.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
             if getattr(self, name) > MOST_PLACES:
@@ -359,28 +360,13 @@ class CostTable:
                 f"a cost table of version {COST_VERSION} was expected, got {got!r}; "
                 "layerskip profile writes one"
             )
+        readers: dict[str, Callable[[Any], Any]] = dict.fromkeys(LEASTS, int)
+        readers |= dict.fromkeys(("draft_layers", "draft_head", "verify"), _curve)
+        readers |= dict.fromkeys(OPTIONAL, lambda told: None if told is None else float(told))
+        readers |= {"key": dict, "tiles": tuple, "verify_tiles": _pairs}
+        content = {"large_quantum": 0, **content}
         try:
-            optional = {
-                name: None if content[name] is None else float(content[name])
-                for name in (*OF_SAMPLING[1:], *(f"greedy_{name}" for name in OF_SAMPLING))
-            }
-            return cls(
-                _curve(content["draft_layers"]),
-                _curve(content["draft_head"]),
-                _curve(content["verify"]),
-                float(content["sampling"]),
-                int(content["row_quantum"]),
-                dict(content["key"]),
-                tuple(content["tiles"]),
-                float(content["draft_sequence"]),
-                float(content["verify_sequence"]),
-                int(content["pass_rows"]),
-                slot_block=int(content["slot_block"]),
-                draft_start=float(content["draft_start"]),
-                verify_tiles=_pairs(content["verify_tiles"]),
-                large_quantum=int(content.get("large_quantum", 0)),
-                **optional,
-            )
+            return cls(**{f.name: readers.get(f.name, float)(content[f.name]) for f in fields(cls)})
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"the cost table is not complete ({reason_of(error)})") from None
 
