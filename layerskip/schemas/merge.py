@@ -135,12 +135,18 @@ class Node:
     @property
     def names(self) -> frozenset[str] | None:
         """Names that an object's properties are written with; None: others, too."""
+        if self.keeps_others:
+            return None
         named = frozenset((*self.words.get("properties", ()), *self.words.get("required", ())))
         free = self.part("additionalProperties")
-        if free is not None and free.says_something and not free.false:
-            return None
         closed = free is not None and free.false and "patternProperties" not in self.words
         return named if named or closed else None
+
+    @property
+    def keeps_others(self) -> bool:
+        """Whether an object still gets other properties when one is named."""
+        free = self.part("additionalProperties")
+        return free is not None and free.says_something and not free.false
 
     def without(self, keyword: str) -> "Node":
         return replace(self, words={w: v for w, v in self.words.items() if w != keyword})
@@ -181,11 +187,7 @@ class Node:
             if verdict is None:
                 raise Unmergeable("patternProperties", self.places["patternProperties"])
             found += [part] if verdict else []
-        if not found and "additionalProperties" in self.words:
-            found = [
-                Node.of(self.words["additionalProperties"], self.places["additionalProperties"])
-            ]
-        return both(found)
+        return both(found) if found else self.part("additionalProperties")
 
 
 def both(nodes: list[Node]) -> Node | None:

@@ -116,7 +116,7 @@ class Negator:
     def _failing_properties(self, node: Node, word: str, within: Node, depth: int) -> list[Node]:
         """The same of keywords about an object's properties."""
         place, names = node.places[word], within.names
-        if names is None and (word in ABOUT_OTHERS or not _keeps_others(within)):
+        if names is None and (word in ABOUT_OTHERS or not within.keeps_others):
             raise NoNegationError
         if word == "required":
             wanted = node.words[word]
@@ -128,10 +128,7 @@ class Negator:
             part, inside = node.property(name), within.property(name)
             if part is None:
                 continue
-            part, inside = (
-                self._opened(part),
-                Node({}, {}) if inside is None else self._opened(inside),
-            )
+            part, inside = self._opened(part), self._opened(inside or Node({}, {}))
             pieces += [
                 _piece(place, "object", properties={name: wrong}, required=[name])
                 for wrong in self._negated(part, inside, depth + 1)
@@ -140,12 +137,9 @@ class Negator:
 
     def _failing_names(self, node: Node, names: frozenset[str]) -> list[Node]:
         part = node.part("propertyNames")
-        opened = None if part is None else self._opened(part)
-        verdicts = (
-            {name: not opened.false and fits(name, opened.words) for name in sorted(names)}
-            if opened
-            else {}
-        )
+        assert part is not None
+        part = self._opened(part)
+        verdicts = {name: not part.false and fits(name, part.words) for name in sorted(names)}
         if None in verdicts.values():
             raise NoNegationError
         bad = [name for name, verdict in verdicts.items() if not verdict]
@@ -153,12 +147,6 @@ class Negator:
 
 
 ABOUT_OTHERS = ("additionalProperties", "patternProperties", "propertyNames")
-
-
-def _keeps_others(within: Node) -> bool:
-    """Whether an object still gets other properties when one is named."""
-    free = within.part("additionalProperties")
-    return free is not None and free.says_something and not free.false
 
 
 def _named_by(node: Node, word: str, names: frozenset[str] | None) -> list[str]:
