@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 Ranges = tuple[tuple[int, int], ...]
 LAST = 0x10FFFF
@@ -194,7 +195,7 @@ class _Parser:
             self._fail(f"{self.pattern[self.at]!r} stands where it can't be expressed")
         return tuple(options)
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, why: str) -> NoReturn:
         raise ValueError(f"{why}, in {self.pattern!r} at {self.at}")
 
     def _take(self, text: str) -> bool:
@@ -249,8 +250,7 @@ class _Parser:
             named = re.compile(r"P?<[A-Za-z_]\w*>").match(self.pattern, self.at)
             if not named:
                 self._fail("look-around and flags can't be expressed")
-            else:
-                self.at = named.end()
+            self.at = named.end()
         options = [self._sequence()]
         while self._take("|"):
             options.append(self._sequence())
@@ -270,23 +270,15 @@ class _Parser:
         if char == "0" and self.pattern[self.at : self.at + 1].isdigit():
             self._fail("'\\0' before a digit means different things to different readers")
         if char in "xu":
-            found = re.compile(r"\{[0-9a-fA-F]+\}|[0-9a-fA-F]+").match(
-                self.pattern,
-                self.at,
-                len(self.pattern)
-                if self.pattern[self.at : self.at + 1] == "{"
-                else self.at + (2 if char == "x" else 4),
-            )
-            digits = found[0].strip("{}") if found else ""
-            if not found or (found[0][0] != "{" and len(digits) != (2 if char == "x" else 4)):
+            known = r"\{[0-9a-fA-F]+\}|[0-9a-fA-F]{" + ("2}" if char == "x" else "4}")
+            found = re.compile(known).match(self.pattern, self.at)
+            if not found:
                 self._fail("an escape lacks digits")
-            else:
-                self.at, code = found.end(), int(digits, 16)
+            self.at, code = found.end(), int(found[0].strip("{}"), 16)
         elif code is None and not char.isalnum():
             code = ord(char)
         if code is None or 0xD800 <= code <= 0xDFFF or code > LAST:
             self._fail(f"the escape \\{char} can't be expressed")
-            return (), False
         return ((code, code),), False
 
     def _class(self, ranges: Ranges, *, negated: bool) -> Ranges:
