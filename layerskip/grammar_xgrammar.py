@@ -3,9 +3,10 @@
 xgrammar is imported when the first grammar is compiled, not before.
 """
 
+import functools
 import re
 import threading
-from collections import OrderedDict
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -31,8 +32,6 @@ ESCAPES = re.compile(
 )
 CARETS = re.compile(r"\A(?:\\?\^(?:-\\?\^|(?!-.)))+", re.DOTALL)  # but for a range to beyond
 
-Key = tuple[str, str, int]
-
 
 class XGrammarBackend:
     """Compiles grammars for one tokenizer, each once; threads may share it.
@@ -45,8 +44,7 @@ class XGrammarBackend:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[Key, Any] = OrderedDict()
-        self._shortest: dict[Key, float] = {}
+        self._compiled = functools.lru_cache(MAX_COMPILED)(self._once_compiled)
         self._vocabulary: Vocabulary | None = None
         self._compiler: Any = None
 
@@ -64,29 +62,18 @@ class XGrammarBackend:
                 self._compiler = xgrammar.GrammarCompiler(
                     self._vocabulary.info, max_threads=1, cache_enabled=False
                 )
-            compiled = self._of(grammar)
-            forces = self._shortest[self._key(grammar)] <= MOST_FORCED
+            compiled, shortest = self._compiled(replace(grammar, marker=""))
         inner = xgrammar.GrammarMatcher(compiled)
-        matcher = XGrammarMatcher(inner, self._vocabulary, forces=forces)
+        matcher = XGrammarMatcher(inner, self._vocabulary, forces=shortest <= MOST_FORCED)
         if not grammar.marker:
             return matcher
         marker, known = grammar.marker.encode(), self._vocabulary
         return AfterMarker(matcher, marker, known.spelling, known.spelt)
 
-    def _of(self, grammar: Grammar) -> Any:
-        key = self._key(grammar)
-        if key not in self._compiled:
-            compiled = self._compile(grammar)
-            self._shortest[key] = longest_shortest(grammar.kind, str(compiled.grammar))
-            self._compiled[key] = compiled
-        self._compiled.move_to_end(key)
-        while len(self._compiled) > MAX_COMPILED:
-            del self._shortest[self._compiled.popitem(last=False)[0]]
-        return self._compiled[key]
-
-    @staticmethod
-    def _key(grammar: Grammar) -> Key:
-        return grammar.kind, grammar.source, grammar.max_whitespace
+    def _once_compiled(self, grammar: Grammar) -> tuple[Any, float]:
+        """A grammar as xgrammar has it, and characters that a rule has at least."""
+        compiled = self._compile(grammar)
+        return compiled, longest_shortest(grammar.kind, str(compiled.grammar))
 
     def _compile(self, grammar: Grammar) -> Any:
         try:
@@ -115,6 +102,7 @@ class Vocabulary:
         everything: ids with text, as ``packed`` has them.
         sound: the same, but for bytes of half a surrogate pair, which no text has and xgrammar
             lets through; then where such a one has begun.
+        tokens_of: how the tokenizer writes a piece of text; none if it would add anything.
     """
 
     def __init__(self, xgrammar: ModuleType, tokenizer: Any, vocab_size: int) -> None:
@@ -143,18 +131,11 @@ class Vocabulary:
             packed(torch.tensor(mask, device="cpu")) for mask in masks
         )
         self._tokenizer = tokenizer
-        self._spelt: dict[str, tuple[int, ...]] = {}
+        self.tokens_of = functools.lru_cache(MAX_SPELT)(self._tokens_of)
 
-    def tokens_of(self, text: str) -> tuple[int, ...]:
-        """How the tokenizer writes a piece of text; none if it would add anything."""
-        known = self._spelt.get(text)
-        if known is None:
-            ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-            known = ids if b"".join(self.text[i] for i in ids) == text.encode() else ()
-            if len(self._spelt) >= MAX_SPELT:
-                self._spelt.clear()
-            self._spelt[text] = known
-        return known
+    def _tokens_of(self, text: str) -> tuple[int, ...]:
+        ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return ids if b"".join(self.text[i] for i in ids) == text.encode() else ()
 
 
 class XGrammarMatcher:
