@@ -1,7 +1,7 @@
 """The two files of an exit adapter: ``exit_adapter.json`` and ``exit_adapter.safetensors``."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class AdapterFile:
     shape: AdapterShape
     backbone: str
     temperature: float
-    measurements: Mapping[str, Any] = field(default_factory=dict)
+    measurements: Mapping[str, Any]
 
     def tensors(self) -> dict[str, Tensor]:
         """By parameter name, on the CPU.
@@ -44,6 +44,27 @@ class AdapterFile:
             return load_file(path)
         except (OSError, SafetensorError) as error:
             raise ValueError(f"exit adapter {path} cannot be read: {error}") from None
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write both files, each whole or not at all; the folder is made if it is not there.
+
+        Raises:
+            ValueError: they cannot be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{self.folder} cannot be made: {error.strerror}") from None
+        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        write_bytes(self.folder / TENSOR_FILE, save(plain))
+        content = {
+            "version": ADAPTER_VERSION,
+            "shape": self.shape.to_dict(),
+            "backbone": self.backbone,
+            "temperature": self.temperature,
+            "measurements": dict(self.measurements),
+        }
+        write_json(self.folder / JSON_FILE, content, indent=2)
 
 
 def read_adapter(folder: str | Path) -> AdapterFile:
@@ -77,34 +98,3 @@ def read_adapter(folder: str | Path) -> AdapterFile:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not an exit adapter ({reason_of(error)})") from None
-
-
-def write_adapter(
-    folder: str | Path,
-    *,
-    shape: AdapterShape,
-    backbone: str,
-    temperature: float,
-    measurements: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-) -> None:
-    """Write both files, each whole or not at all; the folder is made if it is not there.
-
-    Raises:
-        ValueError: they cannot be written.
-    """
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be made: {error.strerror}") from None
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_bytes(folder / TENSOR_FILE, save(plain))
-    content = {
-        "version": ADAPTER_VERSION,
-        "shape": shape.to_dict(),
-        "backbone": backbone,
-        "temperature": temperature,
-        "measurements": dict(measurements),
-    }
-    write_json(folder / JSON_FILE, content, indent=2)

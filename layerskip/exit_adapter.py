@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from layerskip.adapter_file import read_adapter, write_adapter
+from layerskip.adapter_file import AdapterFile, read_adapter
 from layerskip.adapter_shape import WIDTH_QUANTUM, AdapterShape, check_temperature
 from layerskip.admission import is_finite, model_inside
 from layerskip.dense import by_rows
@@ -222,14 +222,10 @@ class ExitAdapter(nn.Module):
             ValueError: they cannot be written.
         """
         check_temperature(self.temperature)
-        write_adapter(
-            folder,
-            shape=self.shape,
-            backbone=self.backbone,
-            temperature=self.temperature,
-            measurements=self.measurements,
-            tensors=self.state_dict(),
+        written = AdapterFile(
+            Path(folder), self.shape, self.backbone, self.temperature, self.measurements
         )
+        written.write(self.state_dict())
 
     @classmethod
     def load(cls, folder: str | Path, model: "PreTrainedModel") -> "ExitAdapter":
