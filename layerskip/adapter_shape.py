@@ -108,14 +108,3 @@ class AdapterShape:
         if set(content) != names:
             raise ValueError(f"a shape has the fields {sorted(names)}, got {sorted(content)}")
         return cls(**{**content, "frequencies": tuple(map(float, content["frequencies"]))})
-
-    def difference(self, num_layers: int, hidden_size: int, vocab_size: int) -> str | None:
-        """Half a sentence that says what a model has else; None if nothing."""
-        for what, own, other in (
-            ("layers", self.num_layers, num_layers),
-            ("hidden units", self.hidden_size, hidden_size),
-            ("token ids", self.vocab_size, vocab_size),
-        ):
-            if own != other:
-                return f"for a model of {own} {what}; this one has {other}"
-        return None

@@ -252,16 +252,19 @@ class ExitAdapter(nn.Module):
 
     def misfit(self, model: "PreTrainedModel") -> str | None:
         """Half a sentence that says why it does not belong to a model; None if it does."""
-        config = model.config
-        sizes = config.num_hidden_layers, config.hidden_size, config.vocab_size
-        difference = self.shape.difference(*sizes)
-        if difference is not None:
-            return f"is {difference}"
-        own = fingerprint(model)
-        if own != self.backbone:
+        config, shape = model.config, self.shape
+        for what, own, other in (
+            ("layers", shape.num_layers, config.num_hidden_layers),
+            ("hidden units", shape.hidden_size, config.hidden_size),
+            ("token ids", shape.vocab_size, config.vocab_size),
+        ):
+            if own != other:
+                return f"is for a model of {own} {what}; this one has {other}"
+        found = fingerprint(model)
+        if found != self.backbone:
             return (
                 f"was trained on another checkpoint (fingerprint {self.backbone}, this one has "
-                f"{own}); train one for this checkpoint"
+                f"{found}); train one for this checkpoint"
             )
         return None
 
