@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import (
@@ -18,7 +18,6 @@ from transformers.utils.hub import has_file
 from layerskip.admission import refusal
 from layerskip.errors import UnsupportedModelError
 from layerskip.files import read_json
-from layerskip.model import pack_model
 from layerskip.plan import PlanFile
 
 BUILTIN = "builtin"
@@ -103,22 +102,6 @@ def trained_exits(config: Any, plan: PlanFile) -> tuple[int, ...]:
     if not isinstance(found, list | tuple):
         return ()
     return tuple(sorted({e for e in found if type(e) is int and 0 < e < depth}))
-
-
-def load_checkpoint(
-    folder: str | Path,
-    *,
-    dtype: str | torch.dtype | None,
-    device: str,
-    hub: Mapping[str, Any],
-    check: Callable[[Any], None],
-) -> tuple[PreTrainedModel, Any]:
-    """``read_checkpoint``, on its device and packed as decoding has it."""
-    where = pick_device(device)
-    model, tokenizer = read_checkpoint(folder, dtype=dtype, hub=hub, check=check)
-    cast(Any, model).to(where)  # transformers' type of it takes no device
-    pack_model(model)
-    return model, tokenizer
 
 
 def read_checkpoint(

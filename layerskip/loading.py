@@ -3,7 +3,7 @@
 from dataclasses import replace
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -14,9 +14,11 @@ from layerskip.checkpoint import (
     BUILTIN,
     builtin_folder,
     known_plan,
-    load_checkpoint,
+    pick_device,
+    read_checkpoint,
     trained_exits,
 )
+from layerskip.model import pack_model
 from layerskip.params import NumDraftTokens, check_integer, check_num_draft_tokens
 from layerskip.plan import DraftPlan, PlanFile, ranges
 
@@ -53,10 +55,10 @@ def load_parts(
     known = plan if isinstance(plan, PlanFile) else PlanFile(plan)
     if shape is not None:
         known = with_exit_of(known, shape, exit_layer)
-    loaded, tokenizer = load_checkpoint(
+    where = pick_device(device)
+    loaded, tokenizer = read_checkpoint(
         folder,
         dtype=dtype,
-        device=device,
         hub={
             "revision": revision or "main",
             "cache_dir": cache_dir,
@@ -65,6 +67,8 @@ def load_parts(
         },
         check=lambda config: check_plan_depth(config, exit_layer, known.plan),
     )
+    cast(Any, loaded).to(where)  # transformers' type of it takes no device
+    pack_model(loaded)
     if exit_layer is not None:
         depth = loaded.config.num_hidden_layers
         known = PlanFile(DraftPlan.exiting(num_layers=depth, exit_layer=exit_layer))
