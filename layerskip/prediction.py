@@ -8,6 +8,7 @@ from typing import Any
 
 from layerskip.calibration import Chains, walk
 from layerskip.cost import CostTable, Curve
+from layerskip.plan import DraftPlan
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,24 @@ class Found:
             "measured_speedup": None if self.measured is None else self.measured[0],
             "measured_speedup_ci95": None if self.measured is None else list(self.measured[1:]),
         }
+
+
+@dataclass(frozen=True)
+class Tried(Found):
+    """A plan and what was found about it.
+
+    Attributes:
+        plan: its layers.
+        found_by: "exit", "trained exit" (the checkpoint says so), "similarity" or "refinement".
+    """
+
+    plan: DraftPlan
+    found_by: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        layers = list(self.plan.layers)
+        return {"draft_layers": layers, "found_by": self.found_by} | super().to_dict()
 
 
 def count(chains: Chains, max_draft_tokens: int) -> Counts:

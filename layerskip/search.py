@@ -37,10 +37,9 @@ from layerskip.params import (
     check_text,
 )
 from layerskip.plan import DraftPlan, PlanFile, ranges
-from layerskip.prediction import Counts, count, draft_costs, predict
+from layerskip.prediction import Counts, Tried, count, draft_costs, predict
 from layerskip.profiling import measure_cost
 from layerskip.prompts import Example, checked_examples
-from layerskip.search_result import SearchResult, Tried
 from layerskip.skipping import closest_skip_sets, neighbours
 from layerskip.timing import Way, confidence_points, time_against_plain
 from layerskip.trimming import CHECKED_TEXTS, STEPS, Trimmer, Trimming
@@ -78,6 +77,23 @@ class SearchSettings:
         check_integer("max_draft_tokens", self.max_draft_tokens, 1, MAX_NUM_DRAFT_TOKENS)
         check_integer("refinements", self.refinements, 0)
         check_number("cost_seconds", self.cost_seconds, 1e-3, math.inf)
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        file: to be saved; without a plan, and with 0 draft tokens, if none pays.
+        tried: every plan that was measured, the best prediction first.
+        verdict: one sentence.
+        trimming: what was found about draft vocabularies; None without a plan.
+    """
+
+    file: PlanFile
+    tried: tuple[Tried, ...]
+    verdict: str
+    trimming: Trimming | None = None
 
 
 def search(

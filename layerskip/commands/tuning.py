@@ -23,7 +23,7 @@ from layerskip.plan import PlanFile, ranges
 if TYPE_CHECKING:
     from layerskip.cost import CostTable
     from layerskip.prediction import Found
-    from layerskip.search_result import SearchResult
+    from layerskip.search import SearchResult
     from layerskip.trimming import Trimming
 
 VERIFIED_ROWS = 8  # of the v that is printed
