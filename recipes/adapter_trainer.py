@@ -1,12 +1,7 @@
-"""Steps of the exit adapter's recipe, and checkpoints that a run goes on from exactly.
-
-As in ``early_exit_trainer``, everything a step does is a function of its number.
-"""
+"""Steps of the exit adapter's recipe, each a function of its number."""
 
 import copy
 import hashlib
-import math
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,17 +10,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32
 from adapter_settings import OF_THE_WEIGHTS, Settings
-from checkpoints import (
-    optimiser_state,
-    read_run,
-    restore_optimiser,
-    step_of,
-    write_by_one,
-    write_run,
-    write_state,
-)
 from draft_training import Backbone, DraftLoss, acceptance, roll_out
-from packing import Batch, Batches, Packed, document_mask, micro_batches
+from packing import Batch, Packed, Step, document_mask, micro_batches
+from steps import Trainer as StepTrainer
 from torch import Tensor, nn
 
 from layerskip.adapter_shape import WIDTH_QUANTUM
@@ -33,10 +20,7 @@ from layerskip.admission import decoder_layers
 from layerskip.exit_adapter import ExitAdapter
 from layerskip.exit_block import EPSILON
 from layerskip.fingerprint import fingerprint
-from layerskip.training.schedules import warmup_stable_decay
 
-STATE = "state.pt"
-WARMUP, DECAY_FROM = 0.05, 0.3
 EVAL_ROWS = 4
 COMPARED, MOST_APART = 16, 0.01  # tokens of ``check_copy``, share of what the layer adds
 
@@ -140,14 +124,16 @@ def copy_layer(layer: Any, block: Any) -> None:
     block.down[:, :kept] = down[:, :kept]
 
 
-class Trainer:
+class Trainer(StepTrainer):
     """One run over one exit.
 
     Attributes:
         adapter: that is trained, in float32.
-        steps: taken so far.
-        seconds: that they took, those before an interruption, too.
     """
+
+    settings: Settings
+    state_file, decay = "state.pt", {"decay_from": 0.3}
+    against_nan = "go on from the last checkpoint with a lower learning_rate in a run of its own"
 
     def __init__(
         self,
@@ -158,7 +144,7 @@ class Trainer:
         *,
         exit_layer: int,
     ) -> None:
-        self.settings, self.accelerator, self.exit_layer = settings, accelerator, exit_layer
+        self.exit_layer = exit_layer
         self.adapter = new_adapter(model, exit_layer, settings)
         self.loss = DraftLoss(
             self.adapter,
@@ -167,47 +153,18 @@ class Trainer:
             cross_entropy=settings.cross_entropy,
             survival_tokens=settings.survival_tokens,
         )
-        self.trained = list(self.adapter.parameters())
-        optimiser = torch.optim.AdamW(
-            self.trained, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-        )
-        self.module, self.optimiser = accelerator.prepare(self.loss, optimiser)
-        self.batches = Batches.of(packed, settings, accelerator)
-        self._identity = identity(settings, packed, model) | {"exit_layer": exit_layer}
-        self.steps, self.seconds = 0, 0.0
+        super().__init__(settings, packed, accelerator, self.loss)
+        self._shared = identity(settings, packed, model) | {"exit_layer": exit_layer}
 
-    def step(self) -> dict[str, Any]:
-        """One step of the optimiser; returns its record, the same on every process."""
-        began, settings, step = time.perf_counter(), self.settings, self.steps
-        rate = settings.learning_rate * warmup_stable_decay(
-            (step + 0.5) / settings.steps, warmup=WARMUP, decay_from=DECAY_FROM
-        )
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
-        work = self.batches.at(step)
+    def _identity(self) -> dict[str, Any]:
+        return self._shared
+
+    def _losses(self, work: Step) -> dict[str, Any]:
         totals = torch.zeros(2, device=self.accelerator.device)
         for batch in micro_batches(work, self.module, self.accelerator):
             totals += self._backward(batch, len(work.batches))
-        norm = self.accelerator.clip_grad_norm_(self.trained, settings.clip)
-        self.optimiser.step()
-        self.optimiser.zero_grad()
         loss, accepted = cast(Tensor, self.accelerator.reduce(totals, "mean")).tolist()
-        self.steps += 1
-        self.seconds += time.perf_counter() - began
-        if not math.isfinite(loss):
-            raise ValueError(
-                f"the loss of step {self.steps} is {loss}; go on from the last checkpoint with a "
-                "lower learning_rate in a run of its own"
-            )
-        return {
-            "step": self.steps,
-            "tokens": self.steps * settings.batch_size * self.batches.packed.ids.shape[1],
-            "seconds": round(self.seconds, 3),
-            "loss": loss,
-            "text_acceptance": accepted,
-            "learning_rate": rate,
-            "gradient_norm": float(norm),
-        }
+        return {"loss": loss, "text_acceptance": accepted}
 
     def _backward(self, batch: Batch, parts: int) -> Tensor:
         """Loss and acceptance of a micro-batch, as its share of the step's."""
@@ -254,28 +211,14 @@ class Trainer:
                 for h, end, at in zip(hidden, cast(Tensor, at_end), counts, strict=True):
                     yield self.loss.logits(h[at], end[at])
 
-    def save(self, folder: Path) -> None:
-        """A checkpoint in ``folder``; every process calls this."""
-        write_by_one(self.accelerator, folder, self.steps, self._write)
-
-    def _write(self, folder: Path) -> None:
+    def _keep_weights(self, folder: Path) -> dict[str, Any]:
         self.adapter.save(folder)  # so that a checkpoint can be decoded with, too
-        state = {"adapter": self.adapter.state_dict()}
-        state |= optimiser_state(self.accelerator, self.optimiser)
-        write_state(folder / STATE, state)
-        write_run(folder, self.seconds, self._identity)
+        return {"adapter": self.adapter.state_dict()}
 
-    def load(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint.
-
-        Raises:
-            AnotherRunError: it is of another run; the first setting that differs is named.
-        """
-        seconds = read_run(checkpoint, self._identity)
-        state = torch.load(checkpoint / STATE, weights_only=True, map_location="cpu")
+    def load(self, checkpoint: Path) -> dict[str, Any]:
+        state = super().load(checkpoint)
         self.adapter.load_state_dict(state["adapter"])
-        restore_optimiser(self.accelerator, self.optimiser, state)
-        self.steps, self.seconds = step_of(checkpoint), seconds
+        return state
 
 
 def identity(settings: Settings, packed: Packed, model: Any) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from layerskip.files import locked, read_json, reason_of, write_json
 
@@ -84,16 +83,6 @@ def write_checkpoint(folder: Path, step: int, write: Callable[[Path], None]) -> 
     return path
 
 
-def write_by_one(
-    accelerator: Accelerator, folder: Path, step: int, write: Callable[[Path], None]
-) -> None:
-    """``write_checkpoint`` by the main process; every process calls this."""
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        write_checkpoint(folder, step, write)
-    accelerator.wait_for_everyone()
-
-
 def checkpoints(folder: Path) -> list[Path]:
     """The whole ones, the oldest first."""
     found = [path for path in folder.glob("step-*") if path.name[5:].isdigit()]
@@ -134,24 +123,6 @@ def _behind(error: BaseException | None) -> OSError | KeyboardInterrupt | None:
 def write_run(folder: Path, seconds: float, identity: Mapping[str, Any]) -> None:
     """Note in a checkpoint how long its run took so far, and what its weights follow from."""
     write_json(folder / RUN, {"seconds": seconds, "identity": dict(identity)})
-
-
-def optimiser_state(accelerator: Accelerator, optimiser: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a checkpoint holds of the optimiser, and of the scale of fp16 losses."""
-    scaler = accelerator.scaler
-    return {
-        "optimiser": optimiser.state_dict(),
-        "scaler": None if scaler is None else scaler.state_dict(),
-    }
-
-
-def restore_optimiser(
-    accelerator: Accelerator, optimiser: torch.optim.Optimizer, state: Mapping[str, Any]
-) -> None:
-    """Give both back what ``optimiser_state`` said."""
-    optimiser.load_state_dict(state["optimiser"])
-    if accelerator.scaler is not None:
-        accelerator.scaler.load_state_dict(state["scaler"])
 
 
 def read_run(checkpoint: Path, identity: Mapping[str, Any]) -> float:

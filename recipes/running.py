@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -17,6 +17,7 @@ from run_log import RunLog
 from safetensors import SafetensorError
 from settings import RunSettings, from_command_line
 from stdlib_text import STDLIB, stdlib_corpus
+from steps import Trainer
 from table import Result, as_markdown, as_table, save
 from transformers import PreTrainedModel
 
@@ -26,27 +27,6 @@ from layerskip.families import position_limit, ropes
 from layerskip.files import write_text
 
 S = TypeVar("S", bound=RunSettings)
-
-
-class Trainer(Protocol):
-    """One run: a step is a function of its number.
-
-    Attributes:
-        trained: parameters.
-        steps: taken so far.
-        seconds: that they took, those before an interruption, too.
-    """
-
-    accelerator: Accelerator
-    trained: Sequence[torch.nn.Parameter]
-    steps: int
-    seconds: float
-
-    @property
-    def settings(self) -> RunSettings: ...
-    def step(self) -> dict[str, Any]: ...
-    def save(self, folder: Path) -> None: ...
-    def load(self, checkpoint: Path) -> None: ...
 
 
 def run_script(
