@@ -117,7 +117,7 @@ def from_command_line(cls: type[T], description: str, config: Path, argv: Sequen
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", type=Path, default=config, help=f"default: {config.name}")
-    keys = ", ".join(_kinds(cls))
+    keys = ", ".join(_fields(cls))
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"keys: {keys}")
     args = parser.parse_intermixed_args(argv)
     return read(cls, args.config, args.overrides)
@@ -132,8 +132,8 @@ def read(cls: type[T], config: Path | None, overrides: Sequence[str] = ()) -> T:
     """Settings from a YAML file and ``key=value`` pairs, which count more; later ones most.
 
     Args:
-        cls: a frozen dataclass of strings, numbers, booleans, literals, tuples, mappings, optional
-            ones of these, and other such dataclasses, whose keys are written ``outer.inner``.
+        cls: a frozen dataclass of strings, numbers, booleans, literals, tuples, mappings, and
+            optional ones of these.
         config: the file; None: the class's defaults.
         overrides: as on the command line; values are YAML, but text stays as it is typed.
 
@@ -142,21 +142,19 @@ def read(cls: type[T], config: Path | None, overrides: Sequence[str] = ()) -> T:
             key's, the file cannot be read, or the class refuses what it is given.
     """
     values = _load(config) if config is not None else {}
-    kinds = _kinds(cls)
+    kinds = _fields(cls)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
             raise ValueError(f"{override!r} is no setting; write key=value")
         if key not in kinds:
             raise ValueError(_unknown(key, kinds))
-        *outer, last = key.split(".")
-        inner = values
-        for name in outer:
-            inner = inner.setdefault(name, {})
-            if not isinstance(inner, dict):
-                raise ValueError(f"{name} must be a mapping of settings, got {inner!r}")
-        inner[last] = _typed(kinds[key], text)
-    return _build(cls, values, "", kinds)
+        values[key] = _typed(kinds[key], text)
+    for key, value in values.items():
+        if key not in kinds:
+            raise ValueError(_unknown(str(key), kinds))
+        values[key] = _checked(kinds[key], value, key)
+    return cls(**values)
 
 
 def save(settings: Any, path: Path) -> None:
@@ -218,16 +216,8 @@ def _load(config: Path) -> dict[str, Any]:
     return values or {}
 
 
-def _kinds(cls: Any, prefix: str = "") -> dict[str, Any]:
-    """Every key, dotted, and its type."""
-    found: dict[str, Any] = {}
-    for name, kind in _fields(cls).items():
-        inner = _kinds(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else {}
-        found |= inner or {f"{prefix}{name}": kind}
-    return found
-
-
 def _fields(cls: Any) -> dict[str, Any]:
+    """Every key and its type."""
     kinds = typing.get_type_hints(cls)
     return {f.name: kinds[f.name] for f in dataclasses.fields(cls)}
 
@@ -254,22 +244,6 @@ def _options(kind: Any) -> tuple[Any, ...]:
     """The members of a union; a type alone is its only one."""
     union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     return typing.get_args(kind) if union else (kind,)
-
-
-def _build(cls: Any, values: Mapping[str, Any], prefix: str, kinds: Mapping[str, Any]) -> Any:
-    fields = _fields(cls)
-    given: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if name not in fields:
-            raise ValueError(_unknown(key, kinds))
-        if dataclasses.is_dataclass(fields[name]):
-            if not isinstance(value, Mapping):
-                raise ValueError(f"{key} must be a mapping of settings, got {value!r}")
-            given[name] = _build(fields[name], value, f"{key}.", kinds)
-        else:
-            given[name] = _checked(fields[name], value, key)
-    return cls(**given)
 
 
 def _checked(kind: Any, value: Any, key: str) -> Any:
