@@ -6,7 +6,7 @@ Rows are ``{"text"}``, ``{"prompt", "completion"}``, ``{"messages"}``, ``{"quest
 
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -49,10 +49,12 @@ class Corpus:
 class Samples(Sequence[Sample]):
     """Samples in flat arrays: as tuples, the numbers of a large corpus would fill the memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples: Iterable[Sample] = ()) -> None:
         self._ids, self._starts = array("i"), array("q", [0])
         self._prompts = array("i")
         self._untrained: dict[int, tuple[tuple[int, int], ...]] = {}
+        for sample in samples:
+            self.append(sample)
 
     def append(self, sample: Sample) -> None:
         """Add one at the end."""

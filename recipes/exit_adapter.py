@@ -27,7 +27,7 @@ from adapter_settings import Settings
 from adapter_trainer import Trainer, identity, weights_hash
 from checkpoints import check_same, checkpoints
 from continuations import beginnings, num_prompts, written
-from data import UNTRAINED, Corpus, Sample, prompts
+from data import UNTRAINED, Corpus, Sample, Samples, prompts
 from evaluation import measure
 from packing import Packed, check_apart, pack
 from rich.console import Console
@@ -37,7 +37,6 @@ from running import (
     end_stopped,
     facts,
     fit,
-    gathered,
     go_on,
     leave_table,
     load_model,
@@ -151,8 +150,8 @@ def read_texts(settings: Settings, model: Any, tokenizer: Any, console: Console)
     prompts."""
     own = settings.continuations > 0
     corpus = read_corpus(settings, tokenizer, allow_prompts=own)
-    train = gathered(s for s in corpus.train if settings.text and learns(s))
-    held_out = gathered(s for s in corpus.held_out if learns(s))
+    train = Samples(s for s in corpus.train if settings.text and learns(s))
+    held_out = Samples(s for s in corpus.held_out if learns(s))
     if own:
         lm = SelfSpeculativeLM(model, tokenizer)
         for sample in continued(settings, lm, corpus.train, console):

@@ -10,15 +10,17 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 from accelerate import Accelerator
 from checkpoints import STOPPING, StopRequest, alone_in, checkpoints, loading
+from corpus import read_documents, stdlib_files
 from data import Corpus, Sample, Samples, load, load_whole
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rows import Row
 from run_log import RunLog
 from safetensors import SafetensorError
 from settings import RunSettings, from_command_line
-from stdlib_text import STDLIB, stdlib_corpus
 from steps import Trainer
 from table import Result, as_markdown, as_table, save
+from tokens import encode
 from transformers import PreTrainedModel
 
 from layerskip import SelfSpeculativeLM
@@ -27,6 +29,7 @@ from layerskip.families import position_limit, ropes
 from layerskip.files import write_text
 
 S = TypeVar("S", bound=RunSettings)
+STDLIB = "stdlib"  # as data: text that every machine has
 
 
 def run_script(
@@ -164,18 +167,21 @@ def read_corpus(settings: RunSettings, tokenizer: Any, *, allow_prompts: bool = 
     else:
         found, more = load_whole(settings.data, tokenizer, allow_prompts=allow_prompts)
         bad = (*more, *bad)
-    train = gathered(sample for sample in found if sample.ids not in known)
+    train = Samples(sample for sample in found if sample.ids not in known)
     if not train:
         raise ValueError(f"{settings.held_out} holds out every row of {settings.data}")
     return Corpus(train, held_out, bad)
 
 
-def gathered(samples: Iterable[Sample]) -> Samples:
-    """Samples in flat arrays."""
-    found = Samples()
-    for sample in samples:
-        found.append(sample)
-    return found
+def stdlib_corpus(tokenizer: Any) -> Corpus:
+    """Modules of Python that ``pretrain_small.py`` trains on, and those that it holds out, as the
+    built-in checkpoint does."""
+    sides = []
+    for documents in read_documents(stdlib_files()):
+        rows = (Row("text", (documents[name],), name, 1) for name in sorted(documents))
+        encoded = (encode(row, tokenizer) for row in rows)
+        sides.append(Samples(sample for sample in encoded if isinstance(sample, Sample)))
+    return Corpus(*sides, ())
 
 
 def go_on(trainer: Trainer, console: Console) -> None:
