@@ -14,7 +14,6 @@ Face checkpoint with ``layerskip.json`` beside the weights.
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -24,12 +23,10 @@ from checkpoints import StopRequest, alone_in, loading
 from corpus import Corpus
 from export import export_checkpoint, plot_curves
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors import SafetensorError
+from run_log import drop_later
+from running import ending_in_a_sentence, plain_console, progress_bar
 from settings import read
 from trainer import Settings, Trainer
-
-from layerskip.files import write_text
 
 SAVE_EVERY_SECONDS = 300.0
 LOG = "log.jsonl"
@@ -76,14 +73,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    try:
-        with alone_in(args.out):
-            run(args, Console(markup=False, emoji=False))
-    except (OSError, ValueError, SafetensorError) as error:  # the last of full disks
-        raise SystemExit(f"pretrain_small: {error}") from None
-    except KeyboardInterrupt:  # while nothing is trained; what was saved is whole
-        print("pretrain_small: interrupted; the same command goes on", file=sys.stderr)
-        raise SystemExit(130) from None
+    with ending_in_a_sentence("pretrain_small"), alone_in(args.out):
+        run(args, plain_console())
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
@@ -120,27 +111,14 @@ def run(args: argparse.Namespace, console: Console) -> None:
     console.print_json(json.dumps(final))
 
 
-def drop_later(path: Path, steps: int) -> None:
-    """Take out of a log the records of steps after the state that a killed run goes on from, which
-    are taken again, and a line that the kill cut off."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            if json.loads(line)["step"] <= steps:
-                kept.append(line + "\n")
-        except (ValueError, TypeError, KeyError):
-            continue
-    write_text(path, "".join(kept))
-
-
 def train(trainer: Trainer, corpus: Corpus, state: Path, console: Console) -> int:
     """Run until the budget is spent; the number of the signal that stopped it, 0: none did."""
-    saved, columns = time.monotonic(), (TextColumn("{task.description}"), BarColumn())
-    bar = Progress(*columns, MofNCompleteColumn(), TimeRemainingColumn(), console=console)
-    path = state.with_name(LOG)
-    with StopRequest() as request, bar, path.open("a", encoding="utf-8") as log:
+    saved, path = time.monotonic(), state.with_name(LOG)
+    with (
+        StopRequest() as request,
+        progress_bar(console) as bar,
+        path.open("a", encoding="utf-8") as log,
+    ):
         task = bar.add_task("training (seconds)", total=int(60 * trainer.settings.minutes))
         while trainer.progress() < 1.0 and not request.number:
             record = trainer.step(corpus)

@@ -30,9 +30,7 @@ class RunLog:
         self.out, self.accelerator = out, accelerator
         self._path = out / METRICS
         if accelerator.is_main_process:
-            # At step 0 there is no checkpoint: what is there is of a start that came to nothing.
-            kept = [r for r in read_records(self._path) if r["step"] <= step] if step else []
-            write_text(self._path, "".join(json.dumps(r) + "\n" for r in kept))
+            drop_later(self._path, step)
         accelerator.init_trackers("tensorboard")
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -57,12 +55,19 @@ class RunLog:
             plot_acceptance(self.history(), self.out / CURVE)
 
 
+def drop_later(path: Path, step: int) -> None:
+    """Take out of a log the records of steps after the one that a run goes on from."""
+    # At step 0 there is no checkpoint: what is there is of a start that came to nothing.
+    kept = [r for r in read_records(path) if r["step"] <= step] if step else []
+    write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Lines of a log; one that a crash cut off is left out."""
     if not path.exists():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             records.append(json.loads(line))
         except ValueError:

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
@@ -49,15 +50,22 @@ def run_script(
     """
     path = Path(script)
     first = (description or "").split("\n")[0]
-    try:
+    with ending_in_a_sentence(path.stem):
         settings = from_command_line(cls, first, path.with_suffix(".yaml"), argv)
         check_folder(settings.out)
         with alone_in(Path(settings.out)):
             run(settings)
+
+
+@contextmanager
+def ending_in_a_sentence(script: str) -> Iterator[None]:
+    """Within it mistakes of the user, and Ctrl-C, end the process with one sentence."""
+    try:
+        yield
     except (ValueError, OSError, SafetensorError) as error:  # the last of full disks
-        raise SystemExit(f"{path.stem}: {error}") from None
+        raise SystemExit(f"{script}: {error}") from None
     except KeyboardInterrupt:  # while nothing is trained; what was saved is whole
-        print(f"{path.stem}: interrupted; the same command goes on", file=sys.stderr)
+        print(f"{script}: interrupted; the same command goes on", file=sys.stderr)
         raise SystemExit(130) from None
 
 
