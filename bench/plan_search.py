@@ -74,16 +74,7 @@ def main() -> None:
     for plan in plans:
         table = draft_costs(shallow, deep, len(plan.layers), depth)
         counts = count(known_texts.chains(plan, MOST), MOST)
-        k, speed = predict(table, counts.lengths, context)
-        if k == 0:
-            k, speed = (
-                1,
-                counts.lengths[1]
-                / (
-                    (table.draft_pass(1, context) + table.verify_pass(2, context))
-                    / table.verify_pass(1, context)
-                ),
-            )
+        k, speed = predict(table, counts.lengths, context, least=1)
         c = table.draft_pass(1, context) / table.verify_pass(1, context)
         found.append((plan, counts.first, c, k, speed))
     ratios: dict[DraftPlan, list[float]] = {plan: [] for plan in plans}

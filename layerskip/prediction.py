@@ -105,20 +105,23 @@ def count(chains: Chains, max_draft_tokens: int) -> Counts:
     return Counts(tuple(lengths), tuple(acceptance), first)
 
 
-def predict(table: CostTable, lengths: Sequence[float], context: float) -> tuple[int, float]:
+def predict(
+    table: CostTable, lengths: Sequence[float], context: float, *, least: int = 0
+) -> tuple[int, float]:
     """The best number of draft tokens, and its speed-up over plain decoding.
 
     Args:
         table: costs of the plan's passes.
         lengths: mean accepted length with 0, 1, 2, ... drafted tokens.
         context: slots that passes attend to.
+        least: fewest draft tokens that are taken.
     """
     plain = table.verify_pass(1, context)
     speeds = [
         length * plain / (table.drafting(k, 1, context) + table.verify_pass(k + 1, context))
         for k, length in enumerate(lengths)
     ]
-    best = max(range(len(speeds)), key=speeds.__getitem__)
+    best = max(range(least, len(speeds)), key=speeds.__getitem__)
     return best, speeds[best]
 
 

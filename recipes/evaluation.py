@@ -14,7 +14,7 @@ from layerskip import DraftPlan, PlanFile, SelfSpeculativeLM
 from layerskip.cost import CostTable
 from layerskip.model import DecoderStack
 from layerskip.params import AUTO
-from layerskip.prediction import draft_costs
+from layerskip.prediction import draft_costs, predict
 from layerskip.profiling import measure_cost
 
 
@@ -59,14 +59,12 @@ def best_exit(
         costs: of each exit; those without are left out.
         context: slots that passes attend to.
     """
-    predicted: dict[tuple[int, int], float] = {}
-    for layer, table in costs.items():
-        plain = table.verify_pass(1, context)
-        for k, length in enumerate(report.lengths(layer)[1:], 1):
-            seconds = table.drafting(k, 1, context) + table.verify_pass(k + 1, context)
-            predicted[layer, k] = length * plain / seconds
-    layer, k = max(predicted, key=predicted.__getitem__)
-    return layer, k, predicted[layer, k]
+    predicted = {
+        layer: predict(table, report.lengths(layer), context, least=1)
+        for layer, table in costs.items()
+    }
+    layer = max(predicted, key=lambda layer: predicted[layer][1])
+    return layer, *predicted[layer]
 
 
 def exit_costs(
