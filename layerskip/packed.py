@@ -101,6 +101,7 @@ class PackedStack(DecoderStack):
         seqlen: int,
         *,
         num_slots: int | None = None,
+        places: Tensor | None = None,
     ) -> Tensor:
         """Run layers over as many new positions of each row, without asking the device anything.
 
@@ -117,16 +118,26 @@ class PackedStack(DecoderStack):
             seqlen: new positions of each row.
             num_slots: slots below this are attended to; every row's new positions must be among
                 them. All of the cache's if None. The bits do not depend on it.
+            places: ``(tokens,)`` int64, which of the ``rows * seqlen`` ``hidden`` has, if not all;
+                keys and values of the others are 0.
 
         Returns:
-            ``(rows * seqlen, width)``.
+            As ``hidden``.
         """
         layers, batch = tuple(layers), len(lengths)
         caches = layer_caches(cache, layers, slice(0, batch), slice(0, num_slots))
 
         def attend(w: LayerWeights, *qkv: Tensor) -> Tensor:
-            q, k, v = (x.view(batch, seqlen, *x.shape[1:]) for x in qkv)
-            return self._attend(w, q, k, v, caches[w.index], lengths)
+            if places is None:
+                q, k, v = (x.view(batch, seqlen, *x.shape[1:]) for x in qkv)
+            else:
+                q, k, v = (_spread(x, places, batch, seqlen) for x in qkv)
+            both = caches[w.index]
+            self._forward.append(w, q, k, v, both, lengths)
+            mixed = self.ops.decode_attention(
+                q, *both, lengths, softmax_scale=w.scale, window=w.window
+            ).reshape(batch * seqlen, -1)
+            return mixed if places is None else mixed.index_select(0, places)
 
         for i in layers:
             hidden = self._forward.layer(i, hidden, self.ops, attend)
@@ -170,51 +181,6 @@ class PackedStack(DecoderStack):
         """A CPU repeats them in the place of recordings."""
         return self.device.type == "cuda" and self.why_no_choice is None
 
-    def run_layers(
-        self, hidden: Tensor, layers: Iterable[int], cache: KVCache, segments: Sequence[Segment]
-    ) -> Tensor:
-        """As of ``DecoderStack``; no rows are spare."""
-        layers, counts = tuple(layers), [s.count for s in segments]
-        if not layers or not segments:
-            return hidden
-        batch, longest = max(s.row for s in segments) + 1, max(counts)
-        starts = [-1] * batch
-        for s in segments:
-            starts[s.row] = s.start
-        lengths = torch.tensor(starts, dtype=torch.int32, device=hidden.device)
-        if [s.row for s in segments] == [*range(batch)] and min(counts) == longest:
-            return self.run_rows(hidden, layers, cache, lengths, longest)
-        places = [s.row * longest + i for s in segments for i in range(s.count)]
-        at = torch.tensor(places, device=hidden.device)
-        caches = layer_caches(cache, layers, slice(0, batch))
-
-        def attend(w: LayerWeights, *qkv: Tensor) -> Tensor:
-            """Between tokens one after another and rows of equal length, the rest of them 0."""
-            q, k, v = (_spread(x, at, batch, longest) for x in qkv)
-            mixed = self._attend(w, q, k, v, caches[w.index], lengths)
-            return mixed.index_select(0, at)
-
-        for i in layers:
-            hidden = self._forward.layer(i, hidden, self.ops, attend)
-        return hidden
-
-    def _attend(
-        self,
-        w: LayerWeights,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        caches: tuple[Tensor, Tensor],
-        lengths: Tensor,
-    ) -> Tensor:
-        """``(rows, seqlen, heads, dim)`` each -> ``(rows * seqlen, heads * dim)``."""
-        self._forward.append(w, q, k, v, caches, lengths)
-        mixed = self.ops.decode_attention(
-            q, *caches, lengths, softmax_scale=w.scale, window=w.window
-        )
-        rows, seqlen, heads, dim = mixed.shape
-        return mixed.reshape(rows * seqlen, heads * dim)
-
     def run_pass(
         self,
         hidden: Tensor,
@@ -223,8 +189,18 @@ class PackedStack(DecoderStack):
         segments: Sequence[Segment],
         product_rows: int | None = None,  # noqa: ARG002
     ) -> Tensor:
-        """``run_layers``, whatever the pass's size."""
-        return self.run_layers(hidden, layers, cache, segments)
+        """As of ``DecoderStack``; no rows are spare."""
+        counts = [s.count for s in segments]
+        batch, longest = max(s.row for s in segments) + 1, max(counts)
+        starts = [-1] * batch
+        for s in segments:
+            starts[s.row] = s.start
+        lengths = torch.tensor(starts, dtype=torch.int32, device=hidden.device)
+        if [s.row for s in segments] == [*range(batch)] and min(counts) == longest:
+            return self.run_rows(hidden, layers, cache, lengths, longest)
+        held = [s.row * longest + i for s in segments for i in range(s.count)]
+        places = torch.tensor(held, device=hidden.device)
+        return self.run_rows(hidden, layers, cache, lengths, longest, places=places)
 
     def logits(self, hidden: Tensor, project: Projection | None = None) -> Tensor:
         """As of ``DecoderStack``; no rows are spare."""
