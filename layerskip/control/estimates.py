@@ -6,7 +6,6 @@ its kind had in common, and departs from that by a ratio of its own.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from layerskip.control.experience import (
     LARGEST,
@@ -34,28 +33,6 @@ LOOK_DISCOUNT, LOOK_MARGIN = 0.95, 1.25
 # Of what a request may stake, what hindsight may add: a text that is right only where nothing is
 # drafted for it loses that, too.
 TRUST_SHARE = 1 / 3
-
-
-@dataclass
-class Ratio:
-    """Discounted successes over what was expected: how one request differs from all."""
-
-    weight: float = ROW_WEIGHT
-    discount: float = ROW_DISCOUNT
-    hits: float = 0.0
-    expected: float = 0.0
-
-    def add(self, success: bool, expected: float) -> None:
-        self.hits = self.discount * self.hits + success
-        self.expected = self.discount * self.expected + expected
-
-    def fade(self, kept: float) -> None:
-        """Give what is known so much of its weight."""
-        self.hits, self.expected = kept * self.hits, kept * self.expected
-
-    @property
-    def value(self) -> float:
-        return (self.hits + self.weight) / (self.expected + self.weight)
 
 
 class RowState:
@@ -95,19 +72,18 @@ class RowState:
         self._rests, self._awaited, self._token = 0, 0.0, 0.0
         self._beside, self._declined, self._awake_one_in, self.num_rests = 0, 0.0, 1, 0
         self._positions, self.sort = new_shares(MAX_AUTO_DRAFT_TOKENS), Sort(shared.mixture)
-        self._ratio, self._lookup_ratio = Ratio(), Ratio(LOOKUP_RATIO_WEIGHT)
-        self._confidence_ratio = Ratio(CONFIDENCE_WEIGHT, CONFIDENCE_DISCOUNT)
+        self._own, self._own_confidences, self._own_lookups = new_shares(3)
 
     def acceptance(self, i: int) -> float:
         """Of drafted token ``i`` (from 0) once those before it are accepted."""
-        prior = min(LARGEST, self.shared.acceptance(i) * self._ratio.value)
+        prior = min(LARGEST, self.shared.acceptance(i) * self._own.ratio(ROW_WEIGHT))
         own = self._positions[min(i, MAX_AUTO_DRAFT_TOKENS - 1)]
         return own.mean(prior, POSITION_WEIGHT)
 
     def survivals(self, most: int, least: float = 0.0) -> list[float]:
         """The chance that the first, the first two, ... of ``most`` drafted tokens are accepted;
         less than ``least``, and what hardly ever is, is left out."""
-        found, survival, ratio = [], 1.0, self._ratio.value
+        found, survival, ratio = [], 1.0, self._own.ratio(ROW_WEIGHT)
         least = max(least, LEAST_SURVIVAL)
         # As ``acceptance`` has them, in few steps: each round of a row asks for all.
         for own, common in zip(self._positions[:most], self.shared.acceptances, strict=False):
@@ -121,11 +97,11 @@ class RowState:
     def chance(self, confidence: float) -> float:
         """The same of a token drafted with ``confidence``."""
         chance = self.shared.calibration.chance(confidence)
-        return min(LARGEST, chance * self._confidence_ratio.value)
+        return min(LARGEST, chance * self._own_confidences.ratio(CONFIDENCE_WEIGHT))
 
     def lookup_survivals(self, match_length: int, stored: bool, most: int) -> list[float]:
         """As ``survivals``, of looked-up tokens."""
-        ratio, known = self._lookup_ratio.value, -1
+        ratio, known = self._own_lookups.ratio(LOOKUP_RATIO_WEIGHT), -1
         found, survival, acceptance = [], 1.0, 0.0
         for i in range(most):
             match_bin = bin_of_match(match_length, i)
@@ -320,13 +296,13 @@ class RowState:
         shared.add(accepted[:MAX_AUTO_DRAFT_TOKENS])
         told = chances or [self.chance(c) for c, _ in zip(confidences, accepted, strict=False)]
         for success, confidence, chance in zip(accepted, confidences, told, strict=False):
-            self._confidence_ratio.add(success, calibration.chance(confidence))
+            self._own_confidences.add(success, CONFIDENCE_DISCOUNT, calibration.chance(confidence))
             calibration.add(confidence, chance, success)
 
     def _add_judged(self, accepted: Sequence[bool]) -> None:
         """To what is known of this request alone."""
         for i, success in enumerate(accepted[:MAX_AUTO_DRAFT_TOKENS]):
-            self._ratio.add(success, self.shared.acceptances[i])
+            self._own.add(success, ROW_DISCOUNT, self.shared.acceptances[i])
             self._positions[i].add(success, ROW_DISCOUNT)
 
     def look_back(
@@ -351,12 +327,12 @@ class RowState:
         self.shared.credit -= spent - own
         for accepted, confidences in runs:
             forgotten = LOOK_DISCOUNT ** len(accepted)
-            self._ratio.fade(forgotten)
+            self._own.fade(forgotten)
             self._positions[0].fade(forgotten)
             self._add_judged(accepted)
             for success, confidence in zip(accepted, confidences, strict=True):
                 chance = self.shared.calibration.chance(confidence)
-                self._confidence_ratio.add(success, chance)
+                self._own_confidences.add(success, CONFIDENCE_DISCOUNT, chance)
             missed = self._missed + sum(accepted) - LOOK_MARGIN * price * len(accepted)
             self._missed = min(self._staked, max(-self._staked, missed))
         self._gains = self._missed > 0.0
@@ -376,5 +352,5 @@ class RowState:
         for i, success in enumerate(hits):
             match_bin = bin_of_match(match_length, i)
             share = self.shared.lookup(match_bin, stored)
-            self._lookup_ratio.add(success, share.value)
+            self._own_lookups.add(success, ROW_DISCOUNT, share.value)
             share.add(success, SHARED_DISCOUNT)

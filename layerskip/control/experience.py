@@ -52,7 +52,8 @@ def bin_of_match(match_length: int, ahead: int) -> int:
 
 @dataclass
 class Share:
-    """A discounted share of successes."""
+    """A discounted share of successes in trials, or in what was expected of them: then its ratio
+    says how one request differs from all."""
 
     hits: float = 0.0
     trials: float = 0.0
@@ -62,9 +63,9 @@ class Share:
         """As if so many trials with the share ``prior`` had been seen, until that wears off."""
         return cls(weight * prior, weight)
 
-    def add(self, success: bool, discount: float) -> None:
+    def add(self, success: bool, discount: float, expected: float = 1.0) -> None:
         self.hits = discount * self.hits + success
-        self.trials = discount * self.trials + 1.0
+        self.trials = discount * self.trials + expected
 
     def fade(self, kept: float) -> None:
         """Give what is known so much of its weight."""
@@ -78,6 +79,10 @@ class Share:
     def mean(self, prior: float, weight: float) -> float:
         """As if ``weight`` trials with the share ``prior`` had come first."""
         return min(LARGEST, (weight * prior + self.hits) / (weight + self.trials))
+
+    def ratio(self, weight: float) -> float:
+        """Over what was expected, as if ``weight`` had come of as much first."""
+        return (self.hits + weight) / (self.trials + weight)
 
 
 class ToldChances:
