@@ -5,8 +5,6 @@ never asks the host: every shape in it follows from a ``Shape``. Each of torch's
 takes a graph about a microsecond, of some thousand that a token of a small model takes.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -51,7 +49,9 @@ class DeviceRound:
         following = slots.long() + 1 if shape.sampled else slots
         draft, hidden = self._draft(shape, seats, cache, at, following)
         draft = draft.masked_fill(free[:, 1:], -1)
-        hidden = self._run(shape, cache, hidden, self._later, at[0], drafted + 1)
+        hidden = self.stack.run_rows(
+            hidden, self._later, cache, at[0], drafted + 1, num_slots=shape.num_slots
+        )
         target, sure = self.stack.choose(hidden, _noise(shape, seats, following))
         target, sure = (t.unflatten(0, (-1, drafted + 1)) for t in (target, sure))
         # A probability, unless logits are not finite: then no comparison holds, or it is infinite.
@@ -75,32 +75,20 @@ class DeviceRound:
             following: ``(rows, drafted + 1)``, positions of the tokens after those, of every row,
                 whether it drafts or rests; int64 where rows draw by them.
         """
-        drafted, token = shape.num_draft_tokens, seats.pending[: shape.num_rows]
-        tokens, states = [], []
+        drafted, slots = shape.num_draft_tokens, shape.num_slots
+        token, tokens, states = seats.pending[: shape.num_rows], [], []
         for i in range(drafted + 1):
             hidden = self.stack.embed_ids(token)
-            hidden = self._run(shape, cache, hidden, self._shared, at[i], 1)
+            hidden = self.stack.run_rows(hidden, self._shared, cache, at[i], 1, num_slots=slots)
             states.append(hidden)
             if i < drafted:
-                deep = self._run(shape, cache, hidden, self._rest, at[i], 1)
+                deep = self.stack.run_rows(hidden, self._rest, cache, at[i], 1, num_slots=slots)
                 noise = _noise(shape, seats, following[:, i : i + 1])
                 token, _ = self.stack.choose(deep, noise, self._vocab_ids)
                 tokens.append(token)
         if not tokens:
             return token.new_empty(len(token), 0), states[0]
         return torch.stack(tokens, dim=1), torch.stack(states, dim=1).flatten(0, 1)
-
-    def _run(
-        self,
-        shape: Shape,
-        cache: KVCache,
-        hidden: Tensor,
-        layers: Sequence[int],
-        at: Tensor,
-        seqlen: int,
-    ) -> Tensor:
-        slots = shape.num_slots
-        return self.stack.run_rows(hidden, layers, cache, at, seqlen, num_slots=slots)
 
 
 def _noise(shape: Shape, seats: Seats, positions: Tensor) -> Noise | None:
