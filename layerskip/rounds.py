@@ -29,12 +29,12 @@ from layerskip.row import Row, RowSpec
 from layerskip.seats import (
     MOST_EOS,
     ON_THEIR_WAY,
-    Frame,
     InTurn,
     Landing,
     Ring,
     Seats,
     Shape,
+    rounded_up,
     slot_sizes,
 )
 from layerskip.speculation import Speculator
@@ -232,13 +232,14 @@ class Rounds:
         going = [row for row, left in zip(rows, most_left, strict=True) if left > 0]
         if not going:
             return False
-        frame = self._frame(going)
-        drafts = may_draft(self.recordings, frame.shape(0), self._allowance)
+        shape_of = self._shapes(going)
+        drafts = may_draft(self.recordings, shape_of(0), self._allowance)
         counts = speculator.counted(going, drafts=drafts)
         room = (left - 1 for left in most_left if left > 0)
         wanted = max(map(min, (choice.num_draft_tokens for choice, _ in counts), room))
         num_tried = self.recordings.num_tried
-        shape = self._shape(frame, wanted, max(most for _, most in counts))
+        chosen = all(row.state is not None or row.spec.num_draft_tokens == 0 for row in going)
+        shape = self._shape(shape_of, wanted, max(most for _, most in counts), chosen=chosen)
         drafted = shape.num_draft_tokens
         choices = [choice.at_most(drafted) for choice, _ in counts]
         self._seat(going, choices)
@@ -269,31 +270,34 @@ class Rounds:
             left = [n - flight.holds(row) for n, row in zip(left, rows, strict=True)]
         return left
 
-    def _frame(self, rows: Sequence[Row]) -> Frame:
+    def _shapes(self, rows: Sequence[Row]) -> Callable[[int], Shape]:
+        """By number of drafted tokens, the round of these rows once those in flight have landed."""
         last = max([row.slot_row for row in rows])
+        num_rows = next(n for n in _powers_up_to(self.cache.num_rows) if n > last)
         flying = sum(flight.shape.num_draft_tokens + 1 for flight in self._flights)
-        return Frame(
-            rows,
-            next(n for n in _powers_up_to(self.cache.num_rows) if n > last),
-            max([row.length for row in rows]) + flying,
-            self.cache.num_slots,
-            sampled=not all(row.spec.sampler.params.greedy for row in rows),
-        )
+        needed, most = max([row.length for row in rows]) + flying + 1, self.cache.num_slots
+        sampled = not all(row.spec.sampler.params.greedy for row in rows)
+        return lambda count: Shape(count, num_rows, rounded_up(needed + count, most), sampled)
 
-    def _shape(self, frame: Frame, wanted: int, most: int) -> Shape:
+    def _shape(
+        self, shape_of: Callable[[int], Shape], wanted: int, most: int, *, chosen: bool
+    ) -> Shape:
         """What a round of so many drafted tokens runs as; recorded before it, if that is due.
 
         Drafts get shorter near a row's limit: no round is recorded for that alone, but one for
         ``most`` is taken. Until it is sure that a number comes up again, and rounds have taken long
         enough for a recording to be a small share of it, another one runs in its place: that is far
         quicker than one that the host starts.
+
+        Args:
+            chosen: whether every row's number of drafted tokens is chosen, not asked for.
         """
-        shapes = (frame.shape(count) for count in (wanted, max(wanted, most)))
+        shapes = (shape_of(count) for count in (wanted, max(wanted, most)))
         for shape in shapes:
             if self.recordings.has(shape):
                 return shape
         count = shape.num_draft_tokens
-        instead = self._instead(frame, count)
+        instead = self._instead(shape_of, count, chosen=chosen)
         waits = patience(count, None if instead is None else instead.num_draft_tokens)
         due = self.recordings.due(shape, waits=waits)
         if due and (instead is None or not self.recordings.dear or self._allowance.affords):
@@ -303,17 +307,19 @@ class Rounds:
                 self._allowance.spend(time.perf_counter() - began)
         return shape if instead is None or self.recordings.has(shape) else instead
 
-    def _instead(self, frame: Frame, count: int) -> Shape | None:
+    def _instead(
+        self, shape_of: Callable[[int], Shape], count: int, *, chosen: bool
+    ) -> Shape | None:
         """What runs in the place of a round that is not recorded: one that is, at worst a plain one
         that will be; None: nothing does."""
         found = stand_in(
-            count, lambda other: self.recordings.has(frame.shape(other)), may_be_fewer=frame.chosen
+            count, lambda other: self.recordings.has(shape_of(other)), may_be_fewer=chosen
         )
         if found is not None:
-            return frame.shape(found)
-        if not count or not frame.chosen:
+            return shape_of(found)
+        if not count or not chosen:
             return None
-        plain = self._shape(frame, 0, 0)
+        plain = self._shape(shape_of, 0, 0, chosen=chosen)
         # If that can't be recorded, the host starts both.
         return plain if self.recordings.has(plain) or plain not in self.recordings else None
 

@@ -1,6 +1,5 @@
 """What rounds on the device know of their rows, and how the host reads what they did."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,37 +53,6 @@ def slot_sizes(most: int) -> list[int]:
 def rounded_up(num_slots: int, most: int) -> int:
     """The slots that a recording is made for, where so many are needed of ``most``."""
     return next((size for size in slot_sizes(most) if size >= num_slots), most)
-
-
-@dataclass(frozen=True)
-class Frame:
-    """What a round's rows have in common, whatever they draft.
-
-    Attributes:
-        rows: that take part.
-        num_rows: of the cache, from row 0 on.
-        committed: slots of the longest of them, once the rounds in flight have landed.
-        num_slots: of the cache.
-        sampled: whether a row draws by noise.
-    """
-
-    rows: Sequence[Row]
-    num_rows: int
-    committed: int
-    num_slots: int
-    sampled: bool
-
-    @property
-    def chosen(self) -> bool:
-        """Whether every number of drafted tokens is chosen, not asked for."""
-        return all(row.state is not None or row.spec.num_draft_tokens == 0 for row in self.rows)
-
-    def shape(self, num_draft_tokens: int) -> Shape:
-        """Of a round of theirs that drafts so many tokens."""
-        needed = self.committed + num_draft_tokens + 1
-        return Shape(
-            num_draft_tokens, self.num_rows, rounded_up(needed, self.num_slots), self.sampled
-        )
 
 
 class Seats:
