@@ -143,9 +143,9 @@ def grids(stack: DecoderStack, *, quick: bool) -> list[Grid]:
     contexts = tuple(sorted({c // block * block for c in wanted}))
     ends = tuple(sorted({0, contexts[-1]}))
     in_steps = exactness.wanted and not exactness.holds
-    # Of as many tokens of one sequence a pass is measured, too.
     # Where passes have no spare rows a token more is another row, whoever's it is.
     tiles = () if exactness.fewest else exactness.tiles
+    # Of as many tokens of one sequence a pass is measured, too.
     several = tuple(t for t in tiles if 1 < t <= quantum and NUM_SEQUENCES * t in fine)
     finest = Grid(coarse, contexts) if in_steps else Grid(fine, contexts, tiles=several)
     # A GPU reads weights as long for 64 rows as for 32 or nearly, and is quick enough to tell.

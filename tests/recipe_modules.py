@@ -40,8 +40,12 @@ def environment() -> dict[str, str]:
 
 
 def launched(script: str, argv: Sequence[str]) -> None:
-    """Run a recipe on two processes: ``accelerate launch --cpu`` starts one, whatever is asked."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    """Run a recipe on two processes: ``accelerate launch --cpu`` starts one, whatever is asked.
+
+    By itself it has a port of its own: with the usual one two test runs at once would meet.
+    """
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch += ["--nproc_per_node", "2"]
     done = subprocess.run(
         [*launch, str(RECIPES / script), *argv],
         env=environment() | {"ACCELERATE_USE_CPU": "true"},

@@ -131,6 +131,13 @@ def test_a_line_that_another_process_adds_meanwhile_stays(
     assert [entry["n"] for entry in read_lines(path)] == [1, 2, 3]
 
 
+def test_a_cut_off_line_nested_too_deep_to_be_read_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "rounds.jsonl"
+    path.write_bytes(b'{"n": 1}\n' + b'{"a":' * 200_000)
+    JsonLines(path).close()
+    assert [entry["n"] for entry in read_lines(path)] == [1]
+
+
 def test_two_that_open_a_file_with_a_cut_off_line_lose_none_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

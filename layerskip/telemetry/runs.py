@@ -88,7 +88,7 @@ class JsonLines:
             raise ValueError(f"{self.path} does not hold JSON lines, and is left as it is")
         try:
             json.loads(rest)
-        except ValueError:
+        except (ValueError, RecursionError):
             self.cut(whole)
         else:
             self._file.write(b"\n")
