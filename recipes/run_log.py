@@ -63,15 +63,17 @@ def drop_later(path: Path, step: int) -> None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Lines of a log; one that a crash cut off is left out."""
+    """Records of a log; a line that a crash cut off, or that is none, is left out."""
     if not path.exists():
         return []
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             continue
+        if isinstance(record, dict) and "step" in record:
+            records.append(record)
     return records
 
 

@@ -832,7 +832,8 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(runs: SimpleNamespace) -> Non
 def test_records_of_a_start_without_a_checkpoint_are_taken_out(
     recipe: SimpleNamespace, tmp_path: Path, step: int, kept: list[int]
 ) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 3}\n{"step": 4}\n', "utf-8")
+    lines = '{"step": 0}\n{"step": 3}\n7\n{"loss": 1.0}\n{"step": 4}\n{"st'
+    (tmp_path / "metrics.jsonl").write_text(lines, "utf-8")
     accelerator = SimpleNamespace(is_main_process=True, init_trackers=lambda _: None)
     recipe.run_log.RunLog(tmp_path, accelerator, step=step)
     assert [r["step"] for r in recipe.run_log.read_records(tmp_path / "metrics.jsonl")] == kept

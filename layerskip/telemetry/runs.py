@@ -59,7 +59,7 @@ class JsonLines:
 
     def __init__(self, path: str | Path, *, alone: bool = False) -> None:
         self.path, self._alone, self._turn = Path(path), alone, threading.Lock()
-        self._ended = 0  # what was added last
+        self._ended = 0  # what this writer added last: the file's size then
         with ExitStack() as opened:
             try:
                 self._file = opened.enter_context(self.path.open("a+b", buffering=0))
